@@ -1,11 +1,11 @@
 """Fits the time model by which the library chooses among the ways to compute an int8 matmul to the GPU at hand.
 
-The time of each kernel is a sum of terms (csrc/int8_matmul/work.h): a launch, the steps of the busiest CTA, its pieces
-of work, and where CTAs share tiles, collecting the parts. The time of dequantising for cuBLAS is one too
+The time of each kernel is a sum of terms (csrc/scheduler/choose_stream_k.h): a launch, the steps of the busiest CTA,
+its work tiles, and collecting the partials of split tiles. The time of dequantising for cuBLAS is one too
 (csrc/int8_matmul/ways.h): two launches for each block, three bytes a weight, and multiply-adds. Least squares of the
 relative errors give the terms' coefficients, in seconds; each measured time is written beside the library's prediction
-from data sheets. The clocks in the tables of work.h and ways.h are these seconds times the SMs' clock during the run.
-The figures go to benchmarks/results/<gpu>/int8_fit.json.
+from data sheets. The clocks in the formulas of choose_stream_k.h and ways.h are these seconds times the SMs' clock
+during the run. The figures go to benchmarks/results/<gpu>/int8_fit.json.
 """
 
 from __future__ import annotations

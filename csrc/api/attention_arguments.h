@@ -156,7 +156,7 @@ inline Tensor empty_rows(const Tensor& query) {
     return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, ScalarType::Float);
 }
 
-// Of such a tensor, contiguous, beside the view of its query.
+// Views such a tensor, which is contiguous, beside its query.
 inline RowsView rows_view(const Tensor& rows, const HeadsView<const uint16_t>& query) {
     const bool is_packed = rows.dim() == 2;
     return {static_cast<float*>(rows.data_ptr()), query.batch, query.heads, query.rows, is_packed ? 0 : rows.stride(0),

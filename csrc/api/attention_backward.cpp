@@ -8,15 +8,15 @@
 #include <utility>
 
 #include "api/attention_arguments.h"
-#include "api/dealer.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
 #include "api/scores.h"
+#include "api/workspace.h"
 #include "attention/backward.h"
-#include "attention/plan_row_shares.h"
 #include "attention/query_gradient.h"
-#include "attention/tile_order.h"
 #include "host/device_facts.h"
+#include "scheduler/choose_row_splits.h"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 namespace {
@@ -87,7 +87,7 @@ struct Workspace {
 };
 
 // O(tokens): up to six numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the
-// kernel takes, and dK and dV in fp32 of the tiles of keys that CTAs share.
+// kernel takes, and dK and dV in fp32 of split tiles of keys.
 Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
                          const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
@@ -95,45 +95,45 @@ Workspace make_workspace(AttentionBackwardParams& params, const Tensor& query, c
     const bool is_for_hopper = kernel.key.architecture == 90;
     const int64_t num_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), block_m);
-    const int64_t num_shared = num_shared_tiles(params, block_n);
+    const int64_t num_split = num_split_tiles(params, block_n);
     const int64_t num_rows = int64_t{sizes.heads} * (sizes.is_packed ? query.size(0) : query.size(0) * query.size(2));
     const int64_t num_slope_tiles =
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), kSlopesBlockM);
     const bool counts = is_for_hopper || deterministic;
 
-    const auto deal_zeros = [&](float* memory) {
-        Dealer dealer(memory);
-        params.num_claimed = dealer.take<int32_t>(counts ? 1 : 0);
-        params.turns = dealer.take<int32_t>(deterministic ? num_tiles : 0);
-        params.key_turns = dealer.take<int32_t>(deterministic ? num_shared * kMostConsumersOfTile : 0);
-        params.query_sums = dealer.take(num_tiles * query_tile_elements(/*in_parts=*/is_for_hopper, block_m, head_dim));
-        params.key_sums = dealer.take(num_shared * key_tile_elements(block_n, head_dim));
-        return dealer.taken();
+    const auto allocate_zeros = [&](float* memory) {
+        WorkspaceArena arena(memory);
+        params.num_claimed = arena.take<int32_t>(counts ? 1 : 0);
+        params.semaphores = arena.take<int32_t>(deterministic ? num_tiles : 0);
+        params.key_semaphores = arena.take<int32_t>(deterministic ? num_split * kMostConsumersOfTile : 0);
+        params.query_sums = arena.take(num_tiles * query_tile_elements(/*in_panels=*/is_for_hopper, block_m, head_dim));
+        params.key_sums = arena.take(num_split * key_tile_elements(block_n, head_dim));
+        return arena.taken();
     };
-    const auto deal_others = [&](float* memory) {
-        Dealer dealer(memory);
+    const auto allocate_others = [&](float* memory) {
+        WorkspaceArena arena(memory);
         const auto take_rows = [&](int64_t count) {
             RowsView rows = params.lse;
-            rows.data = dealer.take(count);
+            rows.data = arena.take(count);
             return rows;
         };
         params.shift = take_rows(num_rows);
         params.delta = take_rows(num_rows);
         params.log2_sum = take_rows(is_additive(params.scores.bias) ? num_rows : 0);
-        params.slope_sums = dealer.take(params.grad_slopes.data != nullptr ? num_slope_tiles : 0);
+        params.slope_sums = arena.take(params.grad_slopes.data != nullptr ? num_slope_tiles : 0);
         const bool with_options = is_for_hopper && kernel.key.variant.value();
         const int64_t terms = num_tiles * block_m * RowTermsView::numbers_per_row(with_options);
-        params.row_terms = {dealer.take(is_for_hopper ? terms : 0), block_m, with_options};
-        return dealer.taken();
+        params.row_terms = {arena.take(is_for_hopper ? terms : 0), block_m, with_options};
+        return arena.taken();
     };
-    Workspace workspace{torch::stable::new_zeros(query, {deal_zeros(nullptr)}, ScalarType::Float),
-                        torch::stable::new_empty(query, {deal_others(nullptr)}, ScalarType::Float)};
-    deal_zeros(static_cast<float*>(workspace.zeros.data_ptr()));
-    deal_others(static_cast<float*>(workspace.others.data_ptr()));
+    Workspace workspace{torch::stable::new_zeros(query, {allocate_zeros(nullptr)}, ScalarType::Float),
+                        torch::stable::new_empty(query, {allocate_others(nullptr)}, ScalarType::Float)};
+    allocate_zeros(static_cast<float*>(workspace.zeros.data_ptr()));
+    allocate_others(static_cast<float*>(workspace.others.data_ptr()));
     return workspace;
 }
 
-// As the schemas have them, but for what one of them has alone.
+// The arguments that both operators have, as in their schemas.
 struct Arguments {
     Tensor grad_out;
     std::optional<Tensor> grad_lse;
@@ -186,11 +186,11 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     params.value = heads_view<const uint16_t>(kOp, "value", value, key_sequences);
     params.out = heads_view<const uint16_t>(kOp, "out", out, query_sequences);
     params.grad_out = heads_view<const uint16_t>(kOp, "grad_out", grad_out, query_sequences);
-    const auto view_gradients = [&](auto& of_query, auto& of_key, auto& of_value) {
-        using Element = std::remove_pointer_t<decltype(of_query.data)>;
-        of_query = heads_view<Element>(kOp, "query", gradients.query, query_sequences);
-        of_key = heads_view<Element>(kOp, "key", gradients.key, key_sequences);
-        of_value = heads_view<Element>(kOp, "value", gradients.value, key_sequences);
+    const auto view_gradients = [&](auto& query_view, auto& key_view, auto& value_view) {
+        using Element = std::remove_pointer_t<decltype(query_view.data)>;
+        query_view = heads_view<Element>(kOp, "query", gradients.query, query_sequences);
+        key_view = heads_view<Element>(kOp, "key", gradients.key, key_sequences);
+        value_view = heads_view<Element>(kOp, "value", gradients.value, key_sequences);
     };
     if (adds) {
         view_gradients(params.sum_query, params.sum_key, params.sum_value);
@@ -218,10 +218,10 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
         {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
     const TileFacts& tile = kernels.key_value->tile;
     if (kernels.key_value->key.architecture == 90) {
-        plan_claims(params, tile.block_m, tile.block_n, facts, given.deterministic);
+        schedule_key_tiles(params, tile.block_m, tile.block_n, facts, given.deterministic);
     } else {
         params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
-        params.shares = {0, 1, 1};
+        params.row_splits = {0, 1, 1};
     }
     const Workspace workspace = make_workspace(params, query, sizes, *kernels.key_value, given.deterministic);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {

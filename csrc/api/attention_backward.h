@@ -23,8 +23,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
     bool deterministic, bool bias_grad, bool slopes_grad);
 
-// The same for a block whose rows have other keys too: the gradients of query, key and value are added to those given, which are
-// fp32, 16-byte aligned with rows that are contiguous. Returns that of alibi_slopes, or [0].
+// The same for a block whose rows have other keys too: the gradients of query, key and value are added to those given,
+// which are fp32, 16-byte aligned with rows that are contiguous. Returns that of alibi_slopes, or [0].
 Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_out,
                               std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
                               Tensor lse, std::optional<Tensor> alibi_slopes, std::optional<Tensor> dropout_seed,

@@ -11,12 +11,12 @@
 #include "api/attention_arguments.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
-#include "api/part_workspace.h"
 #include "api/scores.h"
+#include "api/workspace.h"
 #include "attention/forward.h"
-#include "attention/key_shares.h"
-#include "attention/tile_order.h"
 #include "host/device_facts.h"
+#include "scheduler/key_splits.h"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 namespace {
@@ -74,13 +74,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
-    // CTAs may share the keys of a tile, as lengths in the whole batch have it: see attention/key_shares.h.
+    // CTAs may split the keys of a tile: see scheduler/key_splits.h.
     std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
-    const int64_t rows_of_workspace = rows_of_parts(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
+    const int64_t rows_of_workspace = workspace_rows(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
     if (rows_of_workspace > 0 && !batch_invariant) {
-        workspace = make_part_workspace(attention.parts, query, rows_of_workspace, sizes.value_dim,
-                                        num_ctas * kMostSlotsPerCta * kMergeSteps);
+        workspace = make_partial_workspace(attention.partials, query, rows_of_workspace, sizes.value_dim,
+                                           num_ctas * kMostSlotsPerCta * kCombineRounds);
         attention.resident_ctas = static_cast<int32_t>(num_ctas);
     }
     kernel.launch(attention, device.stream());

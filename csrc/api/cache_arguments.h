@@ -19,7 +19,7 @@ inline void check_head_dim(const char* op, const char* name, const Tensor& tenso
           " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
-// Of a cache beside tensors of the dtype of `like`, which is called like_name.
+// Returns the format of a cache. A 16-bit cache has the dtype of `like`, the argument like_name.
 inline CacheFormat cache_format(const char* op, const char* name, const Tensor& cache, const char* like_name,
                                 const Tensor& like) {
     if (cache.scalar_type() == ScalarType::Char) return CacheFormat::kInt8;
@@ -57,26 +57,26 @@ inline int32_t checked_capacity(const char* op, const Tensor& k_cache, const std
     return static_cast<int32_t>(capacity);
 }
 
-inline CachePlaces cache_places(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
-    CachePlaces places{};
-    places.num_blocks = to_int32(op, "k_cache", k_cache.size(0));
-    places.block_rows = to_int32(op, "k_cache", k_cache.size(2));
-    places.by_block_rows = Divisor::of(std::max(places.block_rows, 1));
+inline CacheLayout cache_layout(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
+    CacheLayout layout{};
+    layout.num_blocks = to_int32(op, "k_cache", k_cache.size(0));
+    layout.block_rows = to_int32(op, "k_cache", k_cache.size(2));
+    layout.by_block_rows = Divisor::of(std::max(layout.block_rows, 1));
     if (block_table) {
-        places.block_table = static_cast<const int32_t*>(block_table->data_ptr());
-        places.table_batch_stride = block_table->stride(0);
-        places.table_page_stride = block_table->stride(1);
+        layout.block_table = static_cast<const int32_t*>(block_table->data_ptr());
+        layout.table_batch_stride = block_table->stride(0);
+        layout.table_page_stride = block_table->stride(1);
     }
-    return places;
+    return layout;
 }
 
-// Whether the scales are one for each head, or one for all of them, and not one for each token.
+// Returns whether there is one scale for each head, or for all heads, instead of one for each token.
 inline bool are_given(const Tensor& scales) {
     return scales.dim() < 3;
 }
 
-// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside fp8 ones that, [kv_heads], [1], [] or none, which means 1;
-// beside others, none.
+// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside fp8 ones that, [kv_heads], [1], [] or none, which
+// means 1; beside others, none.
 inline void check_scales(const char* op, const char* name, const std::optional<Tensor>& scales, const Tensor& cache) {
     const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
     if (!is_fp8 && cache.scalar_type() != ScalarType::Char) return check_absent(op, name, scales);

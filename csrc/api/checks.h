@@ -111,8 +111,9 @@ inline DataType data_type(const char* op, const char* name, const Tensor& tensor
 inline constexpr const char* kAlignedRule =
     "its last dim must be contiguous, its rows apart, its base and strides multiples of 16 bytes";
 
-// Whether kernels can read rows, 16 bytes at a time and by TMA: no document says that it takes rows that overlap, or one
-// that is repeated. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has the same rule.
+// Whether kernels can read rows, 16 bytes at a time and by TMA: no document says that it takes rows that overlap, or
+// one that is repeated. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has the same
+// rule.
 inline bool is_aligned(const Tensor& tensor) {
     constexpr uint64_t kAlignment = 16;
     const int64_t last = tensor.dim() - 1, row_dim = tensor.dim() == 3 ? 0 : last - 1;
@@ -133,8 +134,8 @@ inline Tensor aligned(const Tensor& tensor) {
     return torch::stable::copy_(copy, tensor);
 }
 
-// How sequences lie in a tensor: [batch, heads, rows, head_dim]; or packed, [total, heads, head_dim], with `rows` as the
-// bound of all lengths.
+// How sequences lie in a tensor: [batch, heads, rows, head_dim]; or packed, [total, heads, head_dim], with `rows` as
+// the bound of all lengths.
 struct Sequences {
     bool are_packed;
     int64_t batch, rows;

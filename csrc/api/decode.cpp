@@ -12,11 +12,11 @@
 #include "api/checks.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
-#include "api/part_workspace.h"
 #include "api/scores.h"
+#include "api/workspace.h"
 #include "decode/decode.h"
-#include "decode/split_plan.h"
 #include "host/device_facts.h"
+#include "scheduler/decode_splits.h"
 
 namespace fastattn {
 namespace {
@@ -97,7 +97,7 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
-// The last queries' tokens in `tree_mask`, whose positions are not their places in the sequence.
+// The last queries' tokens in `tree_mask`, whose positions are not their indices in the sequence.
 TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tree_mask, const ScoreParams& scores,
                             const RotaryParams& rotary) {
     if (!tree_mask) return {};
@@ -170,7 +170,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                   lse.stride(1)};
     params.k_cache = cache_view(kOp, "k_cache", k_cache, "k_scale", k_scale);
     params.v_cache = cache_view(kOp, "v_cache", v_cache, "v_scale", v_scale);
-    params.places = cache_places(kOp, k_cache, block_table);
+    params.layout = cache_layout(kOp, k_cache, block_table);
     params.cache_seqlens = static_cast<const int32_t*>(lengths.data_ptr());
     std::optional<Tensor> aligned_k_new, aligned_v_new;
     if (appends) {
@@ -191,12 +191,12 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     params.sequence = {capacity, appends ? params.k_new.rows : 0, params.query.rows, params.scores.window_left};
 
     const int32_t block_keys = kernel.tile.block_n;
-    params.plan = split_plan(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
-                             num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
+    params.schedule = split_schedule(params.sequence, params.query.batch, params.kv_heads, params.row_tiles, block_keys,
+                                     num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
     std::optional<Tensor> workspace;
-    if (lse.numel() > 0 && can_be_cut(params.plan, params.sequence, block_keys)) {
-        workspace = make_part_workspace(params.parts, query, num_slots(params.plan) * kernel.tile.block_m, value_dim,
-                                        num_counters(params.plan));
+    if (lse.numel() > 0 && can_be_split(params.schedule, params.sequence, block_keys)) {
+        workspace = make_partial_workspace(params.partials, query, num_slots(params.schedule) * kernel.tile.block_m,
+                                           value_dim, num_counters(params.schedule));
     }
     kernel.launch(params, device.stream());
     return lse;

@@ -1,5 +1,5 @@
-// The native kernels behind fastattn::attention_decode, attention_decode_out and attention_split_keys; their schemas are in
-// bindings.cpp.
+// The native kernels behind fastattn::attention_decode, attention_decode_out and attention_split_keys; their schemas
+// are in bindings.cpp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,8 +12,8 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Appends k_new and v_new to the caches in place, then attends: writes the output [B, Hq, Sq, Dv] to `out` and returns the
-// lse [B, Hq, Sq]. Raises before it writes anything.
+// Appends k_new and v_new to the caches in place, then attends: writes the output [B, Hq, Sq, Dv] to `out` and returns
+// the lse [B, Hq, Sq]. Raises before it writes anything.
 Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
                             std::optional<Tensor> k_new, std::optional<Tensor> v_new, std::optional<Tensor> rotary_cos,
                             std::optional<Tensor> rotary_sin, bool rotary_interleaved,
@@ -33,8 +33,8 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask);
 
-// Like attention_decode, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there: nothing is
-// written. They are copied where a kernel cannot read them.
+// Like attention_decode, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there:
+// nothing is written. They are copied where a kernel cannot read them.
 std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
                                                 std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                                 double scale, int64_t window_left, int64_t window_right,

@@ -55,7 +55,7 @@ void dequantize_cache(Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_sc
     DequantizeCacheParams params{};
     params.k_cache = cache_view(kOp, "k_cache", k_cache, "k_scale", k_scale);
     params.v_cache = cache_view(kOp, "v_cache", v_cache, "v_scale", v_scale);
-    params.places = cache_places(kOp, k_cache, block_table);
+    params.layout = cache_layout(kOp, k_cache, block_table);
     const Tensor lengths = torch::stable::contiguous(seqlens);
     params.seqlens = static_cast<const int32_t*>(lengths.data_ptr());
     params.k_out = static_cast<uint16_t*>(k_out.data_ptr());

@@ -16,9 +16,9 @@
 #include "api/device.h"
 #include "api/kernel_choice.h"
 #include "host/device_facts.h"
-#include "host/launch_token.h"
 #include "int8_matmul/int8_matmul.h"
-#include "int8_matmul/work.h"
+#include "scheduler/launch_id.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 namespace {
@@ -144,8 +144,8 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
 void check_for_int8_activations(const char* op, const Tensor& weight, const MatmulEpilogue& epilogue) {
     const int64_t rows = weight.size(0), columns = weight.size(1);
     check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
-    check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumDepth, op, "weight must have a multiple of 8 ",
-          "rows, and of 16 columns up to ", kMaxInt8SumDepth, ", for int8 activations, got ", shape_text(weight));
+    check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumK, op, "weight must have a multiple of 8 ",
+          "rows, and of 16 columns up to ", kMaxInt8SumK, ", for int8 activations, got ", shape_text(weight));
 }
 
 Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulParams& params, bool is_plain,
@@ -156,28 +156,28 @@ Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulPara
                        params.epilogue.sum_columns(), params.input.columns);
 }
 
-// Divides the work among the kernel's CTAs, with room for what they pass to each other.
-Int8KernelTable::Row& plan_work(const Int8Choice& chosen, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
+// Divides the work among the kernel's CTAs, and allocates the workspace of what they pass to each other.
+Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
     MatmulEpilogue& epilogue = params.epilogue;
-    const auto& [_, tile, plan, clocks] = chosen.choice;
-    epilogue.plan = plan;
-    epilogue.token = launch_token();
-    if (plan.num_ranges > 0) {
+    const auto& [_, tile, schedule, clocks] = chosen.choice;
+    epilogue.schedule = schedule;
+    epilogue.token = launch_id();
+    if (schedule.num_splits > 0) {
         tensors.arrivals =
-            torch::stable::new_empty(tensors.input, {plan.shared_tiles, tile.ctas_per_team}, ScalarType::Long);
-        tensors.partial =
-            torch::stable::new_empty(tensors.input, {num_slots(plan), tile.tokens, tile.outputs}, ScalarType::Float);
+            torch::stable::new_empty(tensors.input, {schedule.split_tiles, tile.cluster_size}, ScalarType::Long);
+        tensors.partial = torch::stable::new_empty(tensors.input, {num_slots(schedule), tile.block_m, tile.block_n},
+                                                   ScalarType::Float);
         epilogue.partial = static_cast<float*>(tensors.partial->data_ptr());
         epilogue.arrivals = static_cast<uint64_t*>(tensors.arrivals->data_ptr());
     }
-    if (params.token_sums.out != nullptr && plan.token_tiles > 1) {
-        const int32_t columns = plan.output_tiles * tile.ctas_per_team;
-        const int64_t counted_steps = tile.uses_wgmma ? ceil_div(plan.steps, columns) : 1;  // of a column in a tile
-        check(plan.token_tiles * counted_steps <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
+    if (params.token_sums.out != nullptr && schedule.m_tiles > 1) {
+        const int32_t columns = schedule.n_tiles * tile.cluster_size;
+        const int64_t counted_steps = tile.uses_wgmma ? ceil_div(schedule.steps, columns) : 1;  // of a column in a tile
+        check(schedule.m_tiles * counted_steps <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
               "too many tokens for the gradient of a bias: ", params.input.rows);
         tensors.token_arrivals = torch::stable::new_empty(tensors.input, {columns}, ScalarType::Long);
         tensors.token_partial =
-            torch::stable::new_empty(tensors.input, {plan.token_tiles, params.token_sums.columns}, ScalarType::Float);
+            torch::stable::new_empty(tensors.input, {schedule.m_tiles, params.token_sums.columns}, ScalarType::Float);
         params.token_sums.partial = static_cast<float*>(tensors.token_partial->data_ptr());
         params.token_sums.arrivals = static_cast<uint64_t*>(tensors.token_arrivals->data_ptr());
     }
@@ -195,14 +195,14 @@ bool takes_quantized(const MatmulTile& tile) {
     return tile.uses_wgmma;
 }
 
-// Room for the tokens as int8 numbers, which a kernel before the matmul makes, or the CTAs of a plan together.
+// Allocates the tokens as int8 numbers, which a kernel before the matmul makes, or the CTAs of the launch together.
 void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulParams& params,
                           Int8MatmulTensors& tensors) {
     const MatrixView<const uint16_t>& input = params.input;
-    const MatmulPlan& plan = params.epilogue.plan;
+    const MatmulSchedule& schedule = params.epilogue.schedule;
     if (!takes_quantized(tile)) {
         if (each_cta_quantises(input.rows, input.columns)) return;
-        check(input.rows + 2 * num_ctas(plan) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
+        check(input.rows + 2 * num_ctas(schedule) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
               "for int8 activations: ", input.rows, " by ", params.weight.rows);
     }
     const auto empty = [&](int64_t elements, ScalarType type) {
@@ -210,7 +210,7 @@ void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulPara
     };
     tensors.tokens = empty(int64_t{input.rows} * input.columns, ScalarType::Char);
     tensors.token_scale = empty(input.rows, ScalarType::Float);
-    tensors.counters = empty(takes_quantized(tile) ? 0 : 1 + plan.token_tiles, ScalarType::Long);
+    tensors.counters = empty(takes_quantized(tile) ? 0 : 1 + schedule.m_tiles, ScalarType::Long);
     auto* queue = static_cast<uint64_t*>(tensors.counters->data_ptr());
     params.quantized = {static_cast<int8_t*>(tensors.tokens->data_ptr()),
                         static_cast<float*>(tensors.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
@@ -268,7 +268,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         multiply_dequantised(params.weight, dtype, tensors.input, out, /*is_transposed=*/true, device.stream());
         return tensors.out;
     }
-    auto& kernel = plan_work(chosen, params, tensors);
+    auto& kernel = schedule_work(chosen, params, tensors);
     if (int8_activations) {
         const MatmulTile& tile = kernel.tile.matmul;
         make_room_for_tokens(kOp, tile, params, tensors);
@@ -317,7 +317,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
         grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
     }
-    plan_work(chosen, params, tensors).launch(params, device.stream());
+    schedule_work(chosen, params, tensors).launch(params, device.stream());
     return {tensors.out, grad_bias};
 }
 

@@ -17,7 +17,7 @@
 #include "host/sm_rates.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/ways.h"
-#include "int8_matmul/work.h"
+#include "scheduler/choose_stream_k.h"
 
 namespace fastattn {
 
@@ -38,7 +38,8 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 
-// Of one backward pass. shared_bytes: that a CTA can have on the GPU. Null: not for this call.
+// The kernels of one backward pass; null where a call does not need one. shared_bytes: how much a CTA can have on the
+// GPU.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
     Row *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
@@ -71,8 +72,8 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
-// Flash-decoding for so many rows of queries a KV head: tiles of few where these hold all of them, or where a CTA has no room
-// for more.
+// Flash-decoding for so many rows of queries a KV head: tiles of few where these hold all of them, or where a CTA has
+// no room for more.
 inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
                                                      DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
@@ -83,8 +84,8 @@ inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability,
     return kernels.find(compute_capability, widest, dtype, /*variant=*/false);
 }
 
-// How a matmul with int8 weights is computed best: which of our kernels is the fastest, and the predicted clocks of it and of
-// dequantising for cuBLAS, infinity where that does not compute the same.
+// How a matmul with int8 weights is computed best: which of our kernels is the fastest, and the predicted clocks of it
+// and of dequantising for cuBLAS, infinity where that does not compute the same.
 struct Int8Choice {
     Int8KernelTable::Row* kernel;
     MatmulChoice choice;
@@ -102,17 +103,18 @@ struct Int8Traits {
     bool sums_tokens = false;  // for the gradient of a bias, beside the product
 };
 
-// Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in this
-// process. 0: any. kForcesDequantising: cuBLAS, wherever it can.
+// Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in
+// this process. 0: any. kForcesDequantising: cuBLAS, wherever it can.
 inline constexpr int32_t kForcesDequantising = -1;
 struct ForcedInt8Tile {
-    std::atomic<int32_t> architecture{0}, tokens{0};
+    std::atomic<int32_t> architecture{0}, block_m{0};
 
-    bool is_none() const { return architecture == 0 && tokens == 0; }
+    bool is_none() const { return architecture == 0 && block_m == 0; }
     bool is_dequantising() const { return architecture == kForcesDequantising; }
 
     bool allows(const KernelKey& key) const {
-        return (architecture <= 0 || key.architecture == architecture) && (tokens == 0 || key.size.head_dim == tokens);
+        return (architecture <= 0 || key.architecture == architecture) &&
+               (block_m == 0 || key.size.head_dim == block_m);
     }
 };
 
@@ -121,9 +123,9 @@ inline ForcedInt8Tile& forced_int8_tile() {
     return forced;
 }
 
-// Of sums [tokens, outputs], each of `depth`.
+// Chooses how a matmul of sizes M, N and K is computed.
 inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
-                              const Int8Traits& traits, int32_t tokens, int32_t outputs, int32_t depth) {
+                              const Int8Traits& traits, int32_t M, int32_t N, int32_t K) {
     std::vector<Int8KernelTable::Row*> rows;
     std::vector<MatmulTile> tiles;
     rows.reserve(16);
@@ -135,7 +137,7 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
         tiles.back().scales_groups = traits.has_groups;
     });
     const SmRates rates = sm_rates(compute_capability);
-    const MatmulChoice choice = fastest_tile(tokens, outputs, depth, tiles, rates, num_sms);
+    const MatmulChoice choice = fastest_tile(M, N, K, tiles, rates, num_sms);
     if (choice.index == tiles.size()) {
         throw std::runtime_error("fastattn: no kernel of the int8 matmul runs on a GPU of compute capability " +
                                  std::to_string(compute_capability / 10) + '.' +
@@ -145,9 +147,9 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
     const bool may_dequantise =
         traits.is_plain && (forced_int8_tile().is_none() || forced_int8_tile().is_dequantising());
     double clocks = std::numeric_limits<double>::infinity();
-    if (may_dequantise && depth > 0) {
-        clocks = dequantised_clocks(tokens, outputs, depth, rates, num_sms);
-        if (traits.sums_tokens) clocks += token_sum_clocks(tokens, depth, rates, num_sms);
+    if (may_dequantise && K > 0) {
+        clocks = dequantised_clocks(M, N, K, rates, num_sms);
+        if (traits.sums_tokens) clocks += token_sum_clocks(M, K, rates, num_sms);
     }
     const bool dequantises = clocks < choice.clocks || (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
     return {rows[choice.index], choice, clocks, dequantises};

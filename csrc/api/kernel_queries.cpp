@@ -6,19 +6,19 @@
 #include <string>
 
 #include "api/kernel_choice.h"
-#include "attention/plan_row_shares.h"
-#include "decode/split_plan.h"
 #include "host/device_facts.h"
 #include "host/kernel_table.h"
-#include "int8_matmul/team_work.h"
+#include "scheduler/choose_row_splits.h"
+#include "scheduler/decode_splits.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 namespace {
 
 std::string tile_text(const TileFacts& tile) {
     if (tile.block_m == 0) return "null";
-    const std::string depth = tile.block_k > 0 ? ", \"block_k\": " + std::to_string(tile.block_k) : "";
-    return "{\"block_m\": " + std::to_string(tile.block_m) + ", \"block_n\": " + std::to_string(tile.block_n) + depth +
+    const std::string K = tile.block_k > 0 ? ", \"block_k\": " + std::to_string(tile.block_k) : "";
+    return "{\"block_m\": " + std::to_string(tile.block_m) + ", \"block_n\": " + std::to_string(tile.block_n) + K +
            ", \"num_warps\": " + std::to_string(tile.num_warps) + "}";
 }
 
@@ -36,28 +36,29 @@ const char* name_or_null(Function&& row_of) {
     }
 }
 
-// By the numbers that Python knows them by.
+// Python knows the tables by these numbers.
 Int8KernelTable& int8_kernels(int32_t which) {
     return which == 0   ? int8_matmul_kernels()
            : which == 1 ? int8_matmul_grad_input_kernels()
                         : int8_matmul_s8_kernels();
 }
 
-// How a launch deals its steps to CTAs, and how many parts of tiles pass through a workspace.
-struct Dealt {
-    int64_t ctas, longest_steps, block_m, parts;
-    double steps_of_full_gpu;  // of an int8 matmul: see int8_matmul/work.h
+// How a launch divides its steps among CTAs, and how many slots its workspace has.
+struct LaunchSchedule {
+    int64_t ctas, longest_steps, block_m, slots;
+    double steps_of_full_gpu;  // of an int8 matmul: see scheduler/choose_stream_k.h
 };
 
-// The fastest of our kernels, null where there is none, its predicted microseconds, and those of dequantising for cuBLAS.
+// The fastest of our kernels, null where there is none, its predicted microseconds, and those of dequantising for
+// cuBLAS.
 struct Int8Ways {
     const char* kernel;
     double kernel_microseconds, dequantised_microseconds;
 };
 
-// RowShares, the heads whose tiles are claimed in turn, and the kernel's tile.
-struct DealtBackward {
-    int64_t first_tile, of_heads, of_rows, heads_per_group, block_m, block_n;
+// RowSplits, the heads of a group, and the kernel's tile.
+struct BackwardSchedule {
+    int64_t first_tile, over_heads, over_rows, heads_per_group, block_m, block_n;
 };
 
 }  // namespace
@@ -65,7 +66,7 @@ struct DealtBackward {
 
 #define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
 
-// Of the current CUDA device; zeros where there is none.
+// The facts of the current CUDA device; zeros where there is none.
 FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
     try {
         return fastattn::device_facts();
@@ -118,9 +119,9 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
     }
 }
 
-// How the kernel that runs a call without options deals its tiles of keys. total_keys: of packed sequences, else -1.
-// Zeros where CTAs share no tiles, or no kernel runs.
-FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
+// The splits of the kernel that runs a call without options. total_keys: of packed sequences, else -1.
+// Zeros where the kernel is not persistent, or no kernel runs.
+FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_dealt_backward(
     const fastattn::DeviceFacts* facts, int32_t widest, int32_t batch, int32_t heads, int32_t key_heads, int32_t rows,
     int32_t keys, int32_t total_keys, int32_t window_left, int32_t window_right, int32_t is_deterministic) {
     using namespace fastattn;
@@ -136,9 +137,10 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DealtBackward fastattn_dealt_backward(
         const int32_t somewhere = 0;
         if (total_keys >= 0) params.packed.cu_seqlens_k = &somewhere, params.packed.total_k = total_keys;
         const TileFacts& tile = kernels.key_value->tile;
-        plan_claims(params, tile.block_m, tile.block_n, *facts, is_deterministic != 0);
-        const RowShares& shares = params.shares;
-        return {shares.first_tile, shares.of_heads, shares.of_rows, params.heads_per_group, tile.block_m, tile.block_n};
+        schedule_key_tiles(params, tile.block_m, tile.block_n, *facts, is_deterministic != 0);
+        const RowSplits& splits = params.row_splits;
+        return {splits.first_tile,      splits.over_heads, splits.over_rows,
+                params.heads_per_group, tile.block_m,      tile.block_n};
     } catch (const std::exception&) {
         return {};
     }
@@ -164,35 +166,32 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capa
     });
 }
 
-// Of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [tokens, outputs],
-// each of `depth`. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product;
-// sums_tokens: beside the input gradient, a bias's is wanted.
+// The kernel of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [M,
+// N] over K. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product; sums_tokens:
+// beside the input gradient, a bias's is wanted.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
                                                                  int32_t num_sms, int32_t is_bfloat16,
                                                                  int32_t has_groups, int32_t is_plain,
-                                                                 int32_t sums_tokens, int32_t tokens, int32_t outputs,
-                                                                 int32_t depth) {
+                                                                 int32_t sums_tokens, int32_t M, int32_t N, int32_t K) {
     using namespace fastattn;
     const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0, sums_tokens != 0};
     try {
-        const Int8Choice chosen =
-            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
+        const Int8Choice chosen = int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, M, N, K);
         return chosen.dequantises ? kDequantisedName : chosen.kernel->name().c_str();
     } catch (const std::exception&) {
         return nullptr;
     }
 }
 
-// Likewise: the predicted times of the ways among which that chooses.
+// The predicted times of the ways among which fastattn_int8_matmul_kernel() chooses.
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
                                                                int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
-                                                               int32_t is_plain, int32_t sums_tokens, int32_t tokens,
-                                                               int32_t outputs, int32_t depth) {
+                                                               int32_t is_plain, int32_t sums_tokens, int32_t M,
+                                                               int32_t N, int32_t K) {
     using namespace fastattn;
     const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0, sums_tokens != 0};
     try {
-        const Int8Choice chosen =
-            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth);
+        const Int8Choice chosen = int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, M, N, K);
         const double per_microsecond = 1e3 * sm_rates(compute_capability).gigahertz;
         return {chosen.kernel->name().c_str(), chosen.choice.clocks / per_microsecond,
                 chosen.dequantised_clocks / per_microsecond};
@@ -201,47 +200,49 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, in
     }
 }
 
-// Likewise. No CTAs: no kernel runs there.
-FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_int8_matmul(int32_t which, int32_t compute_capability,
-                                                                    int32_t num_sms, int32_t has_groups, int32_t tokens,
-                                                                    int32_t outputs, int32_t depth) {
+// The schedule of the kernel that it chooses; 0 CTAs where no kernel runs.
+FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_dealt_int8_matmul(int32_t which, int32_t compute_capability,
+                                                                             int32_t num_sms, int32_t has_groups,
+                                                                             int32_t M, int32_t N, int32_t K) {
     using namespace fastattn;
     try {
         const Int8Traits traits{DataType::kBFloat16, has_groups != 0, /*is_plain=*/false};
-        const auto [_, tile, plan, clocks] =
-            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, tokens, outputs, depth).choice;
-        const int32_t resident = resident_teams(tile, num_sms);
+        const auto [_, tile, schedule, clocks] =
+            int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, M, N, K).choice;
+        const int32_t resident = resident_clusters(tile, num_sms);
         const double full_steps =
-            steps_of_full_gpu(plan, matmul_clocks(tile, tokens, sm_rates(compute_capability), resident), resident);
+            steps_of_full_gpu(schedule, matmul_clocks(tile, M, sm_rates(compute_capability), resident), resident);
         if (!tile.uses_wgmma) {
-            return {num_ctas(plan), longest_steps(plan), tile.tokens, num_slots(plan), full_steps};
+            return {num_ctas(schedule), longest_steps(schedule), tile.block_m, num_slots(schedule), full_steps};
         }
-        const int32_t teams = num_teams(plan, resident);
-        return {int64_t{tile.ctas_per_team} * teams, longest_steps_of_team(plan, teams), tile.tokens,
-                tile.ctas_per_team * num_slots(plan), full_steps};
+        const int32_t clusters = num_clusters(schedule, resident);
+        return {int64_t{tile.cluster_size} * clusters, longest_steps_of_cluster(schedule, clusters), tile.block_m,
+                tile.cluster_size * num_slots(schedule), full_steps};
     } catch (const std::exception&) {
         return {};
     }
 }
 
 // Predicted, of a matmul of 16-bit numbers by cuBLAS.
-FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_capability, int32_t num_sms,
-                                                             int32_t tokens, int32_t outputs, int32_t depth) {
+FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_capability, int32_t num_sms, int32_t M,
+                                                             int32_t N, int32_t K) {
     using namespace fastattn;
     const SmRates rates = sm_rates(compute_capability);
-    return cublas_clocks(tokens, outputs, depth, rates, num_sms) / (1e3 * rates.gigahertz);
+    return cublas_clocks(M, N, K, rates, num_sms) / (1e3 * rates.gigahertz);
 }
 
-// Until the next call, all int8 matmuls are computed by kernels of this architecture, with tiles of so many tokens. 0: any.
-FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int32_t tokens) {
+// Until the next call, all int8 matmuls are computed by kernels of this architecture with tiles of block_m rows. 0:
+// any.
+FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int32_t block_m) {
     fastattn::forced_int8_tile().architecture = architecture;
-    fastattn::forced_int8_tile().tokens = tokens;
+    fastattn::forced_int8_tile().block_m = block_m;
 }
 
-// With so many rows of queries for each KV head, and sequences that fill the capacity.
-FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(const fastattn::DeviceFacts* facts, int32_t widest,
-                                                               int32_t cache_format, int32_t batch, int32_t kv_heads,
-                                                               int32_t rows, int32_t capacity) {
+// The schedule of flash-decoding, if sequences fill the capacity. rows: of queries, for each KV head.
+FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_dealt_decode(const fastattn::DeviceFacts* facts,
+                                                                        int32_t widest, int32_t cache_format,
+                                                                        int32_t batch, int32_t kv_heads, int32_t rows,
+                                                                        int32_t capacity) {
     using namespace fastattn;
     TileFacts tile;
     try {
@@ -252,10 +253,11 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Dealt fastattn_dealt_decode(const fastattn::D
         return {};
     }
     const SequenceShape shape{capacity, 0, 1, -1};
-    const SplitPlan plan = split_plan(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
-                                      /*num_splits=*/0, /*batch_invariant=*/false, facts->num_sms * tile.ctas_per_sm);
-    const TileSpans spans = tile_spans(plan, cached_sequence(shape, capacity), tile.block_n);
-    const int64_t blocks = int64_t{batch} * plan.tiles_per_sequence * spans.num_spans * spans.blocks_per_span;
-    return {plan.num_ctas, spans_per_cta(plan, blocks), tile.block_m,
-            can_be_cut(plan, shape, tile.block_n) ? num_slots(plan) : 0, /*steps_of_full_gpu=*/0};
+    const SplitSchedule schedule =
+        split_schedule(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
+                       /*num_splits=*/0, /*batch_invariant=*/false, facts->num_sms * tile.ctas_per_sm);
+    const TileSplits splits = tile_splits(schedule, cached_sequence(shape, capacity), tile.block_n);
+    const int64_t blocks = int64_t{batch} * schedule.tiles_per_sequence * splits.num_splits * splits.blocks_per_split;
+    return {schedule.num_ctas, splits_per_cta(schedule, blocks), tile.block_m,
+            can_be_split(schedule, shape, tile.block_n) ? num_slots(schedule) : 0, /*steps_of_full_gpu=*/0};
 }

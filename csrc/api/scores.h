@@ -13,7 +13,7 @@
 
 namespace fastattn {
 
-// Those of attention_forward and attention_backward, in the order of their schemas.
+// The options of attention_forward and attention_backward, in the order of their schemas.
 struct ScoreOptions {
     const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed;
     double scale;
@@ -77,14 +77,15 @@ inline int32_t window_side(int64_t side, int64_t farthest) {
 }
 
 // Where a block stands in a larger call.
-inline void place_block(const char* op, const ScoreOptions& options, const AttentionSizes& sizes, ScoreParams& params) {
-    constexpr int64_t kMostPlaces = 0x7fffffff;
+inline void locate_block(const char* op, const ScoreOptions& options, const AttentionSizes& sizes,
+                         ScoreParams& params) {
+    constexpr int64_t kMostPositions = 0x7fffffff;
     const int64_t first_row = options.first_row.value_or(0);
     for (const auto& [name, first, count] : {std::tuple{"first_row", first_row, sizes.rows},
                                              {"first_key", options.first_key, sizes.keys},
                                              {"first_head", options.first_head, sizes.batch * sizes.heads}}) {
-        check(first == 0 || (first > 0 && first + count <= kMostPlaces), op, name, " must lie from 0 to ", kMostPlaces,
-              " - ", count, ", got ", first);
+        check(first == 0 || (first > 0 && first + count <= kMostPositions), op, name, " must lie from 0 to ",
+              kMostPositions, " - ", count, ", got ", first);
     }
     check(options.dropout_p == 0 || options.first_key % 4 == 0, op,
           "first_key must be a multiple of 4 where there is dropout, got ", options.first_key);
@@ -105,7 +106,7 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
     params.scale = static_cast<float>(options.scale);
     params.softcap = static_cast<float>(std::max(options.softcap, 0.0));
     params.scale_over_softcap = options.softcap > 0 ? static_cast<float>(options.scale / options.softcap) : 0.0f;
-    place_block(op, options, sizes, params);
+    locate_block(op, options, sizes, params);
     if (options.bias) {
         check_device(op, "bias", *options.bias, query);
         params.bias = bias_view(op, *options.bias, {batch, heads, rows, keys});

@@ -14,14 +14,14 @@ inline BackwardKernelTable& attention_backward_rows_kernels() {
     return table;
 }
 
-// dK and dV, and dQ into query_sums; by head dim. variant: with options; without them scores are only scaled, and masked
-// by a window.
+// dK and dV, and dQ into query_sums; by head dim. variant: with options; without them scores are only scaled, and
+// masked by a window.
 inline BackwardKernelTable& attention_backward_key_value_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, keys and values");
     return table;
 }
 
-// dQ, and on Hopper dK and dV of shared tiles, out of the sums of the kernel of this head dim and architecture.
+// dQ, and on Hopper dK and dV of split tiles, out of the sums of the kernel of this head dim and architecture.
 inline BackwardKernelTable& attention_backward_query_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, query");
     return table;

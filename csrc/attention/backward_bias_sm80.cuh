@@ -2,9 +2,10 @@
 //
 //   P = exp(S - shift) / 2^log2_sum,  dS = P (dropout(dO Vᵀ) - delta)
 //
-// One CTA owns 64 x 64 elements of the bias (fewer where a dim of the bias is 1) and recomputes dS for every batch, head,
-// tile of query rows and tile of keys that reads them, in one order: no atomics, and nothing of the size of S in memory.
-// 4 warps own 32 x 32 each. S and dO·Vᵀ are products of the pipeline of device/chunked_gemm.cuh, one after the other:
+// One CTA owns 64 x 64 elements of the bias (fewer where a dim of the bias is 1) and recomputes dS for every batch,
+// head, tile of query rows and tile of keys that reads them, in one order: no atomics, and nothing of the size of S in
+// memory. 4 warps own 32 x 32 each. S and dO·Vᵀ are products of the pipeline of device/chunked_gemm.cuh, one after the
+// other:
 //
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
@@ -17,7 +18,6 @@
 
 #include "attention/backward.h"
 #include "attention/score_gradients_sm80.cuh"
-#include "attention/tile_order.h"
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
@@ -26,13 +26,14 @@
 #include "device/shared_memory.h"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardBiasConfigSm80 {
-    // 64 dims of one product of 64 x 64 take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. 252 registers: S, dP, the bias and the
-    // sums are 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
+    // 64 dims of one product of 64 x 64 take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. 252 registers: S, dP, the bias and
+    // the sums are 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
     static constexpr int kTilesM = 2, kTilesN = 4;  // of a warp
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/2, /*kWarpsN=*/2, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;

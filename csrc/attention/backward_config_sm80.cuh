@@ -11,7 +11,8 @@
 
 namespace fastattn {
 
-// A product [kRows, kHeadDim]: kRowWarps warps share the rows, and those of one share take blocks of 16 columns in turn.
+// A product [kRows, kHeadDim]: its rows are divided among kRowWarps warps, or groups of warps, whose warps take
+// alternate blocks of 16 columns.
 template <int kRows, int kHeadDim, int kRowWarps, int kNumWarps>
 struct HeadDimGrid {
     static constexpr int kWarpRows = kRows / kRowWarps;
@@ -27,9 +28,9 @@ struct HeadDimGrid {
     __device__ __forceinline__ static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
     __device__ __forceinline__ static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
 
-    // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side by
-    // side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds, in kTiles
-    // tiles from kFirst on.
+    // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side
+    // by side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds, in
+    // kTiles tiles from kFirst on.
     template <int kFirst, int kTiles, typename Number, typename Function>
     __device__ __forceinline__ static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp,
                                                         int lane, Function&& function) {
@@ -48,14 +49,15 @@ struct HeadDimGrid {
         }
     }
 
-    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. place_of(row): where a row is, or null.
-    template <typename PlaceOf>
-    __device__ __forceinline__ static void add_to(PlaceOf&& place_of, const Accumulators& rC, float factor,
-                                                  int head_dim, int warp, int lane) {
+    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row): where a row is, or
+    // null.
+    template <typename RowAt>
+    __device__ __forceinline__ static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim,
+                                                  int warp, int lane) {
         // What follows from them would take registers in the main loop.
         const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
         for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
-            float* gRow = place_of(first_row(own_warp) + row);
+            float* gRow = row_at(first_row(own_warp) + row);
             if (gRow == nullptr) return;
 #pragma unroll
             for (int d = 0; d < kTilesD; ++d) {

@@ -1,9 +1,10 @@
 // Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), with every option: dK, dV, and dQ in fp32 sums.
 //
-//   P = exp(S - lse),  dV = dropout(P)ᵀ·dO,  dP = dropout(dO·Vᵀ),  dS = P∘(dP - delta)∘softcap',  dK = dSᵀ·Q,  dQ = dS·K
+//   P = exp(S - lse),  dV = dropout(P)ᵀ·dO,  dP = dropout(dO·Vᵀ),  dS = P∘(dP - delta)∘softcap'
+//   dK = dSᵀ·Q,  dQ = dS·K
 //
 // One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head in turn. K and V stay in shared memory, dK and dV in registers. P and dS pass through shared memory, because
+// head. K and V stay in shared memory, dK and dV in registers. P and dS pass through shared memory, because
 // what is a warp's row in one product is a column of another's operand. A step of kBlockM rows:
 //
 //   cp.async                                       |         next Q, dO
@@ -12,9 +13,9 @@
 //
 // Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited. With kOptions every tile goes
 // through all options; without, scores are only scaled, and the tiles that not every row sees all of are masked. dQ's
-// sums come in any order, or, where params.turns is given, from the first keys to the last: CTAs then take their places
-// from a counter, so that one only ever waits for CTAs that run already.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns, num_claimed) are zero.
+// sums come in any order, or, where params.semaphores is given, from the first keys to the last: CTAs then claim their
+// work tiles from a counter, so that one only ever waits for CTAs that run already. Preconditions: those of HeadsView,
+// head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
 #include <string>
@@ -34,6 +35,7 @@
 #include "device/tile_copy.cuh"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
+#include "scheduler/semaphore.cuh"
 
 namespace fastattn {
 
@@ -54,8 +56,8 @@ struct alignas(128) BackwardStorageSm80 {
     uint16_t sdS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
     RowTerms<Config::kBlockM> terms;
     KeyTile keys;
-    uint32_t cta;         // place in the order of turns
-    bool some_nonfinite;  // in K
+    uint32_t cta;         // see cta_in_order()
+    bool some_nonfinite;  // K has some
 };
 
 template <int kHeadDim, DataType kDataType, bool kOptions>
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, work.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
-    typename KeyGrid::Accumulators rK = {}, rV = {};  // dK, dV
+    typename KeyGrid::Accumulators rdK = {}, rdV = {};  // dK, dV
 
     // Producer: every thread copies its chunks of each tile.
     using KeyLoader = TileLoader<kBlockN, kHeadDim, kNumThreads>;
@@ -138,15 +140,15 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         for_constant<kTilesN / 2>([&](auto pair) {  // dP of 16 keys at a time: more would spill
             float rdP[kTilesM][2][4];
             gemm_qk<kDataType>(rdP, sdO, sV.at_row(pair.value * kMmaK));
-            gradients.template of_scores<kDataType, 2 * pair.value>(shared.sdS, rS, rdP);
+            gradients.template from_scores<kDataType, 2 * pair.value>(shared.sdS, rS, rdP);
         });
 
         __syncthreads();  // waits until every warp has stored its P and dS
-        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rV, sPt, sdOd);
-        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rK, sdSt, sQd);
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdV, sPt, sdOd);
+        gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdK, sdSt, sQd);
 
-        // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a score, and
-        // so a dS, that is not finite: its dQ stays so.
+        // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a score,
+        // and so a dS, that is not finite: its dQ stays so.
         const bool clean = !is_full && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
@@ -159,17 +161,17 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
         const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
-        const Turn turn{params.turns != nullptr ? params.turns + sums_tile : nullptr};
-        turn.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN, CtaBarrier{});
+        const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile : nullptr};
+        semaphore.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN, CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
-        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto part) {  // dQ in parts: at once it would spill
-            constexpr int kFirst = part.value * kTilesAtOnce;
-            float rQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
+        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto slice) {  // dQ in slices: at once it would spill
+            constexpr int kFirst = slice.value * kTilesAtOnce;
+            float rdQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep,
-                            kFirst / 2 * QueryGrid::kColumnStep>(rQ, sdS, sKd);
-            QueryGrid::template for_each_sum<kFirst>(sums, rQ, warp, ptx::opaque(lane), ptx::red_add_f32);
+                            kFirst / 2 * QueryGrid::kColumnStep>(rdQ, sdS, sKd);
+            QueryGrid::template for_each_sum<kFirst>(sums, rdQ, warp, ptx::opaque(lane), ptx::red_add_f32);
         });
-        turn.pass_on(CtaBarrier{});
+        semaphore.release(CtaBarrier{});
         if (clean) {
             __syncthreads();  // waits until every warp has read this K
             load_k.template load<true>(shared.keys.num_keys);
@@ -205,17 +207,17 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     if (params.sum_key.data != nullptr) {
         const auto add = [&](const HeadsView<float>& view, const typename KeyGrid::Accumulators& rC, float factor) {
             const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;
-            const auto place_of = [&](int row) -> float* {
+            const auto row_at = [&](int row) -> float* {
                 return row < num_keys ? row_pointer(view, batch, head, first_row + row) : nullptr;
             };
-            KeyGrid::add_to(place_of, rC, factor, view.head_dim, own_warp, own_lane);
+            KeyGrid::add_to(row_at, rC, factor, view.head_dim, own_warp, own_lane);
         };
-        add(params.sum_key, rK, params.scores.scale);
-        add(params.sum_value, rV, value_factor);
+        add(params.sum_key, rdK, params.scores.scale);
+        add(params.sum_value, rdV, value_factor);
         return;
     }
-    KeyGrid::template stage<kDataType>(shared.sK, rK, params.scores.scale, own_warp, own_lane);
-    KeyGrid::template stage<kDataType>(shared.sV, rV, value_factor, own_warp, own_lane);
+    KeyGrid::template stage<kDataType>(shared.sK, rdK, params.scores.scale, own_warp, own_lane);
+    KeyGrid::template stage<kDataType>(shared.sV, rdV, value_factor, own_warp, own_lane);
     __syncthreads();  // waits until every warp has stored its rows of both tiles
     constexpr int kStoredRows = kBlockN / Config::kNumWarps;
     const int32_t stored_row = own_warp * kStoredRows;

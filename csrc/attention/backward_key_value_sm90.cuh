@@ -1,44 +1,43 @@
-// Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et al.
-// 2024): dK, dV, and dQ in fp32 sums.
+// Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et
+// al. 2024): dK, dV, and dQ in fp32 sums.
 //
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
-// A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a share of its query rows (row_shares.h); it walks
-// over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by TMA, and one for each consumer
-// adds dQ to the sums in global memory (24 registers). The two others consume (240); each owns half of the keys, in blocks of
-// 64. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers.
+// A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
+// (row_splits.h); it walks over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by
+// TMA, and one for each consumer adds dQ to the sums in global memory (24 registers). The two others consume (240);
+// each owns half of the keys, in blocks of 64. S and dP are computed transposed, [keys, rows], so that P and dS are
+// operands A of dV and dK from registers.
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
 //   work         2       says which tile of keys            after its gradients
 //   keys         1       K, V; before the first product     after the last
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   part         1       dQ of a consumer, dK and dV of shared tiles     when it has been read to be added
+//   panels       1       dQ of a consumer, dK and dV of split tiles      when it has been read to be added
 //
-// dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ needs dS
-// of both, which pass through shared memory, of two steps in turn. While a consumer computes P or dS, the tensor cores have the
-// products of the other:
+// dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ
+// needs dS of both, which pass through shared memory, of even and odd steps in two buffers. While a consumer computes P
+// or dS, the tensor cores have the products of the other:
 //
 //   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …
 //   other units            dQ → P' →        dS' → |             …
 //
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, turns and num_claimed are zero.
-// Any lengths, packed or not. What scores go through: backward_scores_sm90.cuh.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
+// are zero. Any lengths, packed or not. What scores go through: backward_scores_sm90.cuh.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
+#include "attention/backward_config_sm90.cuh"
+#include "attention/backward_panels_sm90.cuh"
+#include "attention/backward_producer_sm90.cuh"
 #include "attention/backward_scores_sm90.cuh"
-#include "attention/backward_work_sm90.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
 #include "device/tma_nonfinite.cuh"
-#include "host/device_facts.h"
-#include "host/launch.h"
+#include "device/warpgroup_gemm.cuh"
 
 namespace fastattn {
 
@@ -55,11 +54,11 @@ struct BackwardConsumerSm90 {
     using Scores = typename BlockScores::Scores;
     using ScoresAsA = typename BlockScores::ScoresAsA;
     using Gradient = float[1][kTilesD][4];  // [64 keys, kHeadDim]
-    using QueryPart = float[1][kQueryPartDims / kMmaN][4];
+    using QueryPanel = float[1][kPanelDims / kMmaN][4];
 
     BackwardStorageSm90<Config>& shared;
     int warpgroup, warp, lane;
-    uint32_t num_steps = 0;  // that it is done with
+    uint32_t num_steps = 0;  // steps that this consumer is done with
     uint32_t num_tiles = 0;  // tiles of keys
 
     __device__ __forceinline__ BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp,
@@ -83,15 +82,15 @@ struct BackwardConsumerSm90 {
         const int first_row = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kHeadDim, OwnTile, RowTile, kAdds>(
-            rC, OperandDescriptor::of_rows(address_of(sKeys) + first_row * OwnTile::kRowBytes),
-            OperandDescriptor::of_rows(address_of(sRows)));
+            rC, OperandDescriptor::k_major(address_of(sKeys) + first_row * OwnTile::kRowBytes),
+            OperandDescriptor::k_major(address_of(sRows)));
         ptx::wgmma_commit_group();
     }
 
     // rC += A · (Q or dO).
     __device__ __forceinline__ void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
         ptx::wgmma_fence();
-        start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::of_columns(address_of(sRows), RowTile::kBlockBytes));
+        start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::mn_major(address_of(sRows), RowTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
@@ -107,9 +106,9 @@ struct BackwardConsumerSm90 {
         ++num_steps;
     }
 
-    // Where dS of a step passes through shared memory. Two steps take turns: nobody still reads what a place held, for every
+    // dS of a step passes through one of two buffers in shared memory. Nobody still reads what a buffer held: every
     // warp had waited for its dQ of two steps ago before it stored dS of the step between.
-    __device__ __forceinline__ int exchange() const { return Config::kShareGradients ? 0 : warpgroup; }
+    __device__ __forceinline__ int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
     __device__ __forceinline__ uint16_t* exchanged() const {
         return shared.sdS[exchange()][num_steps % kExchangeStages];
     }
@@ -131,50 +130,46 @@ struct BackwardConsumerSm90 {
         if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
     }
 
-    // This consumer's part of dQ = dS · K. Waits until all that belongs to dS has been stored.
-    __device__ __forceinline__ void start_dq(QueryPart& rdQ, const uint16_t* sK) {
+    // Starts this consumer's panel of dQ = dS · K. Waits until all of its dS has been stored.
+    __device__ __forceinline__ void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
-        const int first_byte = Config::kShareGradients ? warpgroup * KeyTile::kBlockBytes
-                                                       : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
+        const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes
+                                                           : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
         ptx::wgmma_fence();
         start_gemm_columns<kDataType, Config::kExchangedKeys>(
-            rdQ, OperandDescriptor::of_columns(address_of(exchanged()), ScoreTile::kBlockBytes),
-            OperandDescriptor::of_columns(address_of(sK) + first_byte, KeyTile::kBlockBytes));
+            rdQ, OperandDescriptor::mn_major(address_of(exchanged()), ScoreTile::kBlockBytes),
+            OperandDescriptor::mn_major(address_of(sK) + first_byte, KeyTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
-    // Leaves 64 columns of a gradient to the warp that adds parts. num_before: parts that were left before, or an even number less.
+    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: how many panels were left before, or an
+    // even number less.
     template <int kFirstTile, bool kInLoop, int kNumTiles>
-    __device__ __forceinline__ void store_part(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
-        const Ring<1> part(shared.part[warpgroup], num_before);
-        part.wait_empty();
-        // With 64 dims, and with options, no register is left for what follows from it; else computing it anew costs
-        // more.
+    __device__ __forceinline__ void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
+        const Ring<1> ring(shared.panels[warpgroup], num_before);
+        // With 64 dims, and with options, no register is left for what follows from the lane; else computing it anew
+        // costs more.
         constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
-        const int lane = kHasRegisters ? this->lane : ptx::opaque(this->lane);
-        store_rows_of_part<kFirstTile>(shared_address(shared.sPart[warpgroup]), rC, warp, lane);
-        ptx::fence_proxy_async_shared();
-        __syncwarp();  // waits until every lane has stored its numbers
-        if (lane == 0) part.arrive_full();
+        store_panel<kFirstTile, !kHasRegisters>(ring, shared.sPanel[warpgroup], rC, warp, lane);
     }
 
-    __device__ __forceinline__ void store_query_part(const QueryPart& rdQ) const {
-        store_part<0, /*kInLoop=*/true>(rdQ, num_steps);
+    __device__ __forceinline__ void store_query_panel(const QueryPanel& rdQ) const {
+        store_own_panel<0, /*kInLoop=*/true>(rdQ, num_steps);
     }
 
     // dK and dV of a block of keys, after its steps.
-    __device__ __forceinline__ void store_key_parts(const Gradient& rK, const Gradient& rV) const {
-        for_constant<Config::kQueryParts>([&](auto part) {
-            store_part<part.value * kQueryPartDims / kMmaN, /*kInLoop=*/false>(rK, num_steps + part.value);
+    __device__ __forceinline__ void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
+        for_constant<Config::kQueryPanels>([&](auto panel) {
+            store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(rdK, num_steps + panel.value);
         });
-        for_constant<Config::kQueryParts>([&](auto part) {
-            store_part<part.value * kQueryPartDims / kMmaN, /*kInLoop=*/false>(
-                rV, num_steps + Config::kQueryParts + part.value);
+        for_constant<Config::kQueryPanels>([&](auto panel) {
+            store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(
+                rdV, num_steps + Config::kQueryPanels + panel.value);
         });
     }
 
-    // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a key has a dS that is
-    // not finite, and so a dQ, unless its score is -infinity. All consumers.
+    // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a
+    // key has a dS that is not finite, and so a dQ, unless its score is -infinity. All consumers.
     __device__ __forceinline__ const uint16_t* finite_keys() const {
         const int thread = threadIdx.x;
         const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);
@@ -223,7 +218,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
         } else if (warp == 1) {
             produce(shared, all_params, lane);
         } else if (warp < 2 + Config::kNumConsumers) {
-            add_parts(shared, params, warp - 2, lane);
+            add_panels(shared, params, warp - 2, lane);
         }
         return;
     }
@@ -234,25 +229,26 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     const bool has_bias = kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
 
     // Inlined however long it is: wgmma in a function of its own would be serialised.
-    for_work(shared, lane, [&](const KeysOfWork<Config>& keys) __attribute__((always_inline)) {
-        typename Consumer::Gradient rK[kKeyBlocks], rV[kKeyBlocks];  // dK, dV
+    for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) __attribute__((always_inline)) {
+        typename Consumer::Gradient rdK[kKeyBlocks], rdV[kKeyBlocks];  // dK, dV
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
 #pragma unroll
             for (int d = 0; d < Config::kTilesD; ++d) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) rK[block][0][d][e] = rV[block][0][d][e] = 0.0f;
+                for (int e = 0; e < 4; ++e) rdK[block][0][d][e] = rdV[block][0][d][e] = 0.0f;
             }
             // Else the zeros could be written right before the first product, after its fence.
-            ptx::written_by_wgmma(rK[block]);
-            ptx::written_by_wgmma(rV[block]);
+            ptx::written_by_wgmma(rdK[block]);
+            ptx::written_by_wgmma(rdV[block]);
         }
         const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_full) {
             return BlockScores({params, keys, keys.first_key + consumer.first_key(0), head, row_tile, is_full, lane,
                                 kOptions ? shared.slopes[stage] : 0.0f, kOptions ? shared.dropout_seed : 0});
         };
 
-        // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ are due.
+        // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ
+        // are due.
         const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, BlockScores& scores) {
             const auto& terms = shared.terms[consumer.stage()];
             const uint16_t *sQ = shared.sQ[consumer.stage()], *sdO = shared.sdO[consumer.stage()];
@@ -261,16 +257,16 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 Scores rdP;
                 ScoresAsA rP16;
                 if constexpr (kBlock > 0) {
-                    consumer.start_gradient(rK[kBlock - 1], rdS16, sQ);
+                    consumer.start_gradient(rdK[kBlock - 1], rdS16, sQ);
                     consumer.template start_scores<KeyTile>(rS, shared.sK, kBlock, sQ);
-                    scores.place.first_key += kWarpgroupM;
+                    scores.position.first_key += kWarpgroupM;
                     scores.prepare();
                     ptx::wgmma_wait_group<0>();
                     ptx::written_by_wgmma(rS);
                 }
                 scores.probabilities(rP16, rS, terms);
                 scores.start_gradients(rdP, terms);
-                consumer.start_gradient(rV[kBlock], rP16, sdO);
+                consumer.start_gradient(rdV[kBlock], rP16, sdO);
                 consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rdP);
@@ -308,8 +304,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             }
             while (--num_left > 0) {
                 Scores rS;
-                typename Consumer::QueryPart rdQ;
-                consumer.start_gradient(rK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
+                typename Consumer::QueryPanel rdQ;
+                consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
                 const Ring<Config::kStages> next = consumer.rows(/*ahead=*/1);
                 next.wait_full();
                 consumer.start_dq(rdQ, sKForDq);
@@ -322,19 +318,19 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                                                   static_cast<uint32_t>(row_tile - begin_full) < num_full);
                 ptx::wgmma_wait_group<1>();  // leaves S in flight
                 ptx::written_by_wgmma(rdQ);
-                consumer.store_query_part(rdQ);
+                consumer.store_query_panel(rdQ);
                 scores.prepare();
                 ptx::wgmma_wait_group<0>();
                 ptx::written_by_wgmma(rS);
                 consumer.release_rows();
                 finish_step(rS, rdS16, scores);
             }
-            typename Consumer::QueryPart rdQ;
-            consumer.start_gradient(rK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
+            typename Consumer::QueryPanel rdQ;
+            consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
             consumer.start_dq(rdQ, sKForDq);
             ptx::wgmma_wait_group<0>();
             ptx::written_by_wgmma(rdQ);
-            consumer.store_query_part(rdQ);
+            consumer.store_query_panel(rdQ);
             consumer.release_rows();
         }
         key_ring.release(lane);
@@ -344,44 +340,18 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             kOptions && params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
-            ptx::written_by_wgmma(rK[block]);
-            ptx::written_by_wgmma(rV[block]);
-            if (keys.is_shared()) {
-                consumer.store_key_parts(rK[block], rV[block]);
+            ptx::written_by_wgmma(rdK[block]);
+            ptx::written_by_wgmma(rdV[block]);
+            if (keys.is_split()) {
+                consumer.store_key_panels(rdK[block], rdV[block]);
             } else {
-                store_key_rows<kDataType>(params.grad_key, params.sum_key, keys, rK[block], consumer.first_key(block),
+                store_key_rows<kDataType>(params.grad_key, params.sum_key, keys, rdK[block], consumer.first_key(block),
                                           lane, params.scores.scale);
-                store_key_rows<kDataType>(params.grad_value, params.sum_value, keys, rV[block],
+                store_key_rows<kDataType>(params.grad_value, params.sum_value, keys, rdV[block],
                                           consumer.first_key(block), lane, value_factor);
             }
         }
     });
-}
-
-template <typename Config, DataType kDataType>
-void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBackwardParamsSm90),
-                          const AttentionBackwardParams& params, Stream stream) {
-    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
-    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, auto tile) {
-        return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, tile.kNumRows, tile.kBlockColumns,
-                          kDataType);
-    };
-    const int64_t first_tile = params.shares.first_tile;
-    const int64_t num_items = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
-                                               params.shares.of_heads * params.shares.of_rows;
-    constexpr int64_t kMostItems = 0x7fffffff;  // CTAs count on behind the last one
-    if (num_items > kMostItems) {
-        throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostItems) +
-                                 " tiles of keys of all heads and sequences, got " + std::to_string(num_items));
-    }
-    const AttentionBackwardParamsSm90 all_params{
-        params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),
-        map_of(params.grad_out, params.packed.total_q, typename Config::GradOutTile{}),
-        map_of(params.key, params.packed.total_k, typename Config::KeyTile{}),
-        map_of(params.value, params.packed.total_k, typename Config::ValueTile{})};
-    const Launch launch{std::min<int64_t>(num_items, device_facts().num_sms), Config::kNumThreads,
-                        sizeof(BackwardStorageSm90<Config>)};
-    kernel.launch(function, launch, all_params, stream);
 }
 
 template <int kHeadDim, DataType kDataType, bool kOptions>

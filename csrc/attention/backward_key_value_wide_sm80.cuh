@@ -3,23 +3,23 @@
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
 // One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head in turn. Its warps have two roles, for dK and dV together would not fit in a warp's registers; a warp of either
+// head. Its warps have two roles, for dK and dV together would not fit in a warp's registers; a warp of either
 // role has 32 keys, and an SM's tensor core a warp of each:
 //
-//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, as the operand A of
-//                 dV; dSᵀ goes to shared memory
+//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, as operand A of dV;
+//                 dSᵀ goes to shared memory
 //   key warps     dK, dQ (and its sums to global memory) from dSᵀ in shared memory; they also copy Q, dO and row terms
 //
-// A step of kBlockM rows; one barrier of all warps (|) stands between two steps, and all of Q, dO, terms and dSᵀ have two
-// places, one for even steps and one for odd ones:
+// A step of kBlockM rows; one barrier of all warps (|) stands between two steps, and all of Q, dO, terms and dSᵀ have
+// two buffers, one for even steps and one for odd ones:
 //
 //   value warps  |  S, dP, P, dV, dS of step i                       |
-//   key warps    |  start to copy dO of step i + 1;  dK of step i - 1;  start to copy Q of step i + 1;  dQ of step i - 1  |
+//   key warps    |  copy dO of step i + 1;  dK of step i - 1;  copy Q of step i + 1;  dQ of step i - 1  |
 //
-// Tiles that no row sees are not visited; those that not every row sees all of are masked. dQ's sums come in any order,
-// or, where params.turns is given, from the first keys to the last: CTAs then take their places from a counter, so that
-// one only ever waits for CTAs that run already.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and turns, num_claimed) are zero.
+// Tiles that no row sees are skipped; those that not every row sees all of are masked. dQ's sums come in any order, or,
+// where params.semaphores is given, from the first keys to the last: CTAs then claim their work tiles from a counter,
+// so that one only ever waits for CTAs that run already. Preconditions: those of HeadsView, head dims multiples of 8
+// and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
 #include <string>
@@ -36,6 +36,7 @@
 #include "device/warp_gemm.cuh"
 #include "device/warp_transposed_scores.cuh"
 #include "host/launch.h"
+#include "scheduler/semaphore.cuh"
 
 namespace fastattn {
 
@@ -48,10 +49,10 @@ struct BackwardWideConfigSm80 : BackwardWideTileSm80<kHeadDim_> {
     static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;         // of Q, dO, K, V
     static constexpr int kScoreElements = Swizzle<Tile::kBlockM>::kRowElements;  // of dSᵀ
 
-    static constexpr int kWarpN = Tile::kBlockN / kRoleWarps;  // a warp's keys
-    static constexpr int kPartM = 32;                          // rows of S that a value warp computes at a time
-    static constexpr int kTilesM = kWarpN / kMmaM, kTilesN = kPartM / kMmaN;
-    static_assert(Tile::kBlockM % kPartM == 0, "a tile of rows consists of whole parts");
+    static constexpr int kWarpN = Tile::kBlockN / kRoleWarps;  // keys of a warp
+    static constexpr int kSliceM = 32;                         // rows of S that a value warp computes at a time
+    static constexpr int kTilesM = kWarpN / kMmaM, kTilesN = kSliceM / kMmaN;
+    static_assert(Tile::kBlockM % kSliceM == 0, "a tile of rows consists of whole slices");
 
     using KeyGrid = HeadDimGrid<Tile::kBlockN, kHeadDim, kRoleWarps, kRoleWarps>;  // dK, dV
     using QueryGrid = HeadDimGrid<Tile::kBlockM, kHeadDim, 2, kRoleWarps>;         // dQ
@@ -69,8 +70,8 @@ struct alignas(128) BackwardWideStorageSm80 {
     uint16_t sdSt[2][Config::kBlockN * Config::kScoreElements];  // dSᵀ, swizzled
     ColumnTerms<Config::kBlockM> terms[2];
     KeyTileWork<Config::kBlockM, Config::kBlockN> work;  // looked up where it is needed, as registers are scarce
-    uint32_t cta;                                        // place in the order of turns
-    int some_nonfinite;                                  // 1: in K
+    uint32_t cta;                                        // see cta_in_order()
+    int some_nonfinite;                                  // 1: K has some
 };
 
 // Ids of barriers; 0 is that of __syncthreads().
@@ -103,15 +104,15 @@ struct BackwardWideSm80 {
                                           float factor) const {
         const int32_t first_in_memory = work.keys.begin + work.first_key;
         if (sums.data != nullptr) {
-            const auto place_of = [&](int row) -> float* {
+            const auto row_at = [&](int row) -> float* {
                 if (row >= work.num_keys) return nullptr;
                 return row_pointer(sums, work.batch, work.key_head, first_in_memory + row);
             };
-            KeyGrid::add_to(place_of, rC, factor, view.head_dim, role_warp, lane);
+            KeyGrid::add_to(row_at, rC, factor, view.head_dim, role_warp, lane);
             return;
         }
         KeyGrid::template stage<kDataType>(sTile, rC, factor, role_warp, lane);
-        __syncwarp();  // waits until every lane has stored its part of the rows
+        __syncwarp();  // waits until every lane has stored its numbers
         const int32_t row = KeyGrid::first_row(role_warp);
         store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, work.batch, work.key_head, first_in_memory + row),
                                              view.row_stride, work.num_keys - row, sTile + row * kRowElements, lane,
@@ -128,7 +129,7 @@ struct BackwardWideSm80 {
         const SwizzledBlocks<kHeadDim> sdOd(shared.sdO[0], ldmatrix_lane(lane));
         const uint32_t dS_offset = accumulator_offset<kBlockM>(warp_key, 0, lane);
         const float scale_log2 = params.scores.scale * kLog2E;
-        typename KeyGrid::Accumulators rV = {};  // dV
+        typename KeyGrid::Accumulators rdV = {};  // dV
 
         int num_meetings = 1;
         const auto meet = [&] {
@@ -139,23 +140,23 @@ struct BackwardWideSm80 {
 #pragma unroll 1
         for (int32_t steps_left = num_steps(); steps_left > 0; --steps_left) {
             meet();  // Q, dO and terms are there; the key warps have read the dS before the last one
-            const int place = steps_left % 2;
+            const int buffer = steps_left % 2;
             const bool is_full = work.is_full(row_tile);
-            const auto sQ_here = sQ.below(place * kBlockM), sdO_here = sdO.below(place * kBlockM);
-            const auto sdOd_here = sdOd.below(place * kBlockM);
-            const uint32_t dS_here = dS_offset + place * sizeof(shared.sdSt[0]);
-            for_constant<kBlockM / Config::kPartM>([&](auto part) {
-                constexpr int kRow = part.value * Config::kPartM;
+            const auto sQ_here = sQ.below(buffer * kBlockM), sdO_here = sdO.below(buffer * kBlockM);
+            const auto sdOd_here = sdOd.below(buffer * kBlockM);
+            const uint32_t dS_here = dS_offset + buffer * sizeof(shared.sdSt[0]);
+            for_constant<kBlockM / Config::kSliceM>([&](auto slice) {
+                constexpr int kRow = slice.value * Config::kSliceM;
                 typename Scores::Accumulators rS, rdP;
                 gemm_qk<kDataType>(rS, sK, sQ_here.at_row(kRow));
-                Scores::start_gradients(rdP, shared.terms[place].minus_delta + kRow / 2, lane);
+                Scores::start_gradients(rdP, shared.terms[buffer].minus_delta + kRow / 2, lane);
                 accumulate_qk<kDataType>(rdP, sV, sdO_here.at_row(kRow));
-                Scores::to_probabilities(rS, shared.terms[place].minus_shift_log2 + kRow, scale_log2, lane);
+                Scores::to_probabilities(rS, shared.terms[buffer].minus_shift_log2 + kRow, scale_log2, lane);
                 if (!is_full) {
                     const KeyBand seen(work.window, row_tile * kBlockM + kRow, work.first_key + warp_key);
                     Scores::mask(rS, rdP, seen, lane);
                 }
-                gemm_pv<kDataType>(rV, rS, sdOd_here.at_row(kRow));
+                gemm_pv<kDataType>(rdV, rS, sdOd_here.at_row(kRow));
                 Scores::to_score_gradients(rdP, rS);
                 stage_scores_at<kDataType, kBlockM>(shared.sdSt[0], dS_here, rdP, kRow / kMmaN);
             });
@@ -164,7 +165,7 @@ struct BackwardWideSm80 {
         }
         meet();
         if (num_meetings > 1) meet_all();
-        store(params.grad_value, params.sum_value, shared.sV, rV, 1.0f);
+        store(params.grad_value, params.sum_value, shared.sV, rdV, 1.0f);
     }
 
     __device__ __forceinline__ void run_key_warp() const {
@@ -188,20 +189,20 @@ struct BackwardWideSm80 {
         const int32_t most_left = work.rows.length - work.begin_tile * kBlockM;
         const int32_t least_left = work.rows.length - work.end_tile * kBlockM;
         int32_t rows_left = most_left;  // of the sequence, from the tile to load on
-        const auto load_tile = [&](RowLoader& loader, int place) {
-            const uint32_t behind = place * sizeof(shared.sQ[0]);
+        const auto load_tile = [&](RowLoader& loader, int buffer) {
+            const uint32_t behind = buffer * sizeof(shared.sQ[0]);
             if (rows_left >= kBlockM) {
                 loader.template load<false>(kBlockM, behind);
             } else {
                 loader.template load<true>(rows_left, behind);
             }
         };
-        const auto start_do = [&](int place) {
+        const auto start_do = [&](int buffer) {
             load_terms.load(rows_left);
-            load_tile(load_do, place);
+            load_tile(load_do, buffer);
         };
-        const auto start_q = [&](int place) {
-            load_tile(load_q, place);
+        const auto start_q = [&](int buffer) {
+            load_tile(load_q, buffer);
             rows_left -= kBlockM;
             if (rows_left == least_left) {  // to the next head
                 rows_left = most_left;
@@ -212,8 +213,8 @@ struct BackwardWideSm80 {
             }
             ptx::cp_async_commit_group();
         };
-        const auto finish = [&](int place) {
-            load_terms.store(shared.terms[place]);
+        const auto finish = [&](int buffer) {
+            load_terms.store(shared.terms[buffer]);
             ptx::cp_async_wait_group<0>();
         };
 
@@ -228,7 +229,7 @@ struct BackwardWideSm80 {
         const auto sums_tile = [&](int32_t head, int32_t row_tile) {
             return int64_t{first_sums_tile + row_tile} * params.query.heads + head;
         };
-        typename KeyGrid::Accumulators rK = {};  // dK
+        typename KeyGrid::Accumulators rdK = {};  // dK
 
         int32_t steps_left = num_steps();
         bool some_nonfinite = false;
@@ -253,13 +254,13 @@ struct BackwardWideSm80 {
 #pragma unroll 1
         for (; steps_left > 0; --steps_left) {
             meet_all();  // dS is there; the value warps have read dO and terms of this step
-            const int place = steps_left % 2;
+            const int buffer = steps_left % 2;
             const bool loads = steps_left > 2;
-            if (loads) start_do(place);
+            if (loads) start_do(buffer);
             gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockM, KeyGrid::kColumnStep>(
-                rK, sdSt.below(place * kBlockN), sQd.below(place * kBlockM));
+                rdK, sdSt.below(buffer * kBlockN), sQd.below(buffer * kBlockM));
             meet_key_warps();  // waits until every key warp has read Q
-            if (loads) start_q(place);
+            if (loads) start_q(buffer);
 
             // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a
             // score, and so a dS, that is not finite: its dQ stays so.
@@ -273,20 +274,21 @@ struct BackwardWideSm80 {
                 }
                 meet_key_warps();  // waits until K is finite in all of the tile
             }
-            typename QueryGrid::Accumulators rQ = {};
+            typename QueryGrid::Accumulators rdQ = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockN, QueryGrid::kColumnStep>(
-                rQ, sdS.below(place * kBlockN), sKd);
-            const Turn turn{params.turns != nullptr ? params.turns + sums_tile(head, row_tile) : nullptr};
-            turn.wait(work.key_tile - work.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
-            QueryGrid::template for_each_sum<0>(sums, rQ, role_warp, lane, ptx::red_add_f32);
-            turn.pass_on(meet_key_warps);
+                rdQ, sdS.below(buffer * kBlockN), sKd);
+            const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile(head, row_tile)
+                                                                   : nullptr};
+            semaphore.wait(work.key_tile - work.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
+            QueryGrid::template for_each_sum<0>(sums, rdQ, role_warp, lane, ptx::red_add_f32);
+            semaphore.release(meet_key_warps);
             if (cleans) {
                 meet_key_warps();  // waits until every key warp has read this K
                 load_keys(params.key, shared.sK);
                 ptx::cp_async_commit_group();
             }
 
-            if (loads) load_terms.store(shared.terms[place]);
+            if (loads) load_terms.store(shared.terms[buffer]);
             ptx::cp_async_wait_group<0>();  // Q, dO, and K where it was cleaned
             sums += params.query.heads * Config::kQuerySums;
             if (++row_tile == work.end_tile) {
@@ -296,7 +298,7 @@ struct BackwardWideSm80 {
             }
         }
         meet_key_warps();  // waits until every key warp has read K
-        store(params.grad_key, params.sum_key, shared.sK, rK, params.scores.scale);
+        store(params.grad_key, params.sum_key, shared.sK, rdK, params.scores.scale);
     }
 };
 

@@ -1,16 +1,17 @@
-// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles. The sums
-// of 64 keys alone take half of the registers of an SM.
+// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles. The
+// sums of 64 keys alone take half of the registers of an SM.
 //
-// A CTA stays on its SM and claims one tile of 64 keys after the other, or a share of its query rows; it walks over these, 64
-// a step. Three warpgroups compute one chain each, keep its sums in registers, and pass scores on in 16 bits:
+// A CTA stays on its SM and claims one tile of 64 keys after the other, or a split of its query rows; it walks over
+// these, 64 a step. Three warpgroups compute one chain each, keep its sums in registers, and pass scores on in 16 bits:
 //
 //   of values       S = K·Qᵀ     P = exp(S - lse)             P → shared     dV += P·dO
 //   of keys         dP = V·dOᵀ   dS = P∘(dP - delta)      P ← shared → dS    dK += dS·Q
 //   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
 //
-// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth warpgroup
-// one warp claims keys, one brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the
-// others until a ring stops it: while one computes exponentials or stores, the tensor cores have the products of the others.
+// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
+// warpgroup one warp claims keys, one brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain
+// runs ahead of the others until a ring stops it: while one computes exponentials or stores, the tensor cores have the
+// products of the others.
 //
 //   ring, stages         full: its bytes have landed        empty: all who need it are done with it
 //   work         2       says which tile of keys            after its gradients
@@ -18,19 +19,26 @@
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
 //   probabilities, gradients
 //           kPassStages  P, dS of a step (who computes it)  when the next chain has read it
-//   part    kPartStages  64 dims of dQ (who computes it)    when it has been read to be added
+//   panels  kPanelStages  64 dims of dQ (who computes it)    when it has been read to be added
 //
-// Where CTAs share a tile, dK and dV go the way of dQ: behind its last part, dK first.
+// dK and dV of a split tile go the way of dQ: behind its last panel, dK first.
 //
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, turns and
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
 // num_claimed are zero. Scores are only scaled, and masked by a window. Any lengths, packed or not.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/backward_key_value_sm90.cuh"
-#include "attention/backward_work_wide_sm90.cuh"
+#include "attention/backward_config_wide_sm90.cuh"
+#include "attention/backward_panels_sm90.cuh"
+#include "attention/backward_producer_sm90.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/setmaxnreg.cuh"
+#include "device/ptx/stmatrix.cuh"
+#include "device/tma_nonfinite.cuh"
+#include "device/warpgroup_gemm.cuh"
 
 namespace fastattn {
 
@@ -40,7 +48,7 @@ struct BackwardChainSm90 {
     using KeyTile = std::conditional_t<kOfValues, typename Config::KeyTile, typename Config::ValueTile>;
     using RowTile = std::conditional_t<kOfValues, typename Config::RowTile, typename Config::GradOutTile>;
     using OtherRowTile = std::conditional_t<kOfValues, typename Config::GradOutTile, typename Config::RowTile>;
-    static constexpr int kDepth = kOfValues ? Config::kHeadDim : Config::kValueDim;
+    static constexpr int kSumDims = kOfValues ? Config::kHeadDim : Config::kValueDim;
     static constexpr int kTilesD = (kOfValues ? Config::kValueDim : Config::kHeadDim) / kMmaN;
     static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK;
     using Scores = float[1][kTilesM][4];     // S or dP: [64 keys, 64 rows]
@@ -50,8 +58,8 @@ struct BackwardChainSm90 {
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
     int warp, lane;
-    uint32_t num_steps = 0;      // that it is done with
-    uint32_t num_key_parts = 0;  // of dK and dV that all chains have left to be added
+    uint32_t num_steps = 0;       // steps that this chain is done with
+    uint32_t num_key_panels = 0;  // panels of dK and dV that all chains have left
 
     // Opaque, else what follows from it for each product takes registers in the loop.
     __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
@@ -67,9 +75,9 @@ struct BackwardChainSm90 {
     __device__ __forceinline__ void start_scores(Scores& rX, int stage) const {
         if constexpr (!kOfValues) start_with_delta(rX, shared.terms[stage].minus_delta, lane);
         ptx::wgmma_fence();
-        start_gemm_rows<kDataType, kDepth, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
-            rX, OperandDescriptor::of_rows(address_of(kOfValues ? shared.sK : shared.sV)),
-            OperandDescriptor::of_rows(address_of(kOfValues ? shared.sQ[stage] : shared.sdO[stage])));
+        start_gemm_rows<kDataType, kSumDims, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
+            rX, OperandDescriptor::k_major(address_of(kOfValues ? shared.sK : shared.sV)),
+            OperandDescriptor::k_major(address_of(kOfValues ? shared.sQ[stage] : shared.sdO[stage])));
         ptx::wgmma_commit_group();
     }
 
@@ -84,7 +92,7 @@ struct BackwardChainSm90 {
         for (int n = 0; n < kTilesD; n += kTilesN) {
             const int first_byte = n * kMmaN / OtherRowTile::kBlockColumns * OtherRowTile::kBlockBytes;
             start_gemm_pv<kDataType>(reinterpret_cast<float (&)[1][kTilesN][4]>(rG[0][n]), rA,
-                                     OperandDescriptor::of_columns(sRows + first_byte, OtherRowTile::kBlockBytes));
+                                     OperandDescriptor::mn_major(sRows + first_byte, OtherRowTile::kBlockBytes));
         }
         ptx::wgmma_commit_group();
     }
@@ -150,18 +158,10 @@ struct BackwardChainSm90 {
         if (lane == 0) to.arrive_full();
     }
 
-    __device__ __forceinline__ void finish_step(const KeysOfWork<Config>& keys, Scores& rX, ScoresAsA& rA,
+    __device__ __forceinline__ void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA,
                                                 int32_t row_tile, bool is_full) const {
         SeenRows columns{};
-        if (!is_full) {
-            RowRange seen_by[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int32_t key = keys.first_key + warp * kMmaM + accumulator_row(lane) + 8 * half;
-                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
-            }
-            columns = SeenRows::of<kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
-        }
+        if (!is_full) columns = keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane);
         if constexpr (kOfValues) {
             finish_probabilities(rX, rA, columns, is_full);
         } else {
@@ -171,7 +171,7 @@ struct BackwardChainSm90 {
 
     __device__ __forceinline__ void run() {
         Ring<1> key_ring(shared.keys);
-        for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+        for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             Gradient rG;
 #pragma unroll
             for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
@@ -218,8 +218,8 @@ struct BackwardChainSm90 {
 
             // Epilogue.
             ptx::written_by_wgmma(rG);
-            if (warp_uniform(keys.is_shared()) != 0) {
-                store_parts(rG);
+            if (warp_uniform(keys.is_split()) != 0) {
+                store_panels(rG);
             } else {
                 store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key,
                                           kOfValues ? params.sum_value : params.sum_key, keys, rG, warp * kMmaM, lane,
@@ -228,20 +228,21 @@ struct BackwardChainSm90 {
         });
     }
 
-    // Leaves dK or dV to the warp that adds parts, after those that come before.
-    __device__ __forceinline__ void store_parts(const Gradient& rG) {
-        constexpr int kBefore = kOfValues ? Config::kQueryParts : 0;
-        constexpr int kParts = kOfValues ? Config::kValueParts : Config::kQueryParts;
-        // Waits until the chain before has filled its last part.
+    // Leaves dK or dV to the warp that adds panels, after the panels that come before.
+    __device__ __forceinline__ void store_panels(const Gradient& rG) {
+        constexpr int kBefore = kOfValues ? Config::kQueryPanels : 0;
+        constexpr int kPanels = kOfValues ? Config::kValuePanels : Config::kQueryPanels;
+        // Waits until the chain before has filled its last panel.
         ptx::bar_sync(kOfValues ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
         // Opaque, else what follows from it is computed before the loop, and kept in local memory.
         const int lane = ptx::opaque(this->lane);
-        for_constant<kParts>([&](auto part) {
-            const Ring<Config::kPartStages> place(
-                shared.part, num_steps * Config::kQueryParts + num_key_parts + kBefore + part.value);
-            store_part<part.value * kQueryPartDims / kMmaN>(shared, place, rG, warp, lane);
+        for_constant<kPanels>([&](auto panel) {
+            const Ring<Config::kPanelStages> ring(
+                shared.panels, num_steps * Config::kQueryPanels + num_key_panels + kBefore + panel.value);
+            store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel[ring.stage], rG,
+                                                                                warp, lane);
         });
-        num_key_parts += Config::kQueryParts + Config::kValueParts;
+        num_key_panels += Config::kQueryPanels + Config::kValuePanels;
         // The chain of values is the last: that of queries has no dS of the next tile before it has passed on P.
         if constexpr (!kOfValues) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
     }
@@ -251,47 +252,47 @@ struct BackwardChainSm90 {
 template <typename Config, DataType kDataType>
 struct BackwardQueryChainSm90 {
     using KeyTile = typename Config::KeyTile;
-    using QueryPart = float[1][kQueryPartDims / kMmaN][4];
+    using QueryPanel = float[1][kPanelDims / kMmaN][4];
 
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
     int warp, lane;
 
     // Whether K has what 0 in dS would not silence, where masks hide keys from rows.
-    __device__ __forceinline__ bool has_nonfinite(const KeysOfWork<Config>& keys) const {
+    __device__ __forceinline__ bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
         if (keys.are_all_full()) return false;
         const int thread = warp * kWarpSize + lane;
         const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
         return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
     }
 
-    // A block of K with zeros for what is not finite, in a place for dQ, which comes there later. Why this is right: see
-    // BackwardConsumerSm90::finite_keys().
-    __device__ __forceinline__ const uint16_t* finite_block(const uint16_t* sBlock, float* sPlace) const {
-        static_assert(KeyTile::kBlockBytes <= kQueryPartElements * sizeof(float), "it fits");
+    // Writes a block of K, with zeros for what is not finite, to a panel, which dQ overwrites later. Why this is right:
+    // see BackwardConsumerSm90::finite_keys().
+    __device__ __forceinline__ const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
+        static_assert(KeyTile::kBlockBytes <= kPanelElements * sizeof(float), "it fits");
 #pragma unroll 1
         for (int i = warp * kWarpSize + lane; i < KeyTile::kBlockBytes / 4; i += kWarpgroupSize) {
             const uint32_t pair = reinterpret_cast<const uint32_t*>(sBlock)[i];
-            reinterpret_cast<uint32_t*>(sPlace)[i] = pair & ~nonfinite_mask<kDataType>(pair);
+            reinterpret_cast<uint32_t*>(sPanel)[i] = pair & ~nonfinite_mask<kDataType>(pair);
         }
         ptx::fence_proxy_async_shared();
         ptx::bar_sync(kChainOfQueries, kWarpgroupSize);  // waits until all of it is written
-        return reinterpret_cast<const uint16_t*>(sPlace);
+        return reinterpret_cast<const uint16_t*>(sPanel);
     }
 
-    __device__ __forceinline__ void start_part(QueryPart& rdQ, const uint16_t* sdS, const uint16_t* sBlock) const {
+    __device__ __forceinline__ void start_panel(QueryPanel& rdQ, const uint16_t* sdS, const uint16_t* sBlock) const {
         ptx::wgmma_fence();
         start_gemm_columns<kDataType, Config::kBlockN>(
-            rdQ, OperandDescriptor::of_columns(shared_address(sdS), Config::ScoreTile::kBlockBytes),
-            OperandDescriptor::of_columns(shared_address(sBlock), KeyTile::kBlockBytes));
+            rdQ, OperandDescriptor::mn_major(shared_address(sdS), Config::ScoreTile::kBlockBytes),
+            OperandDescriptor::mn_major(shared_address(sBlock), KeyTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
     __device__ __forceinline__ void run() {
         Ring<1> key_ring(shared.keys);
         Ring<Config::kPassStages> gradients(shared.gradients);
-        uint32_t num_parts = 0;  // that all chains have left to be added
-        for_work(shared, lane, [&](const KeysOfWork<Config>& keys) {
+        uint32_t num_panels = 0;  // panels that all chains have left
+        for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
             const bool takes_finite_keys = num_left > 0 && has_nonfinite(keys);
@@ -299,28 +300,28 @@ struct BackwardQueryChainSm90 {
             for (; num_left > 0; --num_left) {
                 gradients.wait_full();
 #pragma unroll
-                for (int part = 0; part < Config::kQueryParts; ++part) {
-                    const Ring<Config::kPartStages> place(shared.part, num_parts++);
-                    float* const sPlace = shared.sPart[place.stage];
-                    const uint16_t* sBlock = shared.sK + part * (KeyTile::kBlockBytes / 2);
+                for (int panel = 0; panel < Config::kQueryPanels; ++panel) {
+                    const Ring<Config::kPanelStages> ring(shared.panels, num_panels++);
+                    float* const sPanel = shared.sPanel[ring.stage];
+                    const uint16_t* sBlock = shared.sK + panel * (KeyTile::kBlockBytes / 2);
                     if (takes_finite_keys) {
-                        place.wait_empty();
-                        sBlock = finite_block(sBlock, sPlace);
+                        ring.wait_empty();
+                        sBlock = finite_block(sBlock, sPanel);
                     }
-                    QueryPart rdQ;
-                    start_part(rdQ, shared.sdS[gradients.stage], sBlock);
+                    QueryPanel rdQ;
+                    start_panel(rdQ, shared.sdS[gradients.stage], sBlock);
                     ptx::wgmma_wait_group<0>();
                     ptx::written_by_wgmma(rdQ);
-                    if (part == Config::kQueryParts - 1) gradients.release(lane);
+                    if (panel == Config::kQueryPanels - 1) gradients.release(lane);
                     // Waits until no warp's product reads finite keys where dQ goes.
                     if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
-                    store_part<0>(shared, place, rdQ, warp, lane);
+                    store_panel<0, /*kHidesLane=*/false>(ring, sPanel, rdQ, warp, lane);
                 }
             }
             key_ring.release(lane);
-            if (warp_uniform(keys.is_shared()) != 0) {
+            if (warp_uniform(keys.is_split()) != 0) {
                 ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);
-                num_parts += Config::kQueryParts + Config::kValueParts;
+                num_panels += Config::kQueryPanels + Config::kValuePanels;
             }
         });
     }
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) produce(shared, all_params, lane);
         if (warp == 1) claim(shared, params, lane);
-        if (warp == 2) add_parts_in_turn(shared, params, lane);
+        if (warp == 2) add_panels(shared, params, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();
         BackwardQueryChainSm90<Config, kDataType>{shared, params, warp, lane}.run();

@@ -35,17 +35,17 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
 
     const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
     const float* sums = params.query_sums + (sums_tile * params.query.heads + head) * Config::kQuerySums;
-    typename Grid::Accumulators rQ;
-    Grid::template for_each_sum<0>(sums, rQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
+    typename Grid::Accumulators rdQ;
+    Grid::template for_each_sum<0>(sums, rdQ, warp, lane, [](float& sum, const float* address) { sum = *address; });
     if (params.sum_query.data != nullptr) {
-        const auto place_of = [&](int row) -> float* {
+        const auto row_at = [&](int row) -> float* {
             if (row >= rows.length - first_row) return nullptr;
             return row_pointer(params.sum_query, batch, head, rows.begin + first_row + row);
         };
-        Grid::add_to(place_of, rQ, params.scores.scale, params.query.head_dim, warp, lane);
+        Grid::add_to(row_at, rdQ, params.scores.scale, params.query.head_dim, warp, lane);
         return;
     }
-    Grid::template stage<kDataType>(sQ, rQ, params.scores.scale, warp, lane);
+    Grid::template stage<kDataType>(sQ, rdQ, params.scores.scale, warp, lane);
     __syncthreads();  // waits until every warp's part of the tile is in shared memory
     uint16_t* gQ = row_pointer(params.grad_query, batch, head, rows.begin + first_row + warp * kWarpRows);
     store_rows<kWarpRows, kHeadDim>(gQ, params.grad_query.row_stride, rows.length - first_row - warp * kWarpRows,

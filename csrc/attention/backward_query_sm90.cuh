@@ -1,44 +1,45 @@
-// The end of the backward pass on Hopper: dQ = scale · (what the CTAs of all keys have added up), rounded, or added to fp32; and
-// likewise dK and dV of the tiles of keys whose rows CTAs share.
+// The end of the backward pass on Hopper: dQ = scale · (the sums over all keys), rounded, or added to fp32; and
+// likewise dK and dV of split tiles of keys.
 //
-// One CTA takes one tile of query rows of one head, or behind these 64 keys of dK or dV. Its parts (attention/query_gradient.h)
-// are read in order, 16 bytes a lane, and its rows are written 8 bytes a lane. Memory bandwidth binds.
+// One CTA takes one tile of query rows of one head, or behind these 64 keys of dK or dV. It reads its panels
+// (attention/query_gradient.h) in order, 16 bytes a lane, and writes its rows 8 bytes a lane. Memory bandwidth binds.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "attention/backward.h"
+#include "attention/backward_config_wide_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
-#include "attention/backward_work_wide_sm90.cuh"
 #include "attention/query_gradient.h"
-#include "attention/row_shares.h"
 #include "attention/tiles_sm90.h"
 #include "device/finish_row.cuh"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
+#include "scheduler/row_splits.h"
 
 namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
-// 64 rows, of which num_rows exist, from first_in_memory on: factor · sums, rounded into `gradient` or added to `total`.
+// Rounds factor · sums into `gradient`, or adds it to `total`: 64 rows from first_in_memory on, of which num_rows
+// exist.
 template <int kHeadDim, DataType kDataType>
 __device__ __forceinline__ void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total,
                                             int32_t batch, int32_t head, int64_t first_in_memory, int32_t num_rows,
                                             const float* sums, float factor) {
-    constexpr int kQuad = 4, kQuadsPerRow = kQueryPartDims / kQuad;
-    constexpr int kElements = query_tile_elements(/*in_parts=*/true, kQueryPartRows, kHeadDim);
+    constexpr int kQuad = 4, kQuadsPerRow = kPanelDims / kQuad;
+    constexpr int kElements = query_tile_elements(/*in_panels=*/true, kPanelRows, kHeadDim);
 #pragma unroll 4
     for (int i = threadIdx.x; i < kElements / kQuad; i += kQueryThreadsSm90) {
-        const int part = i / (kQueryPartElements / kQuad), row = i / kQuadsPerRow % kQueryPartRows;
-        const int column_of_part = i % kQuadsPerRow * kQuad;
-        const int column = part * kQueryPartDims + column_of_part;
+        const int panel = i / (kPanelElements / kQuad), row = i / kQuadsPerRow % kPanelRows;
+        const int panel_column = i % kQuadsPerRow * kQuad;
+        const int column = panel * kPanelDims + panel_column;
         if (row >= num_rows || column >= gradient.head_dim) continue;
         const float* numbers =
-            sums + part * kQueryPartElements + query_part_offset(row, column_of_part / kMmaN) + column_of_part % kMmaN;
+            sums + panel * kPanelElements + panel_offset(row, panel_column / kMmaN) + panel_column % kMmaN;
         const float4 quad = *reinterpret_cast<const float4*>(numbers);
         if (total.data != nullptr) {
             auto& four = *reinterpret_cast<float4*>(row_pointer(total, batch, head, first_in_memory + row) + column);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void finish_sums(const HeadsView<uint16_t>& gradient,
     }
 }
 
-// Of the kernel whose sums are read.
+// The config of the kernel whose sums are read.
 template <int kHeadDim>
 using SummingConfigSm90 = std::conditional_t<(kHeadDim > kMostNarrowDims), BackwardWideConfigSm90<kHeadDim, kHeadDim>,
                                              BackwardConfigSm90<kHeadDim>>;
@@ -58,8 +59,8 @@ template <int kHeadDim, DataType kDataType>
 __global__ void __launch_bounds__(kQueryThreadsSm90)
     attention_backward_query_sm90(const __grid_constant__ AttentionBackwardParams params) {
     using Config = SummingConfigSm90<kHeadDim>;
-    constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_parts=*/true, kBlockM, kHeadDim);
-    static_assert(kBlockM == kQueryPartRows, "a part has all rows of a tile");
+    constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_panels=*/true, kBlockM, kHeadDim);
+    static_assert(kBlockM == kPanelRows, "a panel has all rows of a tile");
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
     const uint32_t num_query_ctas = num_tiles * params.query.heads * params.query.batch;
@@ -75,21 +76,21 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
         return;
     }
 
-    constexpr int kBlocks = Config::kBlockN / kQueryPartRows;
-    const uint32_t block = blockIdx.x - num_query_ctas, shared_tile = block / (2 * kBlocks);
+    constexpr int kBlocks = Config::kBlockN / kPanelRows;
+    const uint32_t block = blockIdx.x - num_query_ctas, split_tile = block / (2 * kBlocks);
     const KeyTileOrder order(params, Config::kBlockN, threadIdx.x % kWarpSize);
-    HeadTile place;
-    KeysOfWork<Config> keys;
-    const RowShare first_share{params.shares.first_tile + shared_tile, 0};
-    if (!order.find(place, params, first_share.tile, Config::kBlockN)) return;
-    if (!keys.find(params, first_share, place) || !keys.is_shared()) return;
+    WorkTile found;
+    KeyWorkTile<Config> keys;
+    const RowSplit first_split{params.row_splits.first_tile + split_tile, 0};
+    if (!order.find(found, params, first_split.tile, Config::kBlockN)) return;
+    if (!keys.find(params, first_split, found) || !keys.is_split()) return;
     const bool is_value = block / kBlocks % 2 != 0;
-    const float of_value = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
-    const int32_t first_key = keys.first_key + block % kBlocks * kQueryPartRows;
+    const float value_factor = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
+    const int32_t first_key = keys.first_key + block % kBlocks * kPanelRows;
     finish_sums<kHeadDim, kDataType>(
         is_value ? params.grad_value : params.grad_key, is_value ? params.sum_value : params.sum_key, keys.batch,
         keys.head, int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
-        params.key_sums + int64_t{block} * kElements, is_value ? of_value : params.scores.scale);
+        params.key_sums + int64_t{block} * kElements, is_value ? value_factor : params.scores.scale);
 }
 
 template <int kHeadDim, DataType kDataType>
@@ -98,7 +99,7 @@ void launch_attention_backward_query_sm90(LaunchedKernel& kernel, const Attentio
     using Config = SummingConfigSm90<kHeadDim>;
     const int64_t num_query_ctas =
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
-    const int64_t num_key_ctas = num_shared_tiles(params, Config::kBlockN) * 2 * (Config::kBlockN / kQueryPartRows);
+    const int64_t num_key_ctas = num_split_tiles(params, Config::kBlockN) * 2 * (Config::kBlockN / kPanelRows);
     kernel.launch(attention_backward_query_sm90<kHeadDim, kDataType>,
                   {num_query_ctas + num_key_ctas, kQueryThreadsSm90, 0}, params, stream);
 }

@@ -5,8 +5,8 @@
 // their maximum as shift and the logarithm of their sum beside it, from one more pass over their keys.
 //
 // One CTA owns 64 query rows of one head. delta: up to 8 lanes share a row, and each has 4 rows' loads on their way, so
-// that what binds is the memory bandwidth. The pass over keys, where some row needs it: 4 warps, each with 16 rows, take
-// 64 keys at a time, with the pipeline of device/chunked_gemm.cuh and the softmax of the forward pass.
+// that what binds is the memory bandwidth. The pass over keys, where some row needs it: 4 warps, each with 16 rows,
+// take 64 keys at a time, with the pipeline of device/chunked_gemm.cuh and the softmax of the forward pass.
 // Preconditions: those of HeadsView, head dims multiples of 8.
 #pragma once
 
@@ -14,7 +14,6 @@
 
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
-#include "attention/tile_order.h"
 #include "device/chunked_gemm.cuh"
 #include "device/fragment.cuh"
 #include "device/scores.cuh"
@@ -23,13 +22,14 @@
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardRowsConfigSm80 {
-    // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp. 64 dims take it 32 HMMA, 20 LDSM and 8
-    // LDGSTS. 128 registers, nothing spills.
+    // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp. 64 dims take it 32 HMMA, 20 LDSM and
+    // 8 LDGSTS. 128 registers, nothing spills.
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
@@ -93,8 +93,8 @@ __device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad
     }
 }
 
-// A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them. rows:
-// those of the tile, from first_row of the sequence on; keys: all.
+// A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them.
+// rows: those of the tile, from first_row of the sequence on; keys: all.
 template <typename Config>
 __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
                                               typename Config::Gemm& gemm, const HeadScores& scores, GemmRows rows,
@@ -122,7 +122,7 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
     }
 }
 
-// One thread writes one row for the kernels for Hopper: see RowTermsView.
+// Writes the terms of one row for the kernels for Hopper: see RowTermsView. Called by one thread.
 __device__ __forceinline__ void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
                                                 int32_t first_in_memory, int32_t row, float shift, float delta,
                                                 float log2_sum) {

@@ -1,19 +1,11 @@
-// What a consumer of the backward kernel for Hopper computes between its products, of one block of 64 keys in one
-// tile of query rows: Sᵀ becomes Pᵀ, and dPᵀ becomes dSᵀ. Scores are only scaled and masked by a window, or go
-// through every option.
-//
-// Predicted clocks of 64 rows by 64 keys on an H100, of this kernel and of that for sm_80. Nothing is measured.
-//
-//   option         none but asking for them   ALiBi         softcap       dropout       bias of 16 bits
-//   64 dims        1329 : 5913                1450 : 6185   1874 : 6395   2424 : 6114
-//   128 dims       2142 : 8999                2224 : 9367   2778 : 9568   2978 : 9133   3164 : 10004
-//
-// With options a few numbers are in local memory during the loop. Tried: where scores are only scaled, exponentials
-// of S as without options (as fast).
+// How a consumer of the backward kernel for Hopper makes Pᵀ of Sᵀ, and dSᵀ of dPᵀ, between its products: for one block
+// of 64 keys and one tile of query rows. Scores are only scaled and masked by a window, or go through every option.
+// With options a few numbers are in local memory during the loop.
 #pragma once
 
 #include <cstdint>
 
+#include "attention/backward_config_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
 #include "device/dropout.cuh"
 #include "device/scores.cuh"
@@ -40,28 +32,20 @@ struct BackwardScoresTypes {
     }
 };
 
-// Where and of what a warp has scores. first_key: of the warp, in the sequence; head: of Q. is_full: every row sees
+// The position of a warp's scores. first_key: the warp's first key in the sequence; head: of Q. is_full: every row sees
 // every key. slope, dropout_seed: with options.
 template <typename Config>
-struct ScoresPlace {
+struct ScoresPosition {
     const AttentionBackwardParams& params;
-    const KeysOfWork<Config>& keys;
+    const KeyWorkTile<Config>& keys;
     int32_t first_key, head, row_tile;
     bool is_full;
     int lane;
     float slope;
     int64_t dropout_seed;
 
-    // Computed anew for each masked tile: registers are scarce.
-    __device__ __forceinline__ SeenRows seen_rows() const {
-        RowRange seen_by[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int32_t key = first_key + accumulator_row(lane) + 8 * half;
-            seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
-        }
-        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
-    }
+    // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
+    __device__ __forceinline__ SeenRows seen_rows() const { return keys.seen_rows(first_key, row_tile, lane); }
 };
 
 // A block is: prepare(), wait for S, probabilities(), start_gradients(), wait for dP, gradients().
@@ -72,33 +56,34 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using ScoresAsA = typename Types::ScoresAsA;
     using Terms = typename Config::Terms;
 
-    ScoresPlace<Config> place;
+    ScoresPosition<Config> position;
     SeenRows seen{};
 
-    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPlace<Config>& place) : place(place) {}
+    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPosition<Config>& position)
+        : position(position) {}
 
     __device__ __forceinline__ void prepare() {}
 
     // rS = S becomes P; and rP16.
     __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
-        const float scale_log2 = place.params.scores.scale * kLog2E;
-        if (place.is_full) {
-            to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, place.lane);
+        const float scale_log2 = position.params.scores.scale * kLog2E;
+        if (position.is_full) {
+            to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         } else {
-            seen = place.seen_rows();
-            to_probabilities<true>(rS, terms.shift_log2, scale_log2, seen, place.lane);
+            seen = position.seen_rows();
+            to_probabilities<true>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         }
         Types::to_operand(rP16, rS);
     }
 
     // What the products of dP are added to.
     __device__ __forceinline__ void start_gradients(Scores& rdP, const Terms& terms) const {
-        start_with_delta(rdP, terms.minus_delta, place.lane);
+        start_with_delta(rdP, terms.minus_delta, position.lane);
     }
 
     // rdP, to which the products have been added, becomes dS.
     __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
-        if (place.is_full) {
+        if (position.is_full) {
             to_score_gradients<false>(rdP, rP, seen);
         } else {
             to_score_gradients<true>(rdP, rP, seen);
@@ -115,26 +100,28 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     using Terms = typename Config::Terms;
     using Options = TransposedOptions<Config::kTilesM>;
 
-    ScoresPlace<Config> place;
+    ScoresPosition<Config> position;
     SeenRows seen{};
     uint32_t kept = 0;  // see Dropout::kept_of_transposed
     typename Options::BiasPairs bias_pairs;
 
-    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPlace<Config>& place) : place(place) {}
+    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPosition<Config>& position)
+        : position(position) {}
 
     __device__ __forceinline__ void prepare() {
-        const ScoreParams& params = place.params.scores;
+        const ScoreParams& params = position.params.scores;
         const HeadScores scores = head_scores();
         options(scores).load_bias(bias_pairs);
         if (has_dropout()) {
-            const Dropout dropout(params, place.dropout_seed, place.keys.batch * place.params.query.heads + place.head);
-            kept = dropout.kept_of_transposed(first_row(), place.first_key, place.lane);
+            const Dropout dropout(params, position.dropout_seed,
+                                  position.keys.batch * position.params.query.heads + position.head);
+            kept = dropout.kept_of_transposed(first_row(), position.first_key, position.lane);
         }
     }
 
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
-        seen = place.is_full ? SeenRows::all() : place.seen_rows();
+        seen = position.is_full ? SeenRows::all() : position.seen_rows();
         some_probabilities(rP16, rS, terms);
     }
 
@@ -143,14 +130,14 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         if (has_dropout()) {
             Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });
         } else {
-            start_with_delta(rdP, terms.minus_delta, place.lane);
+            start_with_delta(rdP, terms.minus_delta, position.lane);
         }
     }
 
     // rP: as probabilities() leaves it.
     __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
-            const float factor = place.params.scores.dropout_factor;
+            const float factor = position.params.scores.dropout_factor;
 #pragma unroll
             for (int n = 0; n < Config::kTilesM; ++n) {
                 const float2 minus_delta = own_pair(terms.minus_delta, n);
@@ -169,13 +156,13 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 
   private:
-    // Of the columns from tile kFirst on, those of kTilesAtOnce tiles at a time.
+    // Makes P of the columns from tile kFirst on, kTilesAtOnce tiles at a time.
     template <int kFirst = 0>
     __device__ __forceinline__ void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         constexpr int kEnd = kFirst + Options::kTilesAtOnce;
         const HeadScores scores = head_scores();
-        typename Options::Slopes rSlope;
-        options(scores).template scale<kFirst>(rS, rSlope);
+        typename Options::SoftcapGradients rSoftcapGradient;
+        options(scores).template scale<kFirst>(rS, rSoftcapGradient);
         options(scores).template add_bias<kFirst>(rS, seen, bias_pairs);
         if (hides()) {
             Options::template for_each<kFirst>(
@@ -199,29 +186,29 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
             Types::template tiles_to_operand<Options::kTilesAtOnce>(rP16 + kFirst / 2, rS[0] + kFirst);
         }
         if (scores.params.softcap > 0) {
-            Options::template for_each<kFirst>([&](int n, int e) { rS[0][n][e] *= rSlope[n - kFirst][e]; });
+            Options::template for_each<kFirst>([&](int n, int e) { rS[0][n][e] *= rSoftcapGradient[n - kFirst][e]; });
         }
         if constexpr (kEnd < Config::kTilesM) some_probabilities<kEnd>(rP16, rS, terms);
     }
 
-    __device__ __forceinline__ bool has_dropout() const { return place.params.scores.dropout_seed != nullptr; }
+    __device__ __forceinline__ bool has_dropout() const { return position.params.scores.dropout_seed != nullptr; }
     __device__ __forceinline__ bool hides() const {
-        return !place.is_full || place.params.scores.bias.kind != BiasView::Kind::kNone;
+        return !position.is_full || position.params.scores.bias.kind != BiasView::Kind::kNone;
     }
     __device__ __forceinline__ bool is_kept(int n, int e) const { return kept >> (16 * (e / 2) + 2 * n + e % 2) & 1; }
-    __device__ __forceinline__ int32_t first_row() const { return place.row_tile * Config::kBlockM; }
+    __device__ __forceinline__ int32_t first_row() const { return position.row_tile * Config::kBlockM; }
 
     __device__ __forceinline__ HeadScores head_scores() const {
-        return {place.params.scores,    place.slope,        place.keys.batch, place.head,
-                place.keys.rows.length, place.keys.num_keys};
+        return {position.params.scores,    position.slope,        position.keys.batch, position.head,
+                position.keys.rows.length, position.keys.num_keys};
     }
 
     __device__ __forceinline__ Options options(const HeadScores& scores) const {
-        return {scores, first_row(), place.first_key, place.lane};
+        return {scores, first_row(), position.first_key, position.lane};
     }
 
     __device__ __forceinline__ float2 own_pair(const float* numbers, int n) const {
-        return reinterpret_cast<const float2*>(numbers)[n * kMmaN / 2 + place.lane % kLanesPerRow];
+        return reinterpret_cast<const float2*>(numbers)[n * kMmaN / 2 + position.lane % kLanesPerRow];
     }
 };
 

@@ -2,9 +2,9 @@
 //
 //   grad_sinks[h] = sum over batch and rows of exp(sink - shift) / 2^log2_sum * -delta
 //
-// One CTA owns a head. Its threads take neighbouring rows of all sequences one after the other, and their sums are added
-// in one order: no atomics. Rows with an lse of -inf see nothing, not even the sink, or belong to no sequence: what else
-// stands there is not read.
+// One CTA owns a head. Its threads take neighbouring rows of all sequences one after the other, and their sums are
+// added in one order: no atomics. Rows with an lse of -inf see nothing, not even the sink, or belong to no sequence:
+// what else stands there is not read.
 #pragma once
 
 #include "attention/backward.h"
@@ -18,7 +18,7 @@ namespace fastattn {
 
 inline constexpr int kBackwardSinksThreads = 1024;
 
-// The rows of one head, of all sequences one after the other, as one thread takes them.
+// Goes through the rows of a head that one thread takes, sequence by sequence.
 struct RowsOfThread {
     int32_t num_batches, num_rows, batch, row;
 

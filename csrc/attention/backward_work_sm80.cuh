@@ -1,18 +1,16 @@
-// What a CTA of the backward pass has to do: its keys, the query rows that see them, and its turns to add to dQ's sums.
+// The work tile of a CTA of the backward pass on sm_80: its keys, and the query rows that see them.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/query_gradient.h"
-#include "attention/tile_order.h"
-#include "device/ptx/ld_acquire.cuh"
-#include "device/ptx/red.cuh"
 #include "device/sequence.cuh"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 
-// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them, the same for each query head of
-// that KV head.
+// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them, the same for each query head
+// of that KV head.
 template <int kBlockM, int kBlockN>
 struct KeyTileWork {
     int32_t batch, key_head, key_tile, first_key;
@@ -24,7 +22,7 @@ struct KeyTileWork {
     int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
 
     __device__ __forceinline__ KeyTileWork(const AttentionBackwardParams& params, uint32_t cta) {
-        const HeadTile tile = head_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
+        const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
                                         ceil_div(params.key.rows, kBlockN));
         batch = tile.batch;
         key_head = tile.head;
@@ -49,42 +47,19 @@ struct KeyTileWork {
         return row_tile >= begin_full && row_tile < end_full;
     }
 
-    // Of its sequence, in dQ's sums.
+    // The first tile of the sequence in dQ's sums.
     __device__ __forceinline__ int32_t first_sums_tile(const AttentionBackwardParams& params) const {
         return first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
     }
 };
 
-// The place of a CTA in the order of turns, or any. All threads of the CTA take part; shared_cta: in shared memory.
+// The CTA's index: where semaphores order additions, in the order in which CTAs start. Called by all threads;
+// shared_cta lies in shared memory.
 __device__ __forceinline__ uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
-    if (params.turns == nullptr) return blockIdx.x;
+    if (params.semaphores == nullptr) return blockIdx.x;
     if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);
     __syncthreads();
     return shared_cta;
 }
-
-// The turn of some threads of a CTA, thread 0 among them, to add to a tile of sums; without an address, any time is
-// right. They wait for each other in barrier().
-struct Turn {
-    int32_t* address;
-
-    // Waits until so many CTAs have had theirs, or more: sequences that overlap share tiles.
-    template <typename Barrier>
-    __device__ __forceinline__ void wait(int32_t num_before, Barrier&& barrier) const {
-        if (address == nullptr) return;
-        if (threadIdx.x == 0) {
-            while (ptx::ld_acquire_s32(address) < num_before) {
-            }
-        }
-        barrier();
-    }
-
-    template <typename Barrier>
-    __device__ __forceinline__ void pass_on(Barrier&& barrier) const {
-        if (address == nullptr) return;
-        barrier();  // waits until every thread has added
-        if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
-    }
-};
 
 }  // namespace fastattn

@@ -1,7 +1,7 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
 // dropout, and keys in pages.
 //
-// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. A step has two more parts: the
+// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the
 // scores are finished before the softmax, and P is thinned after it. Which options there are is decided at run time,
 // alike for a whole CTA. Tiles that no row sees are not visited; those that are seen in part, and all where there is
 // a bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
@@ -14,7 +14,7 @@
 #include "attention/forward.h"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
-#include "attention/part_rows.cuh"
+#include "attention/partial_rows.cuh"
 #include "attention/tiles_sm80.h"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
@@ -51,7 +51,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kRowElements];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
-    KeyPortion portion;
+    KeySplit split;
     LargestScores<Config::kNumWarps> largest_scores;
     static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= 99 << 10,
                   "sm_86, sm_89, sm_120");
@@ -70,15 +70,15 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // Prologue: which query rows of which sequence, and which keys they see.
     const ScoreParams& options = attention.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    if (attention.parts.values == nullptr) {
-        if (ptx::tid_x() == 0) shared.portion = {false, true, blockIdx.x, 0, 1};
+    if (attention.partials.values == nullptr) {
+        if (ptx::tid_x() == 0) shared.split = {false, true, blockIdx.x, 0, 1};
     } else if (warp == 0) {
-        find_portion<kBlockM, kBlockN, kPaged>(shared.portion, attention);
+        find_split<kBlockM, kBlockN, kPaged>(shared.split, attention);
     }
-    __syncthreads();  // waits until the portion is known
-    const KeyPortion portion = shared.portion;
-    if (!portion.exists) return;
-    const QueryTile tile = query_tile(attention, kBlockM, portion.piece, portion.is_cut);
+    __syncthreads();  // waits until the split is known
+    const KeySplit split = shared.split;
+    if (!split.exists) return;
+    const QueryTile tile = query_tile(attention, kBlockM, split.tile_idx, split.is_split);
     const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
     const Sequence rows = query_rows(attention, tile.batch), keys = keys_of_sequence<kPaged>(attention, tile.batch);
     const int32_t first_row = tile.idx * kBlockM;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const HeadScores scores(options, tile.batch, tile.head, rows.length, keys.length);
     const KeyRange first_sees = scores.window.keys_of(first_row), last_sees = scores.window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
-    const Steps steps = steps_of(portion, all_tiles.num_tiles());
+    const Steps steps = steps_of(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     // Tiles that every row sees all of.
     const int32_t begin_full = scores.has_bias() ? end_tile : ceil_div(last_sees.begin, kBlockN);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (attention.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
-    if (options.sinks != nullptr && portion.part == 0) {  // once for all parts of a tile
+    if (options.sinks != nullptr && split.idx == 0) {  // once for all splits of a tile
         softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     const Dropout dropout(options, tile.batch * attention.query.heads + tile.head);
@@ -197,16 +197,16 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
     const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
-    const KeyPortion& own = shared.portion;
-    const QueryTile out_tile = query_tile(attention, kBlockM, own.piece, own.is_cut);
+    const KeySplit& own = shared.split;
+    const QueryTile out_tile = query_tile(attention, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(attention, out_tile.batch);
     if (attention.max_logits != nullptr) {
         shared.largest_scores.leave(attention.max_logits + out_tile.head, /*factor=*/1.0f);
     }
-    if (own.num_parts > 1 || attention.exact_out.data != nullptr) {
-        const PlaceOfTile place{out_tile, out_rows, out_tile.idx * kBlockM};
-        const PartRowsSm80<kBlockM, kHeadDim, kDataType> part_rows{attention, place, factor};
-        store_or_merge_in_fp32<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
+    if (own.num_splits > 1 || attention.exact_out.data != nullptr) {
+        const TileRowLocator location{out_tile, out_rows, out_tile.idx * kBlockM};
+        const PartialRowsSm80<kBlockM, kHeadDim, kDataType> partial_rows{attention, location, factor};
+        store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, own, rO, softmax, shared.sQ);
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.

@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "attention/forward.h"
-#include "attention/forward_common_sm90.cuh"
+#include "attention/forward_consumer_sm90.cuh"
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/bias_tile.cuh"
 #include "device/dropout.cuh"
@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
-        if (warp == 0) find_share(shared, all_params, lane);
+        if (warp == 0) find_steps(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        __syncwarp();  // waits until the share is in shared memory
+        __syncwarp();  // waits until the steps are in shared memory
         produce(shared, all_params, rank, cluster_size, warp, lane, [&](const RowsOfCta& work, int32_t first_key) {
             prefetch_bias(options.bias, work.batch, work.head, work.first_row,
                           min(work.num_rows() - work.first_row, Config::kBlockM), first_key,
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
     const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;  // of the output
-    for (const TileOfWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
-        const TileOfWork& tile = *next;
+    for (const CtaWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const CtaWork& tile = *next;
         consumer.wait_query();
         const RowsOfCta& work = tile.rows;
         const KeyTiles& tiles = tile.tiles;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         BiasTile<kTilesN> bias(scores, own_row, lane);  // of the tile that is computed
         const Dropout dropout(options, work.batch * params.query.heads + work.head);
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
-        if (options.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
+        if (options.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
             softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (grows) rescale(rO, factor);
 #pragma unroll
                 for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
-                // What is missing from pages is zeros. With a bias all tiles come here: consumers do not wait for each other.
+                // What is missing from pages is zeros. With a bias all tiles come here: consumers do not wait for each
+                // other.
                 if (num_left > tiles.num_full || scores.has_bias()) {
                     consumer.template separate_nonfinite_values</*kTogether=*/false>(rO, [&](int, int half, int n) {
                         return scores.sees(own_row + accumulator_row(lane) + 8 * half, first_key + n);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             consumer.store(params, work, own_row, rO, softmax);
         }
     }
-    consumer.merge_shared_tiles(params, factor);
+    consumer.combine_split_tiles(params, factor);
     // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
     wait_for_cluster(cluster_size);
 }

@@ -9,8 +9,8 @@
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
-// Where there are few tiles of rows, CTAs share the keys of one: they leave parts, and the last one merges
-// (key_shares.h). S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for
+// Where there are few tiles of rows, CTAs split the keys of a tile: they leave partials, and the last one combines
+// (key_splits.h). S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for
 // each tile. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or
 // not, any window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
 #pragma once
@@ -21,7 +21,7 @@
 #include "attention/forward.h"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
-#include "attention/part_rows.cuh"
+#include "attention/partial_rows.cuh"
 #include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
 #include "device/largest_score.cuh"
@@ -62,7 +62,7 @@ struct alignas(128) ForwardStorageSm80 {
     KeyRange sees[Config::kBlockM];  // the keys that each row sees
     KeyTiles tiles;
     int32_t num_keys;
-    KeyPortion portion;
+    KeySplit split;
     LargestScores<Config::kNumWarps> largest_scores;
 };
 
@@ -78,15 +78,15 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 
     // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
-    if (params.parts.values == nullptr) {
-        if (ptx::tid_x() == 0) shared.portion = {false, true, blockIdx.x, 0, 1};
+    if (params.partials.values == nullptr) {
+        if (ptx::tid_x() == 0) shared.split = {false, true, blockIdx.x, 0, 1};
     } else if (warp == 0) {
-        find_portion<kBlockM, kBlockN, /*kPaged=*/false>(shared.portion, params);
+        find_split<kBlockM, kBlockN, /*kPaged=*/false>(shared.split, params);
     }
-    __syncthreads();  // waits until the portion is known
-    const KeyPortion portion = shared.portion;
-    if (!portion.exists) return;
-    const QueryTile tile = query_tile(params, kBlockM, portion.piece, portion.is_cut);
+    __syncthreads();  // waits until the split is known
+    const KeySplit split = shared.split;
+    if (!split.exists) return;
+    const QueryTile tile = query_tile(params, kBlockM, split.tile_idx, split.is_split);
     const Sequence rows = query_rows(params, tile.batch), keys = keys_of_sequence<false>(params, tile.batch);
     const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
     const int32_t first_row = tile.idx * kBlockM;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const Window window = window_of(params.scores, rows.length, keys.length);
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
-    const KeyTiles tiles = all_tiles.part(steps_of(portion, all_tiles.num_tiles()));
+    const KeyTiles tiles = all_tiles.slice(steps_of(split, all_tiles.num_tiles()));
     if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
     if (ptx::tid_x() == 0) {
         shared.tiles = tiles;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     // 0.
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
     OnlineSoftmax<kTilesM> softmax(params.scale_log2);
-    if (params.scores.sinks != nullptr && portion.part == 0) {  // once for all parts of a tile
+    if (params.scores.sinks != nullptr && split.idx == 0) {  // once for all splits of a tile
         softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         }
         if constexpr (Config::kQueryInRegisters) {
             ptx::cp_async_wait_group<0>();  // Q
-            __syncthreads();                // waits until every thread's part of Q has landed
+            __syncthreads();                // waits until the copies of every thread have landed
             load_operands_a(rQ, sQ);
         }
     }
@@ -207,16 +207,16 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
-    const KeyPortion& own = shared.portion;
-    const QueryTile out_tile = query_tile(params, kBlockM, own.piece, own.is_cut);
+    const KeySplit& own = shared.split;
+    const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(params, out_tile.batch);
     if (params.max_logits != nullptr) {
         shared.largest_scores.leave(params.max_logits + out_tile.head, fabsf(params.scores.scale));
     }
-    if (own.num_parts > 1 || params.exact_out.data != nullptr) {
-        using Rows = PartRowsSm80<kBlockM, kHeadDim, kDataType>;
-        const Rows part_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
-        store_or_merge_in_fp32<Config::kNumThreads, kWarpM>(part_rows, own, rO, softmax, shared.sQ);
+    if (own.num_splits > 1 || params.exact_out.data != nullptr) {
+        using Rows = PartialRowsSm80<kBlockM, kHeadDim, kDataType>;
+        const Rows partial_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
+        store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, own, rO, softmax, shared.sQ);
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.

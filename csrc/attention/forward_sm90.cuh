@@ -1,32 +1,33 @@
-// Attention forward for Hopper, FlashAttention-2 (Dao 2023, algorithm 1) with the roles and overlaps of FlashAttention-3
-// (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
+// Attention forward for Hopper, FlashAttention-2 (Dao 2023, algorithm 1) with the roles and overlaps of
+// FlashAttention-3 (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
-// A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a key
-// head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the others, to which it
-// gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see paged_tiles_sm90.cuh.
+// A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a
+// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the others, to
+// which it gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see
+// paged_tiles_sm90.cuh.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   work   2        says which tile of rows           after its output
 //   Q      1        before a tile's first Q·Kᵀ        after its last
 //   K, V   kStages  before Q·Kᵀ, before P·V           after each
 //
-// Tiles of keys come as in key_tiles.cuh, masked ones first. Two products of a consumer are in flight at a time, Q·Kᵀ of a
-// tile and P·V of the one before, each a wgmma group; while one consumer is in its softmax, the tensor cores have the
-// products of the others. S, O and P stay in registers, P as the operand A of P·V:
+// Tiles of keys come as in key_tiles.cuh, masked ones first. Two products of a consumer are in flight at a time, Q·Kᵀ
+// of a tile and P·V of the one before, each a wgmma group; while one consumer is in its softmax, the tensor cores have
+// the products of the others. S, O and P stay in registers, P as the operand A of P·V:
 //
 //   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …
 //   other units          | softmax → P0    |       softmax → P1      |       softmax → P2
 //
-// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both. Where there
-// are few tiles of rows, CTAs share the keys of a tile: they leave parts, which are merged at the end (key_shares.h).
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or not,
-// any window, sinks, any finite scale.
+// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both.
+// Where there are few tiles of rows, CTAs split the keys of a tile: they leave partials, which are combined at the end
+// (key_splits.h). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any
+// lengths, packed or not, any window, sinks, any finite scale.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/forward.h"
-#include "attention/forward_common_sm90.cuh"
+#include "attention/forward_consumer_sm90.cuh"
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
@@ -57,9 +58,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
-        if (warp == 0) find_share(shared, all_params, lane);
+        if (warp == 0) find_steps(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        __syncwarp();  // waits until the share is in shared memory
+        __syncwarp();  // waits until the steps are in shared memory
         produce(shared, all_params, rank, cluster_size, warp, lane, [](const RowsOfCta&, int32_t) {});
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
@@ -71,15 +72,15 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
 
-    for (const TileOfWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
-        const TileOfWork& tile = *next;
+    for (const CtaWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const CtaWork& tile = *next;
         consumer.wait_query();
         const RowsOfCta& work = tile.rows;
         const KeyTiles& tiles = tile.tiles;
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
-        if (params.scores.sinks != nullptr && tile.is_first_part()) {  // once for all parts of a tile
+        if (params.scores.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
             const int32_t row = own_row + accumulator_row(lane);
             softmax.set_sinks(params.scores.sinks[work.head_of(row)], params.scores.sinks[work.head_of(row + 8)],
                               lane % kLanesPerRow == 0);
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (num_left <= num_unmasked) return;
             mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
         };
-        // Before the softmax of a tile that may be masked, or of the first: rows that have their first scores get a reference.
+        // Before the softmax of a tile that may be masked, or of the first: rows that have their first scores get a
+        // reference.
         const auto start_softmax = [&] {
             const bool wants_maxima = params.max_logits != nullptr;
             if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (wants_maxima) shared.largest_scores.take(max);
             softmax.start(max);
         };
-        // S becomes P. It looks for no maxima, predicted to save a tenth of the clocks: sums of P tell where a reference is
+        // S becomes P. It looks for no maxima, which saves instructions: sums of P tell where a reference is
         // outgrown, and S is still there then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
@@ -134,8 +136,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             }
             softmax.add(sums);
         };
-        // The same where registers hold no second P beside S and what masks take: S becomes P in place, and rP[0] once P·V of
-        // the tile before has read it. Maxima have to be known before that.
+        // The same where registers hold no second P beside S and what masks take: S becomes P in place, and rP[0] once
+        // P·V of the tile before has read it. Maxima have to be known before that.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.take(max);
@@ -207,7 +209,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                         for (int e = 0; e < 4; ++e) rP[1][k][e] = rP[0][k][e];
                     }
                 }
-                // Two steps a round; an odd number begins with the second. A copy at the end instead serialises the products.
+                // Two steps a round; an odd number begins with the second. A copy at the end instead serialises the
+                // products.
                 for (; num_left > num_fast || num_left % 2 != 0; --num_left) {
                     if (num_left % 2 == 0) masked_step(rP[0], rP[1], num_left--);
                     masked_step(rP[1], rP[0], num_left);
@@ -234,7 +237,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             consumer.store(params, work, own_row, rO, softmax);
         }
     }
-    consumer.merge_shared_tiles(params);
+    consumer.combine_split_tiles(params);
     // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
     wait_for_cluster(cluster_size);
 }

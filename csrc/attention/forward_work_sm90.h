@@ -1,4 +1,4 @@
-// How the tiles of query rows are dealt to the CTAs of the forward kernel for sm_90.
+// The work tiles of the forward kernels for Hopper: which query rows a cluster and its CTAs take.
 #pragma once
 
 #include <algorithm>
@@ -6,29 +6,29 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "attention/key_shares.h"
 #include "attention/key_tiles.cuh"
-#include "attention/tile_order.h"
 #include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
 #include "host/params.h"
 #include "host/tensor_map.h"
+#include "scheduler/key_splits.h"
+#include "scheduler/work_tile.h"
 
 namespace fastattn {
 
-// A cluster takes one piece of work after the other. Its CTAs need the same tiles of keys: two heads that read one key
+// A cluster takes one work tile after the other. Its CTAs need the same tiles of keys: two heads that read one key
 // head, or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key
 // head, row by row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
 struct ForwardWorkSm90 {
     int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: a tile has rows of one head
-    uint32_t num;                                  // pieces of work
-    bool may_cut;                                  // a piece's keys may be shared by several clusters: see key_shares.h
+    uint32_t num;                                  // work tiles
+    bool may_split;                                // clusters may split the keys of a work tile: see key_splits.h
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
 };
 
-// What the launch tells the kernel.
+// The parameters of the kernel.
 struct AttentionForwardParamsSm90 {
     AttentionForwardParams attention;
     ForwardWorkSm90 work;
@@ -46,11 +46,11 @@ inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t
     return box_rows % kSwizzleRows == 0 ? box_rows : 0;
 }
 
-// tiles_to_share_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which
+// tiles_to_pair_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which
 // pays where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or
 // there is no TMA to copy into both. packs_heads: whether a tile may hold rows of several heads.
 inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
-                                         int32_t tiles_to_share_under_mask, bool packs_heads, int32_t num_sms) {
+                                         int32_t tiles_to_pair_under_mask, bool packs_heads, int32_t num_sms) {
     ForwardWorkSm90 work{1, 1, 0, 0, false};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
@@ -64,12 +64,12 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
         heads = params.key.heads;
     }
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
-    if (tiles_to_share_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
+    if (tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
         constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
         if (group % 2 == 0 && work.log2_packed == 0) {
             work.heads_per_cluster = 2;
-        } else if (is_masked ? tiles >= tiles_to_share_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
+        } else if (is_masked ? tiles >= tiles_to_pair_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
             work.tiles_per_cluster = 2;
         }
     }
@@ -77,9 +77,9 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
                         (heads / work.heads_per_cluster) * params.query.batch;
     if (num > 0x7fffffff) throw std::runtime_error("fastattn: attention_forward_sm90: more than 2147483647 tiles");
     work.num = static_cast<uint32_t>(num);
-    work.may_cut = params.parts.values != nullptr &&
-                   cuts_may_pay(params, block_m, block_n, num, num / (heads / work.heads_per_cluster),
-                                std::max(num_sms / work.cluster_size(), 1));
+    work.may_split = params.partials.values != nullptr &&
+                     splitting_may_pay(params, block_m, block_n, num, num / (heads / work.heads_per_cluster),
+                                       std::max(num_sms / work.cluster_size(), 1));
     return work;
 }
 
@@ -92,17 +92,17 @@ __device__ __forceinline__ uint32_t num_clusters(const ForwardWorkSm90& work) {
     return gridDim.x / work.cluster_size();
 }
 
-// The n-th piece of work of a cluster. They are dealt back and forth: under a causal mask pieces get shorter and
-// shorter, and who got the longest of one round gets the shortest of the next.
-__device__ __forceinline__ uint32_t nth_piece(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
+// The n-th work tile of a cluster. Rounds go back and forth: under a causal mask work tiles get shorter, and the
+// cluster that had the longest of one round gets the shortest of the next.
+__device__ __forceinline__ uint32_t nth_work_tile(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
     return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
 }
 
-__device__ __forceinline__ int32_t heads_of_pieces(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
+__device__ __forceinline__ int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
     return params.query.heads / (work.heads_per_cluster << work.log2_packed);
 }
 
-// The rows of a CTA in one piece of work of its cluster, where it is number `rank`. They may lie behind the last one.
+// The rows of CTA `rank` of a cluster in a work tile. They may lie behind the last one.
 struct RowsOfCta {
     int32_t batch, kv_head;
     int32_t head, log2_packed;           // the first head, and how many follow
@@ -111,15 +111,15 @@ struct RowsOfCta {
     Sequence rows, keys;                 // counted without
     Window window;
 
-    // in_line: pieces are numbered as on the line of key_shares.h.
+    // in_line: tile_idx counts as on the line of key_splits.h.
     __device__ __forceinline__ RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work,
-                                         uint32_t piece, bool in_line, int rank, int32_t block_m)
+                                         uint32_t tile_idx, bool in_line, int rank, int32_t block_m)
         : log2_packed(work.log2_packed) {
         const int32_t rows_per_cluster = block_m * work.tiles_per_cluster;
         const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
-        const int32_t num_heads = heads_of_pieces(params, work), heads_apart = params.query.heads / num_heads;
-        const HeadTile tile =
-            head_tile(piece, params.query.batch, num_heads,
+        const int32_t num_heads = work_tile_heads(params, work), heads_apart = params.query.heads / num_heads;
+        const WorkTile tile =
+            work_tile(tile_idx, params.query.batch, num_heads,
                       in_line ? num_heads : max(params.heads_per_group / heads_apart, 1), num_positions);
         batch = tile.batch;
         head = tile.head * heads_apart + (work.heads_per_cluster > 1 ? rank : 0);
@@ -141,10 +141,10 @@ struct RowsOfCta {
     }
 
     // Where the maps of K and V have a key. One that is absent lies behind the last row, where TMA copies zeros.
-    __device__ __forceinline__ TokenPlace place_of(const AttentionForwardParams& params, int32_t key) const {
+    __device__ __forceinline__ TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
         if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
-        const TokenPlace place = page_table(params).find(key);
-        return place.is_present() ? place : TokenPlace{0, params.paged.page_size};
+        const TokenLocation location = page_table(params).find(key);
+        return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
     }
 
     __device__ __forceinline__ int32_t num_rows() const { return rows.length << log2_packed; }

@@ -1,4 +1,4 @@
-// In which order a CTA takes the tiles of keys that its rows see.
+// The order in which a CTA takes the tiles of keys that its rows see.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 namespace fastattn {
 
-// The steps of a tile of query rows that a CTA takes, in KeyTiles' count of those that are left: from `begin` down to
-// above `end`.
+// The steps of a split, as KeyTiles counts those that are left: from `begin` down to above `end`.
 struct Steps {
     int32_t begin, end;
 
@@ -20,10 +19,10 @@ struct Steps {
 // those at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one
 // first.
 struct KeyTiles {
-    int32_t begin, count;          // of tiles that some row sees a key of
-    int32_t begin_full, end_full;  // tiles that every row sees all of
-    int32_t all_full;              // how many these are
-    int32_t num_full;              // the same, without those that are left to other CTAs
+    int32_t begin, count;          // tiles of which some row sees a key
+    int32_t begin_full, end_full;  // tiles of which every row sees all keys
+    int32_t all_full;              // their number
+    int32_t num_full;              // their number, without those of other splits
 
     // What the first and the last row of the CTA see: what others see begins and ends between.
     __device__ __forceinline__ KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
@@ -37,8 +36,8 @@ struct KeyTiles {
 
     __device__ __forceinline__ int32_t num_tiles() const { return count; }
 
-    // Those of some steps alone: their tile(num_left) is this one's tile(num_left + steps.end).
-    __device__ __forceinline__ KeyTiles part(Steps steps) const {
+    // The tiles of these steps alone: tile(num_left) of theirs is tile(num_left + steps.end) of all.
+    __device__ __forceinline__ KeyTiles slice(Steps steps) const {
         KeyTiles tiles = *this;
         tiles.begin += steps.end;
         tiles.count = steps.count();
@@ -50,11 +49,11 @@ struct KeyTiles {
     // The tile that comes next where num_left are left.
     __device__ __forceinline__ int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
-        const int32_t from_begin = begin - 1 + num_left;  // its place if there were no full tiles
+        const int32_t from_begin = begin - 1 + num_left;  // the tile if there were no full ones
         return from_begin >= end_full ? from_begin : from_begin - all_full;
     }
 
-    // In tiles: from the one that lies directly before tile(num_left) in memory to the one that is taken next.
+    // How many tiles lie from the one directly before tile(num_left) in memory to the one that is taken next.
     __device__ __forceinline__ int64_t tiles_skipped(int32_t num_left) const {
         return tile(num_left - 1) - (tile(num_left) - 1);
     }

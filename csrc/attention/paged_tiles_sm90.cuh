@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/forward_common_sm90.cuh"
+#include "attention/forward_producer_sm90.cuh"
 #include "device/mask.cuh"
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
@@ -38,9 +38,9 @@ struct GatheredRows {
     static constexpr int kLookUps = (kPasses + kPassesPerLookUp - 1) / kPassesPerLookUp;
 
     int warp, lane;  // warp: from 0 to kGatheringWarps - 1
-    TokenPlace found[kLookUps];
+    TokenLocation found[kLookUps];
 
-    // In the tile; it may lie behind the last one.
+    // A row of the tile; it may lie behind the last one.
     __device__ __forceinline__ int row(int pass, int row_in_pass) const {
         return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
     }
@@ -53,7 +53,7 @@ struct GatheredRows {
         }
     }
 
-    // Starts to copy these rows of a head into their places in a tile.
+    // Starts to copy these rows of a head into a tile.
     template <typename Tile>
     __device__ __forceinline__ void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages,
                                          const PageStrides& strides, int32_t head) const {
@@ -65,20 +65,20 @@ struct GatheredRows {
         constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // a producer with few registers has no room for more
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const TokenPlace& of_lane = found[kLookUps > 1 ? pass / kPassesPerLookUp : 0];
+            const TokenLocation& lane_found = found[kLookUps > 1 ? pass / kPassesPerLookUp : 0];
             const int from = pass % kPassesPerLookUp * kRowsPerPass + row_in_pass;
-            const TokenPlace place{__shfl_sync(0xffffffff, of_lane.block, from),
-                                   __shfl_sync(0xffffffff, of_lane.row, from)};
+            const TokenLocation location{__shfl_sync(0xffffffff, lane_found.block, from),
+                                         __shfl_sync(0xffffffff, lane_found.row, from)};
             const int row_here = row(pass, row_in_pass);
             if (row_here >= kBlockN) continue;
-            const uint64_t chunks = uint64_t{static_cast<uint32_t>(place.block)} * strides.page +
-                                    uint64_t{static_cast<uint32_t>(place.row)} * strides.row;
+            const uint64_t chunks = uint64_t{static_cast<uint32_t>(location.block)} * strides.page +
+                                    uint64_t{static_cast<uint32_t>(location.row)} * strides.row;
             const uint16_t* gRow = gHead + chunks * kChunkElements;
             const uint32_t sRow = tile + Tile::offset(row_here, chunk);
 #pragma unroll
             for (int block = 0; block < Tile::kNumBlocks; ++block) {
                 const int first_chunk = block * kLanesPerGatheredRow;
-                const bool exists = first_chunk < chunks_from_here && place.is_present();
+                const bool exists = first_chunk < chunks_from_here && location.is_present();
                 ptx::cp_async_cg_16(sRow + block * Tile::kBlockBytes, gRow + first_chunk * kChunkElements,
                                     exists ? kChunkBytes : 0);
             }
@@ -86,7 +86,7 @@ struct GatheredRows {
     }
 };
 
-// kGatheringWarps warps: copy K and V.
+// Called by kGatheringWarps warps: copies K and V.
 template <typename Config>
 __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
                                             const AttentionForwardParamsSm90& all_params, int warp, int lane) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
     Ring<Config::kStages> key_ring(shared.key);
     GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> rows{warp, lane};
     for_tiles_of_cta</*kTells=*/false>(
-        shared, all_params, /*rank=*/0, lane, [](const TileOfWork&) {},
+        shared, all_params, /*rank=*/0, lane, [](const CtaWork&) {},
         [&](const RowsOfCta& work, int32_t tile) {
             rows.find(work.page_table(params), tile * Config::kBlockN);
             const auto fill = [&](const auto& ring, auto& stages, auto tile, const HeadsView<const uint16_t>& pages,
@@ -110,7 +110,7 @@ __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
         });
 }
 
-// One warp, whose first lane copies Q, and tells the consumers which tiles have landed.
+// Called by one warp, whose first lane copies Q and tells the consumers which tiles have landed.
 template <typename Config>
 __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& shared,
                                                  const AttentionForwardParamsSm90& all_params, int lane) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& sha
     Ring<Config::kStages> key_ring(shared.key);
     for_tiles_of_cta</*kTells=*/true>(
         shared, all_params, /*rank=*/0, lane,
-        [&](const TileOfWork& work) {
+        [&](const CtaWork& work) {
             if (lane == 0) load_query(shared, all_params.query, work, query_ring);
         },
         [&](const RowsOfCta&, int32_t tile) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& sha
         });
 }
 
-// The producer's warpgroup, whose warps are 0 to 3. ahead: see produce_boxes(); not called where rows are gathered.
+// Called by the producer's warps 0 to 3. ahead: see produce_boxes(); not called where rows are gathered.
 template <typename Config, typename Ahead>
 __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
                                         const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
@@ -144,34 +144,34 @@ __device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
     }
 }
 
-// Which keys of a piece of work are absent because their page is missing. Where one is, all tiles are taken for masked
-// ones; elsewhere the loops are those of keys in no pages.
+// The keys of a work tile that are absent because their page is missing. Where one is, all tiles are computed as masked
+// ones; elsewhere the loops are those of contiguous keys.
 template <typename Config>
 struct MissingPages {
     PageTable table;
-    int32_t num_full;  // tiles of which every row would see all
-    int32_t* some;     // in shared memory, of each warp: a register for it would be one too many in some loops
+    int32_t num_full;  // tiles of which every row would see all keys
+    int32_t* some;     // the warp's word in shared memory, because some loops lack a register for it
 
-    // All threads of a warpgroup, and all warpgroups alike.
+    // Called by all threads of a warpgroup; all warpgroups get the same.
     __device__ __forceinline__ MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
                                             const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
         : table(work.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
-            const KeyTiles all = work.key_tiles(Config::kBlockN);  // with those of other CTAs
+            const KeyTiles all = work.key_tiles(Config::kBlockN);  // with the tiles of other splits
             const bool lacks =
                 table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
                                  threadIdx.x % kWarpgroupSize, kWarpgroupSize);
             any = ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize, lacks);
         }
         if (threadIdx.x % kWarpSize == 0) *some = any ? 1 : 0;
-        __syncwarp();  // the warp can read what its first lane has written
+        __syncwarp();  // waits until the first lane has written the word
     }
 
     // How many tiles, the last ones that the CTA takes, need no mask.
     __device__ __forceinline__ int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
-    // Of a masked tile, as mask_own_columns() takes it.
+    // The present columns of a masked tile, as mask_own_columns() takes them.
     __device__ __forceinline__ uint32_t present(int32_t first_bit, int lane) const {
         if (!is_any()) return 0xffffffff;
         using Bits = ColumnBits<Config::kTilesN>;

@@ -1,7 +1,7 @@
 // The workspace in which CTAs of different keys add up dQ, in fp32: one block for each tile of query rows of a head.
 //
-// What the kernels of sm_80 write stands in the order in which the threads of a CTA hold it in registers, so that a warp adds 128
-// neighbouring bytes at a time. Those for Hopper write parts of 64 rows by 64 dims.
+// The kernels for sm_80 write it in the order in which the threads of a CTA hold it in registers, so that a warp adds
+// 128 adjacent bytes at a time. Those for Hopper write panels of 64 rows by 64 dims.
 #pragma once
 
 #include <cstdint>
@@ -23,24 +23,24 @@ FASTATTN_HOST_DEVICE int32_t first_query_tile(int32_t batch, int32_t rows, bool 
     return is_packed ? begin / block_m + batch : batch * ceil_div(rows, block_m);
 }
 
-// A part of a tile, as Hopper's kernels write it: [64 rows][64 dims]. Blocks of 8 columns of row r stand where block b ^ (r % 4)
-// would, so that the lanes of an accumulator's rows reach all banks of shared memory.
-inline constexpr int kQueryPartRows = 64, kQueryPartDims = 64;
-inline constexpr int kQueryPartElements = kQueryPartRows * kQueryPartDims;
+// A panel of a tile, as Hopper's kernels write it: [64 rows][64 dims]. Blocks of 8 columns of row r stand where block b
+// ^ (r % 4) would, so that the lanes of an accumulator's rows reach all banks of shared memory.
+inline constexpr int kPanelRows = 64, kPanelDims = 64;
+inline constexpr int kPanelElements = kPanelRows * kPanelDims;
 
-// Numbers in a tile of rows of a head.
-FASTATTN_HOST_DEVICE constexpr int64_t query_tile_elements(bool in_parts, int32_t block_m, int32_t head_dim) {
-    return int64_t{block_m} * (in_parts ? ceil_div(head_dim, kQueryPartDims) * kQueryPartDims : head_dim);
+// How many numbers a tile of rows of a head has.
+FASTATTN_HOST_DEVICE constexpr int64_t query_tile_elements(bool in_panels, int32_t block_m, int32_t head_dim) {
+    return int64_t{block_m} * (in_panels ? ceil_div(head_dim, kPanelDims) * kPanelDims : head_dim);
 }
 
-FASTATTN_HOST_DEVICE int32_t query_part_offset(int32_t row, int32_t block) {
-    return row * kQueryPartDims + (block ^ row % 4) * 8;
+FASTATTN_HOST_DEVICE int32_t panel_offset(int32_t row, int32_t block) {
+    return row * kPanelDims + (block ^ row % 4) * 8;
 }
 
-// Where CTAs share the rows of a tile of keys, its dK and dV are added up in such parts too: [2: dK, dV][blocks of 64 keys]
-// [blocks of 64 dims][a part].
+// dK and dV of split tiles of keys are added up in panels too: [2: dK, dV][blocks of 64 keys][blocks of 64 dims][a
+// panel].
 FASTATTN_HOST_DEVICE constexpr int64_t key_tile_elements(int32_t block_n, int32_t head_dim) {
-    return 2 * query_tile_elements(/*in_parts=*/true, block_n, head_dim);
+    return 2 * query_tile_elements(/*in_panels=*/true, block_n, head_dim);
 }
 
 }  // namespace fastattn

@@ -32,8 +32,8 @@ struct RowTermsOfLane {
     }
 };
 
-// Calls function(m, n, e, dS) for each element, from scores and dropout(dO Vᵀ) without its factor. A key that a row does
-// not see has exactly 0, also where it is NaN, and so has a row that does not exist: the first num_rows rows do.
+// Calls function(m, n, e, dS) for each element, from scores and dropout(dO Vᵀ) without its factor. A key that a row
+// does not see has exactly 0, also where it is NaN, and so has a row that does not exist: the first num_rows rows do.
 template <int kTilesM, int kTilesN, typename Function>
 __device__ __forceinline__ void for_score_gradients(const float (&rS)[kTilesM][kTilesN][4],
                                                     const float (&rDP)[kTilesM][kTilesN][4],

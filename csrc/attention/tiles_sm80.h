@@ -4,25 +4,23 @@
 namespace fastattn {
 
 // A warp owns 32 query rows where O fits in registers, so that each ldmatrix of K or V feeds two rows of MMA tiles:
-// with 16 rows, shared memory has to deliver 128 bytes a clock, all it has on sm_80, to keep the tensor cores busy. Q
-// stays in registers where they last.
+// with 16 rows, the tensor cores would need 128 bytes of shared memory in a clock, all that sm_80 has. Q
+// stays in registers where these last.
 template <int kHeadDim>
 struct ForwardTileSm80;
 
 // Counts are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step of its rows by kBlockN keys; the machine
-// code is held to them by tests/machine_code/test_native_library.py. Clocks are those of 64 rows by 64 keys on an SM of sm_80: two
-// for an HMMA (1024 multiply-adds each), four for an LDSM (128 bytes each), two for an EX2 (16 lanes each), and a
-// quarter for any instruction (four schedulers). Nothing is in local memory in a loop.
-// In the forward kernel they include two branches: one rescales O, which few steps do, one is the largest score's. Without
-// the first a step of 64 dims has 543 instructions, one of 128 dims 736; the other has about 35.
+// code is held to them by tests/machine_code/test_native_library.py. Nothing is in local memory in a loop. In the
+// forward kernel they include two branches: one rescales O, which few steps do, one is the largest score's. Without the
+// first a step of 64 dims has 543 instructions, one of 128 dims 736; the other has about 35.
 //
-// Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM  :EX2  :issue
-//                32           537    64        68    16        168         17          256    128   272     269
-//                64           660   128        68    32        240         33          512    256   272     330
-//                96           796   192        68    60        255         49          768    480   272     398
-//               128           922   256        68    80        255         65         1024    640   272     461
-//               192           653   192        34    96        255         97         1536   1536   272     653
-//               256           509   128        18    64        255         97         2048   2048   288    1018
+// Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
+//                32           537    64        68    16        168         17
+//                64           660   128        68    32        240         33
+//                96           796   192        68    60        255         49
+//               128           922   256        68    80        255         65
+//               192           653   192        34    96        255         97
+//               256           509   128        18    64        255         97
 
 // Three CTAs on an SM, because EX2 and the instructions take as long as the products, and only other warps' hide
 // them; a fourth (128 registers) spills in the loop. kBlockN = 128 takes 10% fewer instructions per key, with two
@@ -93,9 +91,8 @@ struct ForwardTileSm80<256> {
 // the loop. Up to 255 registers, nothing spills.
 //
 // Keys in pages: instances of their own, for a branch would cost the others instructions and, from 192 dims on,
-// registers that are not there. A step then has so many instructions more, at 32, 64, 96, 128, 192 and 256 dims: 48, 68,
-// 51, 59, 51, 55 (sm_80, nvcc 13.0). At 128 dims that is 118 issue slots of the 2048 clocks that the tensor cores need
-// for a step of 128 rows by 64 keys.
+// registers that are not there. A step then has so many instructions more, at 32, 64, 96, 128, 192 and 256 dims: 48,
+// 68, 51, 59, 51, 55 (sm_80, nvcc 13.0).
 template <int kHeadDim>
 struct ForwardOptionsTileSm80 {
     static constexpr int kBlockM = 128;
@@ -104,21 +101,22 @@ struct ForwardOptionsTileSm80 {
     static constexpr int kMinCtasPerSm = 1;
 };
 
-// The backward kernel on small tiles: with options, from 192 dims on, and where the wide tiles below do not fit. Its products
-// have three shapes, and the warps divide each in their own way: S and dP by kRowWarpsOfS times the rest along the keys, dK
-// and dV by kKeyWarps times the rest along the head dim, dQ by kRowWarpsOfQ times the rest: 32x32 of S a warp, and at 128 dims
-// 32x64 of dK, dV and dQ. dP comes for 16 keys at a time and dQ for 32 columns of a warp, or dK and dV (128 registers) spill;
-// that loads dO and dS twice. Two CTAs of 4 warps on an SM cover each other's waits. With options a warp has half of the keys
-// up to 128 dims: registers would not suffice, and a step of 32x32 scores a warp is 115 KB of code there.
+// The backward kernel on small tiles: with options, from 192 dims on, and where the wide tiles below do not fit. Its
+// products have three shapes, and the warps divide each in their own way: S and dP by kRowWarpsOfS times the rest along
+// the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by kRowWarpsOfQ times the rest: 32x32 of S a
+// warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time and dQ for 32 columns of a warp, or dK
+// and dV (128 registers) spill; that loads dO and dS twice. Two CTAs of 4 warps on an SM cover each other's waits. With
+// options a warp has half of the keys up to 128 dims: registers would not suffice, and a step of 32x32 scores a warp is
+// 115 KB of code there.
 //
-// Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked ones,
-// of which a step takes one. Clocks are those of 64 rows by 64 keys on an SM of sm_80.
+// Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked
+// ones, of which a step takes one.
 //
-// Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB  clocks:HMMA  :LDSM
-//                 96          1620   240        64   136        248         65         1920   2176
-//                128          1870   320        64   160        255         81         2560   2560
-//                192           961   120        16    86        240         53         3840   5504
-//                256          1126   160        16   104        255         69         5120   6656
+// Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
+//                 96          1620   240        64   136        248         65
+//                128          1870   320        64   160        255         81
+//                192           961   120        16    86        240         53
+//                256          1126   160        16   104        255         69
 
 template <int kHeadDim, bool kOptions>
 struct BackwardTileSm80 {
@@ -131,24 +129,24 @@ struct BackwardTileSm80 {
     static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : 2;
 };
 
-// The backward kernel without options on wide tiles of keys, up to 128 dims: half of the additions to dQ's sums for each
-// key, and P stays in registers. A warp has 32 keys, of all dims of dV (value warps) or of dK (key warps); both, or 64 rows of
-// S at a time, would not fit in its registers at 128 dims. From 96 dims on the tiles take more than the 99 KB of some GPUs.
+// The backward kernel without options on wide tiles of keys, up to 128 dims: half of the additions to dQ's sums for
+// each key, and P stays in registers. A warp has 32 keys, of all dims of dV (value warps) or of dK (key warps); both,
+// or 64 rows of S at a time, would not fit in its registers at 128 dims. From 96 dims on the tiles take more than the
+// 99 KB of some GPUs.
 //
-// Counts are per 64 rows by 64 keys: a step's, of a value warp and a key warp together, halved. Instructions are those that a
-// full step executes in the middle of a head; loops: all that stands in both loops, masks and ends of heads included.
-// predicted: clocks on an SM of an A100, by a model of its schedulers, register file and shared memory.
+// Counts are per 64 rows by 64 keys: a step's, of a value warp and a key warp together, halved. Instructions are those
+// that a full step executes in the middle of a head; loops: all that stands in both loops, masks and ends of heads
+// included.
 //
-// Wide backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB  clocks:HMMA  :LDSM  :predicted
-//                      32           396    702    80        32    40    8        128         66          640    640        1098
-//                      64           532    942   160        32    68   16        192         98         1280   1088        1845
-//                      96           638   1120   240        32    96   24        241        130         1920   1536        2593
-//                     128           782   1342   320        32   124   32        255        162         2560   1984        3311
+// Wide backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB
+//                      32           396    702    80        32    40    8        128         66
+//                      64           532    942   160        32    68   16        192         98
+//                      96           638   1120   240        32    96   24        241        130
+//                     128           782   1342   320        32   124   32        255        162
 //
-// On small tiles these are 620, 742, 900 and 1067 instructions, 16, 32, 48 and 64 REDs, and 1384, 2250, 3209 and 3924
-// clocks; FlashAttention-2's kernels take 563 and 891 instructions, 1980 and 3541 clocks at 64 and 128 dims. What was tried:
-// two value warps for each 32 keys, 12 warps in all: 1936 clocks at 64 dims, 1180 at 32. Pᵀ·dO after dSᵀ is in shared memory
-// instead of before: 4 % more clocks at 64 dims, 3 % at 128. One CTA on an SM at 32 dims: 9 % more.
+// On small tiles these are 620, 742, 900 and 1067 instructions, and 16, 32, 48 and 64 REDs; FlashAttention-2's kernels
+// take 563 and 891 instructions at 64 and 128 dims. Two value warps for each 32 keys (12 warps in all), and Pᵀ·dO after
+// dSᵀ is in shared memory, gained nothing in a simulation.
 template <int kHeadDim>
 struct BackwardWideTileSm80 {
     static constexpr int kBlockM = 64;

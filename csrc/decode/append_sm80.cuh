@@ -4,11 +4,10 @@
 //   page, row = divmod(slots[i], page_size)
 //   k_cache[page, :, row] = quantise(k_new[i])     v_cache[page, :, row] = quantise(v_new[i])
 //
-// A row is what a token has of a KV head. kHeadDim / 8 neighbouring lanes take one, 16 bytes each, keys and then values;
-// rows of a token follow each other, so that a warp reads whole lines. An 8-bit cache gets the numbers and scales of
-// decode/new_tokens.cuh. Nothing else limits it than memory.
-// Preconditions: those of HeadsView and CacheView; head dims are multiples of 8 and at most kHeadDim. Of two tokens for one
-// slot, parts of both may stay.
+// A row is what a token has of a KV head. kHeadDim / 8 neighbouring lanes take one, 16 bytes each, keys and then
+// values; rows of a token follow each other, so that a warp reads whole lines. An 8-bit cache gets the numbers and
+// scales of decode/new_tokens.cuh. Nothing else limits it than memory. Preconditions: those of HeadsView and CacheView;
+// head dims are multiples of 8 and at most kHeadDim. Of two tokens for one slot, some of both may stay.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +21,8 @@ namespace fastattn {
 
 inline constexpr int kAppendThreads = 128;
 
-// The place of token `token`, absent unless its slot exists.
-__device__ __forceinline__ TokenPlace place_of_slot(const SlotsView& slots, int32_t token) {
+// Locates token `token`, which is absent unless its slot exists.
+__device__ __forceinline__ TokenLocation location_of_slot(const SlotsView& slots, int32_t token) {
     const int64_t index = token * slots.stride;
     const int64_t slot = slots.is_int64 ? static_cast<const int64_t*>(slots.data)[index]
                                         : int64_t{static_cast<const int32_t*>(slots.data)[index]};
@@ -32,22 +31,22 @@ __device__ __forceinline__ TokenPlace place_of_slot(const SlotsView& slots, int3
     return {page, static_cast<int32_t>(slot) - page * slots.page_size};
 }
 
-// This lane's chunk of one row, from `tokens` to its place in `cache`. All lanes of the warp call it.
+// Copies this lane's chunk of one row from `tokens` to `cache`. Called by all lanes of the warp.
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 __device__ __forceinline__ void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache,
-                                             int32_t token, int32_t kv_head, TokenPlace place, int chunk) {
+                                             int32_t token, int32_t kv_head, TokenLocation location, int chunk) {
     const CacheHead<kFormat> head(cache, kv_head);
-    const bool is_stored = place.is_present() && chunk * kChunkElements < cache.head_dim;
+    const bool is_stored = location.is_present() && chunk * kChunkElements < cache.head_dim;
     uint4 bits = {0, 0, 0, 0};
     if (is_stored) bits = reinterpret_cast<const uint4*>(row_pointer(tokens, 0, kv_head, token))[chunk];
     if constexpr (is_8bit(kFormat)) {
         const HeadScale given = head.given_scale();
         const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kHeadDim / kChunkElements>(bits, given);
         if (!is_stored) return;
-        reinterpret_cast<uint2*>(head.row(place))[chunk] = quantised.numbers;
-        if (chunk == 0 && !given.is_given) *head.scale(place) = quantised.scale;
+        reinterpret_cast<uint2*>(head.row(location))[chunk] = quantised.numbers;
+        if (chunk == 0 && !given.is_given) *head.scale(location) = quantised.scale;
     } else if (is_stored) {
-        reinterpret_cast<uint4*>(head.row(place))[chunk] = bits;
+        reinterpret_cast<uint4*>(head.row(location))[chunk] = bits;
     }
 }
 
@@ -61,9 +60,9 @@ __global__ void __launch_bounds__(kAppendThreads) decode_append_sm80(const __gri
     const auto kv_heads = static_cast<uint32_t>(params.k_new.heads);
     const auto token = static_cast<int32_t>(row_or_first / kv_heads);
     const auto kv_head = static_cast<int32_t>(row_or_first % kv_heads);
-    const TokenPlace place = is_row ? place_of_slot(params.slots, token) : TokenPlace{-1, 0};
-    append_chunk<kHeadDim, kDataType, kFormat>(params.k_new, params.k_cache, token, kv_head, place, chunk);
-    append_chunk<kHeadDim, kDataType, kFormat>(params.v_new, params.v_cache, token, kv_head, place, chunk);
+    const TokenLocation location = is_row ? location_of_slot(params.slots, token) : TokenLocation{-1, 0};
+    append_chunk<kHeadDim, kDataType, kFormat>(params.k_new, params.k_cache, token, kv_head, location, chunk);
+    append_chunk<kHeadDim, kDataType, kFormat>(params.v_new, params.v_cache, token, kv_head, location, chunk);
 }
 
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat>

@@ -11,21 +11,22 @@
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/swizzle.cuh"
-#include "device/token_place.cuh"
+#include "device/token_location.cuh"
 #include "host/decode_params.h"
 
 namespace fastattn {
 
 // What the table holds for a key, 0 <= key < capacity.
-__device__ __forceinline__ int32_t page_in_table(const CachePlaces& places, int32_t batch, int32_t key) {
-    const int32_t page_idx = places.by_block_rows.quotient(key);
-    return __ldg(places.block_table + batch * places.table_batch_stride + page_idx * places.table_page_stride);
+__device__ __forceinline__ int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
+    const int32_t page_idx = layout.by_block_rows.quotient(key);
+    return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
 }
 
 // `page`: what the table, if there is one, holds for the key; negative: the key is absent.
-__device__ __forceinline__ TokenPlace place_of(const CachePlaces& places, int32_t batch, int32_t key, int32_t page) {
-    if (places.block_table == nullptr) return {batch, key};
-    return place_in_page(page, places.num_blocks, key, places.by_block_rows.quotient(key), places.block_rows);
+__device__ __forceinline__ TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key,
+                                                     int32_t page) {
+    if (layout.block_table == nullptr) return {batch, key};
+    return location_in_page(page, layout.num_blocks, key, layout.by_block_rows.quotient(key), layout.block_rows);
 }
 
 // The scale of all tokens of a head, where the caller gives one.
@@ -46,9 +47,9 @@ struct CacheHead {
           data(static_cast<char*>(cache.data) + kv_head * cache.head_bytes),
           scales(cache.scales + kv_head * cache.scale_head_stride) {}
 
-    __device__ __forceinline__ char* row(TokenPlace place) const {
-        return data + (uint64_t{static_cast<uint32_t>(place.block)} * cache.block_chunks +
-                       uint64_t{static_cast<uint32_t>(place.row)} * cache.row_chunks) *
+    __device__ __forceinline__ char* row(TokenLocation location) const {
+        return data + (uint64_t{static_cast<uint32_t>(location.block)} * cache.block_chunks +
+                       uint64_t{static_cast<uint32_t>(location.row)} * cache.row_chunks) *
                           kChunkBytes;
     }
 
@@ -62,9 +63,9 @@ struct CacheHead {
         return {cache.scales_are_given, cache.scales_are_given && !all_are_one() ? *scales : 1.0f};
     }
 
-    __device__ __forceinline__ float* scale(TokenPlace place) const {
-        return scales + uint64_t{static_cast<uint32_t>(place.block)} * cache.scale_block_stride +
-               uint64_t{static_cast<uint32_t>(place.row)} * cache.scale_row_stride;
+    __device__ __forceinline__ float* scale(TokenLocation location) const {
+        return scales + uint64_t{static_cast<uint32_t>(location.block)} * cache.scale_block_stride +
+               uint64_t{static_cast<uint32_t>(location.row)} * cache.scale_row_stride;
     }
 };
 
@@ -78,8 +79,8 @@ __device__ __forceinline__ void load_scales(float* sScales, const float* gScale,
 
 inline constexpr int kLineKeys = 16;  // most page sizes are multiples of it
 
-// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: neighbouring lanes copy neighbouring chunks of a row. Of
-// kLineKeys rows at a time the same lanes copy all, so that none needs to know where others lie.
+// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: neighbouring lanes copy neighbouring chunks of a row.
+// Of kLineKeys rows at a time the same lanes copy all, so that none needs to know where others lie.
 template <int kHeadDim, int kRows>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
@@ -106,8 +107,8 @@ struct WarpTile {
         return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes. kLineKeys rows at a time lie row_chunks chunks apart, of this lane from gLine
-    // on. Zeros take the place of rows that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows
+    // Starts to copy rows of row_bytes bytes. kLineKeys rows at a time lie row_chunks chunks apart, of this lane from
+    // gLine on. Zeros replace rows that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows
     // that are written elsewhere.
     __device__ __forceinline__ void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
                                               uint32_t skipped) const {

@@ -12,8 +12,8 @@ namespace fastattn {
 
 inline constexpr int32_t kFewRows = 16;  // of a tile, where no KV head has more
 
-// For caches of a format, by head dim: those in between run in the next larger one, and nothing of what they lack is loaded.
-// The variant: tiles of more than kFewRows.
+// For caches of a format, by head dim: those in between run in the next larger one, and nothing of what they lack is
+// loaded. The variant: tiles of more than kFewRows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";
@@ -29,7 +29,7 @@ inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// Of 8-bit formats; whatever the head dims are.
+// The kernels for 8-bit formats and any head dims.
 inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat format) {
     using Table = KernelTable<DequantizeCacheParams>;
     constexpr const char* kOperation = "dequantize_cache";

@@ -1,13 +1,12 @@
-// The tokens of 8-bit caches as 16-bit floats, each element scale * element, rounded once: for the attention kernels, which
-// read a prompt's keys many times over.
+// The tokens of 8-bit caches as 16-bit floats, each element scale * element, rounded once: for the attention kernels,
+// which read a prompt's keys many times over.
 //
 //   k_out[b * max_pages + p] = k_scale[page] * k_cache[page]     page = block_table[b, p]
 //   v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
 //
-// A CTA has kDequantizedTokens tokens of a KV head, keys and then values; a thread takes 8 elements of a token at a time:
-// it loads 8 bytes and stores 16. What lies beyond a sequence's length, or in no page, is not written. Nothing else limits it
-// than memory.
-// Preconditions: those of CacheView; head dims are multiples of 8.
+// A CTA has kDequantizedTokens tokens of a KV head, keys and then values; a thread takes 8 elements of a token at a
+// time: it loads 8 bytes and stores 16. What lies beyond a sequence's length, or in no page, is not written. Nothing
+// else limits it than memory. Preconditions: those of CacheView; head dims are multiples of 8.
 #pragma once
 
 #include <cstdint>
@@ -38,24 +37,24 @@ __device__ __forceinline__ uint4 dequantised(const uint2& elements, float scale)
     return {pair(0), pair(2), pair(4), pair(6)};
 }
 
-// The tokens [first, end) of one head of one sequence. `out`: the head in the sequence's first block, of which blocks lie
-// out_block elements apart.
+// Dequantises tokens [first, end) of a sequence's head. `out`: the head in the sequence's first block, of which blocks
+// lie out_block elements apart.
 template <DataType kDataType, CacheFormat kFormat>
-__device__ __forceinline__ void dequantise_tokens(const CacheView& cache, const CachePlaces& places, int32_t batch,
+__device__ __forceinline__ void dequantise_tokens(const CacheView& cache, const CacheLayout& layout, int32_t batch,
                                                   int32_t kv_head, int32_t first, int32_t end, uint16_t* out,
                                                   int64_t out_block) {
     const CacheHead<kFormat> head(cache, kv_head);
     const int chunks = cache.head_dim / kChunkElements;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < (end - first) * chunks; item += kDequantizeThreads) {
-        const int32_t token = first + item / chunks, chunk = item % chunks;
-        const int32_t page = places.block_table != nullptr ? page_in_table(places, batch, token) : -1;
-        const TokenPlace place = place_of(places, batch, token, page);
-        if (!place.is_present()) continue;
-        const uint2 elements = reinterpret_cast<const uint2*>(head.row(place))[chunk];
+    for (int index = threadIdx.x; index < (end - first) * chunks; index += kDequantizeThreads) {
+        const int32_t token = first + index / chunks, chunk = index % chunks;
+        const int32_t page = layout.block_table != nullptr ? page_in_table(layout, batch, token) : -1;
+        const TokenLocation location = location_of(layout, batch, token, page);
+        if (!location.is_present()) continue;
+        const uint2 elements = reinterpret_cast<const uint2*>(head.row(location))[chunk];
         const HeadScale given = head.given_scale();
-        const float scale = given.is_given ? given.value : *head.scale(place);
-        const int32_t block = places.by_block_rows.quotient(token), row = token - block * places.block_rows;
+        const float scale = given.is_given ? given.value : *head.scale(location);
+        const int32_t block = layout.by_block_rows.quotient(token), row = token - block * layout.block_rows;
         auto* to = reinterpret_cast<uint4*>(out + block * out_block + int64_t{row} * cache.head_dim);
         to[chunk] = dequantised<kDataType, kFormat>(elements, scale);
     }
@@ -64,20 +63,20 @@ __device__ __forceinline__ void dequantise_tokens(const CacheView& cache, const 
 template <DataType kDataType, CacheFormat kFormat>
 __global__ void __launch_bounds__(kDequantizeThreads)
     decode_dequantize_sm80(const __grid_constant__ DequantizeCacheParams params) {
-    const CachePlaces& places = params.places;
-    const auto parts = static_cast<uint32_t>(ceil_div(params.capacity, kDequantizedTokens));
-    const int32_t first = static_cast<int32_t>(blockIdx.x % parts) * kDequantizedTokens;
-    const int32_t head = static_cast<int32_t>(blockIdx.x / parts);
+    const CacheLayout& layout = params.layout;
+    const auto blocks = static_cast<uint32_t>(ceil_div(params.capacity, kDequantizedTokens));
+    const int32_t first = static_cast<int32_t>(blockIdx.x % blocks) * kDequantizedTokens;
+    const int32_t head = static_cast<int32_t>(blockIdx.x / blocks);
     const int32_t batch = head / params.kv_heads, kv_head = head % params.kv_heads;
     const int32_t end = min(first + kDequantizedTokens, min(params.seqlens[batch], params.capacity));
     if (first >= end) return;
     const int64_t first_row =
-        (int64_t{batch} * params.blocks_per_sequence * params.kv_heads + kv_head) * places.block_rows;
-    const int64_t rows_of_block = int64_t{params.kv_heads} * places.block_rows;
+        (int64_t{batch} * params.blocks_per_sequence * params.kv_heads + kv_head) * layout.block_rows;
+    const int64_t rows_of_block = int64_t{params.kv_heads} * layout.block_rows;
     const int32_t head_dim = params.k_cache.head_dim, value_dim = params.v_cache.head_dim;
-    dequantise_tokens<kDataType, kFormat>(params.k_cache, places, batch, kv_head, first, end,
+    dequantise_tokens<kDataType, kFormat>(params.k_cache, layout, batch, kv_head, first, end,
                                           params.k_out + first_row * head_dim, rows_of_block * head_dim);
-    dequantise_tokens<kDataType, kFormat>(params.v_cache, places, batch, kv_head, first, end,
+    dequantise_tokens<kDataType, kFormat>(params.v_cache, layout, batch, kv_head, first, end,
                                           params.v_out + first_row * value_dim, rows_of_block * value_dim);
 }
 

@@ -1,9 +1,9 @@
 // The two products of attention on keys and values of 8 bits, which become 16-bit floats in registers, exactly
 // (cache_decoding.cuh): both products lack a factor of Decoding::kFactor.
 //
-// A row of them is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then receives four
-// neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free as long as both
-// operands of a product agree:
+// A row of them is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then
+// receives four neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free
+// as long as both operands of a product agree:
 //   Q·Kᵀ  of each 16 dims, lane l % 4 holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
 //   P·V   of each 16 dims, one MMA takes the even ones and one the odd ones: a lane's accumulators of the two are dims
 //         4 * (l % 4) + 0 … 3.

@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t quantise(float ratio) {
     return static_cast<uint32_t>(static_cast<int32_t>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f))) & 0xff;
 }
 
-// Symmetric 8 bits: x = round(x / scale). The scale is given, or the row's own: max|x| divided by the largest number of the
-// format, or 1 for zeros. A row that is not finite then has the scale NaN, so that it stays visible. kLanesOfRow
+// Symmetric 8 bits: x = round(x / scale). The scale is given, or the row's own: max|x| divided by the largest number of
+// the format, or 1 for zeros. A row that is not finite then has the scale NaN, so that it stays visible. kLanesOfRow
 // neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
 template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
 __device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {

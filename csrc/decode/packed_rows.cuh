@@ -1,15 +1,15 @@
-// The rows of a tile are queries times the heads of a group: row = query * group + head in group. What is to be known of them
-// to make scores of Q·Kᵀ.
+// The rows of a tile, queries times the heads of a group: row = query * group + head in group; and how Q·Kᵀ becomes
+// their scores.
 #pragma once
 
 #include <cstdint>
 
 #include "decode/key_bits.cuh"
-#include "decode/split_plan.h"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "device/softcap.cuh"
 #include "device/softmax.cuh"
+#include "scheduler/decode_splits.h"
 
 namespace fastattn {
 
@@ -26,26 +26,26 @@ struct alignas(16) RowFacts {
     float slope;
 };
 
-// What is known of a tile's rows. It waits in shared memory, because registers are scarce and few steps ask for it.
+// The facts of a tile's rows, kept in shared memory, because registers are scarce and few steps need them.
 template <int kRows>
 struct TileMask {
     RowFacts rows[kRows];
-    KeyRange all;  // keys that every row sees, of those that exist
-    int32_t tree;  // the first key that a tree mask tells of
+    KeyRange all;  // existing keys that every row sees
+    int32_t tree;  // the first key of the tree mask
     int32_t batch;
 };
 
-// Of one warp, which has 16 rows of a tile.
+// The 16 rows of a tile that a warp has.
 template <int kRows>
 struct PackedRows {
     const DecodeParams& decode;
     const ScoreParams& params;
     const TileMask<kRows>& mask;
     const RowFacts* upper;  // the lane's; its lower row is kLowerRow rows further
-    KeyRange some;          // keys that some row of the tile sees, of those that exist
+    KeyRange some;          // existing keys that some row of the tile sees
 
-    // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. All threads of the
-    // CTA come here; what they write into `mask` is there after the next barrier.
+    // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. Called by
+    // all threads of the CTA; `mask` is complete after the next barrier.
     __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
                                           int32_t kv_head, int32_t first_row, int first_of_warp, TileMask<kRows>& mask,
                                           int lane)
@@ -77,17 +77,17 @@ struct PackedRows {
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 
-    // Those of kKeys keys that the lane's upper and lower row see. `present`: those that are there. All lanes of the warp
-    // call it.
+    // Bits of the kKeys keys that the lane's upper and lower row see. `present`: bits of the keys that exist. Called by
+    // all lanes of the warp.
     template <int kKeys>
     __device__ __forceinline__ uint2 seen(uint32_t present, int32_t first_key, int lane) const {
-        const auto of_row = [&](int half) {
+        const auto row_bits = [&](int half) {
             const KeyRange sees = upper[half * kLowerRow].sees;
             uint32_t keys = present & keys_between<kKeys>(sees.begin - first_key, sees.end - first_key);
             if (decode.tree_mask.data != nullptr) keys &= seen_in_tree<kKeys>(half, keys, first_key, lane);
             return keys;
         };
-        return {of_row(0), of_row(1)};
+        return {row_bits(0), row_bits(1)};
     }
 
     // Whether rows differ in what they see of the keys [first_key, end_key).
@@ -101,7 +101,7 @@ struct PackedRows {
         return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
     }
 
-    // Turns Q·Kᵀ, each row times its factor, into scores in nats, -inf where a row does not see a key.
+    // Makes Q·Kᵀ, each row times its factor, scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
     __device__ __forceinline__ void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
                                               int32_t first_key, int lane) const {
@@ -132,7 +132,7 @@ struct PackedRows {
   private:
     static constexpr int kLowerRow = kMmaM / 2;
 
-    // Those of `keys` that the tree mask lets the row see. Of the lanes that share a row each asks about some of them.
+    // Bits of the `keys` that the tree mask lets the row see. Each lane of a row reads some of the mask.
     template <int kKeys>
     __device__ __forceinline__ uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
         const TreeMaskView& tree = decode.tree_mask;

@@ -1,8 +1,8 @@
 // The query rows of a tile, rotated by RoPE if there is any, in swizzled shared memory.
 //
-// Beside fp8 caches, which are multiplied as fp16, rows of bfloat16 become fp16 too, each divided by a power of two that
-// brings its largest element close to the largest of fp16. Only elements below 2^-32 times that one are rounded, by 2^-39 times it
-// at most.
+// Beside fp8 caches, which are multiplied as fp16, rows of bfloat16 become fp16 too, each divided by a power of two
+// that brings its largest element close to the largest of fp16. Only elements below 2^-32 times that one are rounded,
+// by 2^-39 times it at most.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace fastattn {
 
-// A row's chunk as fp16, and the power of two by which the row is divided. kLanesOfRow neighbouring lanes pass a chunk of a
-// row each.
+// A row's chunk as fp16, and the power of two by which the row is divided. kLanesOfRow neighbouring lanes pass a chunk
+// of a row each.
 struct DividedChunk {
     uint4 bits;
     float power;
@@ -42,9 +42,9 @@ __device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
     return {{pair(0), pair(2), pair(4), pair(6)}, power};
 }
 
-// sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become zero. The
-// powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of eight_bit_gemm.cuh. All
-// kThreads take part.
+// sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become
+// zero. The powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of
+// eight_bit_gemm.cuh. All kThreads take part.
 template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
 __device__ __forceinline__ void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
                                               const CachedSequence& tokens, int32_t batch, int32_t kv_head,
@@ -55,8 +55,8 @@ __device__ __forceinline__ void stage_queries(uint16_t* sQ, float* sPowers, cons
     const HeadsView<const uint16_t>& query = params.query;
     const int32_t num_rows = params.sequence.num_queries * params.group;
 #pragma unroll 1
-    for (int item = threadIdx.x; item < kRows * kChunks; item += kThreads) {
-        const int row_in_tile = item / kChunks, chunk = item % kChunks;
+    for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
+        const int row_in_tile = index / kChunks, chunk = index % kChunks;
         const QueryRow row(params, kv_head, first_row + row_in_tile);
         uint4 bits = {0, 0, 0, 0};
         if (first_row + row_in_tile < num_rows && chunk * kChunkElements < query.head_dim) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void stage_queries(uint16_t* sQ, float* sPowers, cons
             if (chunk == 0) sPowers[row_in_tile] = divided.power;
         }
         if constexpr (k8BitCache) {
-            // Of the 16 dims that two lanes hold, one takes the even pairs of dims, the other the odd ones.
+            // Two lanes hold 16 dims: one takes the even pairs of dims, the other the odd ones.
             const bool is_odd = chunk % 2 != 0;
             const uint32_t taken0 = __shfl_xor_sync(0xffffffff, is_odd ? bits.x : bits.y, 1);
             const uint32_t taken1 = __shfl_xor_sync(0xffffffff, is_odd ? bits.z : bits.w, 1);

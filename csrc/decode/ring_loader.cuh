@@ -1,14 +1,14 @@
-// The way of keys and values into a ring: a warp looks up where the keys of a step lie, and starts to copy them, and later
-// their values. New tokens come from k_new and v_new instead, and go into the cache on their way.
+// The way of keys and values into a ring: a warp looks up where the keys of a step lie, and starts to copy them, and
+// later their values. New tokens come from k_new and v_new instead, and go into the cache on their way.
 #pragma once
 
 #include <cstdint>
 
 #include "decode/cache_tokens.cuh"
 #include "decode/new_tokens.cuh"
-#include "decode/split_plan.h"
 #include "device/ptx/cp_async.cuh"
 #include "device/sequence.cuh"
+#include "scheduler/decode_splits.h"
 
 namespace fastattn {
 
@@ -23,7 +23,7 @@ struct HeadKeys {
 // A ring in shared memory, and what belongs to the keys in it.
 template <typename Config>
 struct alignas(128) KeyRing {
-    char data[Config::kRingBytes];                                         // K and V in turn, swizzled
+    char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
     uint32_t present[Config::kStages];                                     // keys, one bit each
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
     // What only loads need to know: registers are scarce.
@@ -43,7 +43,7 @@ class RingLoader {
         : params_(params),
           ring_(ring),
           lane_(lane),
-          in_lines_(params.places.block_table == nullptr || params.places.block_rows % kLineKeys == 0) {}
+          in_lines_(params.layout.block_table == nullptr || params.layout.block_rows % kLineKeys == 0) {}
 
     // Before the first step, whose keys are those from first_key on.
     __device__ __forceinline__ void begin(const HeadKeys& head, int32_t first_key) {
@@ -65,7 +65,7 @@ class RingLoader {
         ptx::cp_async_commit_group();
     }
 
-    // V of the step whose keys were the last to be loaded.
+    // Loads V of the step whose K has been loaded last.
     __device__ __forceinline__ void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Head cache(params_.v_cache, ring_.head.kv_head);
@@ -78,52 +78,53 @@ class RingLoader {
     static constexpr int kWarpN = Config::kWarpN;
     using Head = CacheHead<Config::kFormat>;
 
-    // Of a step: where the key lies that this lane looks up; which of the step's keys there are, and which of these are new.
+    // The keys of a step: where the key lies that this lane looks up, and bits of the keys that exist, and of those
+    // that are new.
     struct Tokens {
-        TokenPlace place;
+        TokenLocation location;
         uint32_t present, is_new;
     };
 
-    // The key that this lane looks up. Of a line, the first one tells of all.
+    // The key that this lane looks up: in lines, the first key of the lane's line.
     __device__ __forceinline__ int32_t own_key(int32_t first_key) const {
         const int key = lane_ % kWarpN;
         return first_key + (in_lines_ ? key / kLineKeys * kLineKeys : key);
     }
 
-    // What the page table holds for it.
+    // The page table's entry for that key.
     __device__ __forceinline__ int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
         const bool is_wanted = key < ring_.head.end_key && (in_lines_ || key >= ring_.head.begin_key);
-        return params_.places.block_table != nullptr && is_wanted ? page_in_table(params_.places, ring_.head.batch, key)
+        return params_.layout.block_table != nullptr && is_wanted ? page_in_table(params_.layout, ring_.head.batch, key)
                                                                   : -1;
     }
 
     __device__ __forceinline__ Tokens tokens_in(int32_t page, int32_t first_key) const {
         const HeadKeys& head = ring_.head;
-        const TokenPlace place = place_of(params_.places, head.batch, own_key(first_key), page);
+        const TokenLocation location = location_of(params_.layout, head.batch, own_key(first_key), page);
         const uint32_t wanted = keys_between<kWarpN>(head.begin_key - first_key, head.end_key - first_key);
-        const uint32_t present = __ballot_sync(0xffffffff, place.is_present()) & wanted;
-        return {place, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
+        const uint32_t present = __ballot_sync(0xffffffff, location.is_present()) & wanted;
+        return {location, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
     }
 
     __device__ __forceinline__ void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
                                               const RotaryParams& rotary, char* sTile, float* sScales,
                                               int32_t first_key) const {
-        const auto [place, present, is_new] = tokens_;
+        const auto [location, present, is_new] = tokens_;
         const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;
         const int row_bytes = cache.head_dim * Config::kElementBytes;
         const bool is_present = (present >> lane_ % kWarpN & 1) != 0;
-        const TokenPlace own{place.block, place.row + (in_lines_ ? lane_ % kLineKeys : 0)};
+        const TokenLocation own{location.block, location.row + (in_lines_ ? lane_ % kLineKeys : 0)};
         if (in_lines_) {
-            tile.load_line(cache_head.row(place), cache.row_chunks, row_bytes, present, is_new);
+            tile.load_line(cache_head.row(location), cache.row_chunks, row_bytes, present, is_new);
         } else {
             tile.load_scattered(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
             if (cache_head.all_are_one()) {
-                // Those of new tokens are stored below, by other lanes.
+                // Other lanes store the scales of new tokens below.
                 if (lane_ < kWarpN && (is_new >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
             } else {
                 if (is_present) gScale = cache_head.scale(own);
@@ -147,9 +148,9 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool in_lines_;     // whether kLineKeys keys always lie in one block, one after the other
-    Tokens tokens_{};         // of the step that is loaded
-    int32_t next_page_ = -1;  // of the next step, as the table has it
+    const bool in_lines_;     // kLineKeys keys always lie in one block, one after the other
+    Tokens tokens_{};         // the step that is loaded
+    int32_t next_page_ = -1;  // the next step's entry of the table
 };
 
 }  // namespace fastattn

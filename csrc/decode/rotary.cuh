@@ -9,7 +9,8 @@
 
 namespace fastattn {
 
-// (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation: what becomes of x, whose partner is y.
+// (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation: what becomes of x, whose partner is
+// y.
 __device__ __forceinline__ float turned(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
@@ -66,9 +67,9 @@ __device__ __forceinline__ uint4 packed(const float (&chunk)[kChunkElements]) {
             pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
 }
 
-// The chunk from first_dim on of the row at gRow, whose elements are `own`. table_row: that of its token. Where a chunk's
-// angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way together.
-// Elements of other chunks are loaded one by one, and so are float64 tables.
+// The chunk from first_dim on of the row at gRow, whose elements are `own`. table_row: that of its token. Where a
+// chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way
+// together. Elements of other chunks are loaded one by one, and so are float64 tables.
 template <DataType kDataType, RotaryParams::Kind kKind>
 __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own,
                                          int first_dim, int64_t table_row) {
@@ -115,8 +116,8 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
     return packed<kDataType>(results);
 }
 
-// Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims turn in pairs, and are
-// rounded to 16 bits. Positions outside of the tables are clamped to them.
+// Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims are rotated in pairs,
+// and are rounded to 16 bits. Positions outside of the tables are clamped to them.
 template <DataType kDataType>
 __device__ __forceinline__ uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk,
                                               int32_t position) {

@@ -1,4 +1,5 @@
-// Warps of flash-decoding that take the same keys, each for 16 of a tile's rows: what one of them has loaded, all multiply.
+// Warps of flash-decoding that take the same keys, each for 16 of a tile's rows: what one of them has loaded, all
+// multiply.
 #pragma once
 
 #include "device/fragment.cuh"
@@ -8,10 +9,10 @@ namespace fastattn {
 
 template <int kCount>
 struct RowWarps {
-    // Of the CTA's groups: which keys.
+    // The warp's group, which decides its keys.
     __device__ __forceinline__ int group() const { return threadIdx.x / (kCount * kWarpSize); }
 
-    // Of the warp in its group: which rows.
+    // The warp's index in its group, which decides its rows.
     __device__ __forceinline__ int index() const { return threadIdx.x / kWarpSize % kCount; }
 
     // One warp copies for all, and writes what changes in shared memory.

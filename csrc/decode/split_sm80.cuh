@@ -2,24 +2,25 @@
 //
 //   S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     O = P V
 //
-// A CTA has a share of the keys of all sequences (split_plan.h), and goes through it tile by tile: the rows of a tile
-// are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take
-// a few keys at a time, in turn, each with a softmax, a sum and a pipeline of its own; no warp waits for another before
-// the end of the tile, where the warps' results are merged. CTAs that share a tile each leave a part (device/merge_parts.cuh).
+// A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), tile by tile: the rows of a tile are all
+// query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take alternate
+// blocks of a few keys, each with a softmax, a sum and a pipeline of its own; no warp waits for another before the end
+// of the tile, where the warps' results are combined. CTAs that have splits of one tile each leave a partial
+// (scheduler/combine.cuh).
 //
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the first
-// step … the part is stored → arrival → parts are loaded → result.
+// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the
+// first step … the partial is stored → arrival → partials are loaded → result.
 //
-// A tile of more than 16 rows has a group of warps for each share of keys, one for each 16 rows: they read the same ring,
+// A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows: they read the same ring,
 // which one of them fills, and wait for each other where a single warp waits for its lanes.
 //
-// New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of rows
-// stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An 8-bit cache has a scale for
-// each token and head: keys' scales multiply scores, values' scales go into P.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
+// New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of
+// rows stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An 8-bit cache has a
+// scale for each token and head: keys' scales multiply scores, values' scales go into P. Preconditions: those of
+// HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +30,6 @@
 #include "decode/decode.h"
 #include "decode/eight_bit_gemm.cuh"
 #include "decode/packed_rows.cuh"
-#include "decode/planned_work.cuh"
 #include "decode/query_tile.cuh"
 #include "decode/ring_loader.cuh"
 #include "decode/row_warps.cuh"
@@ -37,10 +37,11 @@
 #include "decode/tiles_sm80.h"
 #include "decode/value_rows.cuh"
 #include "device/finish_row.cuh"
-#include "device/merge_parts.cuh"
 #include "device/shared_memory.h"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
+#include "scheduler/combine.cuh"
+#include "scheduler/decode_splits.cuh"
 
 namespace fastattn {
 
@@ -51,7 +52,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static constexpr CacheFormat kFormat = kFormat_;
     static constexpr bool k8Bit = is_8bit(kFormat);  // the cache, with a scale for each token and head
     static constexpr int kElementBytes = k8Bit ? 1 : 2;
-    static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in pieces of 16 bits
+    static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in elements of 16 bits
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kTilesN = Tile::kWarpN / kMmaN;
     static constexpr int kTilesD = kHeadDim / kMmaN;
@@ -59,28 +60,28 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static constexpr int kStages = std::min(4, Tile::kRingBytes / (2 * kStageBytes));
     static_assert(kBlockM == kMmaM * Tile::kRowWarps, "a warp's tile is one MMA of rows");
     static_assert(kStages >= 1 && Tile::kWarpN <= kWarpSize, "one bit of a mask, and one lane, for each key");
-    static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group takes the place of its ring");
+    static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// What the loop of steps need not know of the CTA's tile. It waits in shared memory, because registers are scarce.
+// What the loop of steps need not know of the CTA's tile: kept in shared memory, because registers are scarce.
 struct TileInHand {
-    TileSpans spans;
-    int64_t first_span;  // of its sequence, on the line
+    TileSplits splits;
+    int64_t first_split;  // the first split of its sequence, on the line
     int32_t tile_idx, num_taken;
 };
 
 template <typename Config>
 struct alignas(128) DecodeStorageSm80 {
     uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
-    KeyRing<Config> rings[Config::kKeyGroups];  // a group's output takes the place of K and V at the end
+    KeyRing<Config> rings[Config::kKeyGroups];  // a group's output overlays K and V at the end
     float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
     float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
-    PlannedLine line;
+    SplitLine line;
     TileInHand tile;
     TileMask<Config::kBlockM> mask;
 };
 
-// What a CTA must be able to have, of a GPU that runs the kernel; 0: any has it.
+// The shared memory that a GPU must give a CTA; 0: any GPU does.
 template <typename Config>
 constexpr size_t bytes_needed() {
     constexpr size_t kBytes = sizeof(DecodeStorageSm80<Config>);
@@ -92,9 +93,9 @@ struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// Where a group's output stands: [kBlockM, kHeadDim] fp32, swizzled in stretches of columns: those of one MMA, or of an 8-bit
-// cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns of two, and read along a row:
-// each covers all banks.
+// The layout of a group's output: [kBlockM, kHeadDim] fp32, swizzled in stretches of the columns of one MMA, or with an
+// 8-bit cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns of two, and read
+// along a row: each covers all banks.
 template <typename Config>
 struct OutputLayout {
     static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
@@ -108,7 +109,7 @@ template <typename Config>
 __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor,
                                                  int row, int half, int lane) {
     using Layout = OutputLayout<Config>;
-    constexpr int kTiles = Layout::kStretch / kMmaN;  // of a stretch: the even dims, and the odd ones between them
+    constexpr int kTiles = Layout::kStretch / kMmaN;  // in a stretch: the even dims, and the odd ones between them
     float* sOwn[Layout::kPeriod];                     // in the first stretches; the others follow in steps
 #pragma unroll
     for (int i = 0; i < Layout::kPeriod; ++i) {
@@ -129,20 +130,19 @@ __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Co
     }
 }
 
-// Merges the groups' results for a part of a tile, then merges this part with the parts to its left that only wait for
-// it. The outcome goes into the result if it completes the tile, else into the slot of the largest node that the CTA
-// can make so far.
+// Combines the groups' results to a partial, and this with the partials to its left that only wait for it. Stores the
+// tile's result if that completes it, else the largest node that the CTA can make so far in its workspace slot.
 template <typename Config, typename Rows>
-__device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorageSm80<Config>& shared,
-                                           const TileParts& parts, PartRange own, int32_t part) {
+__device__ __forceinline__ void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
+                                              const TilePartials& partials, PartialRange own, int32_t partial) {
     constexpr int kQuads = Config::kHeadDim / 4;
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int32_t slots_per_cta = rows.slots_per_cta();
-    const PartNode node = largest_node(part, {own.begin, part + 1}, parts.count);
-    const bool is_result = node.holds_all(parts.count);
-    for (int item = threadIdx.x; item < rows.num_rows() * kQuads; item += Config::kNumThreads) {
-        const int row = item / kQuads, column = item % kQuads * 4;
-        RowPart result = {-kInfinity, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+    const PartialNode node = largest_node(partial, {own.begin, partial + 1}, partials.count);
+    const bool is_result = node.holds_all(partials.count);
+    for (int index = threadIdx.x; index < rows.num_rows() * kQuads; index += Config::kNumThreads) {
+        const int row = index / kQuads, column = index % kQuads * 4;
+        RowPartial result = {-kInfinity, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
         for (int group = 0; group < Config::kKeyGroups; ++group) {
             result.max = fmaxf(result.max, shared.row_max[group][row]);
@@ -157,10 +157,10 @@ __device__ __forceinline__ void store_part(const Rows& rows, const DecodeStorage
         }
 #pragma unroll 1
         for (int level = 0; level < node.level; ++level) {
-            const int32_t index = part >> level;
+            const int32_t index = partial >> level;
             if (index % 2 == 0) continue;  // it has no right sibling: its parent is the same
             const int64_t slot = slot_of(slots_per_cta, cta, {level, index - 1});
-            result = merged(rows.slots().load(slot, row, column), result);
+            result = combined(rows.slots().load(slot, row, column), result);
         }
         if (is_result) {
             rows.store_result(row, column, result);
@@ -185,26 +185,26 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 
     const int lane = threadIdx.x % kWarpSize;
     const RowWarps<Config::kRowWarps> warps;
-    const PlannedWork<kBlockN> work(params, shared.line, lane);
+    const SplitScheduler<kBlockN> work(params, shared.line, lane);
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warps.index() * kMmaM * Swizzle<kHeadDim>::kRowElements,
                                       ldmatrix_lane(lane));
 
-    for (int64_t span = work.begin_span(); span < work.end_span();) {
+    for (int64_t split = work.begin_split(); split < work.end_split();) {
         // Prologue: which tile, and which of its keys.
-        const PlannedSequence sequence = work.sequence_with(span);
+        const ScheduledSequence sequence = work.sequence_with(split);
         const CachedSequence& tokens = sequence.tokens;
-        const TileShare share =
-            tile_share(params.plan, sequence.spans, tokens, kBlockN, sequence.first_span, span, work.end_span());
-        const int32_t batch = sequence.batch, kv_head = share.tile_idx / params.row_tiles;
-        const int32_t row_tile = share.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
+        const SplitRun run =
+            split_run(params.schedule, sequence.splits, tokens, kBlockN, sequence.first_split, split, work.end_split());
+        const int32_t batch = sequence.batch, kv_head = run.tile_idx / params.row_tiles;
+        const int32_t row_tile = run.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
         const PackedRows<kBlockM> rows(params, tokens, batch, kv_head, first_row, warps.index() * kMmaM, shared.mask,
                                        lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
         const KeyRange wanted = {stores_new ? min(rows.some.begin, tokens.before) : rows.some.begin,
                                  stores_new ? tokens.total : rows.some.end};
-        const int32_t begin_key = max(share.begin_key, wanted.begin), end_key = min(share.end_key, wanted.end);
+        const int32_t begin_key = max(run.begin_key, wanted.begin), end_key = min(run.end_key, wanted.end);
 
-        // Producer: of each group a warp.
+        // Producer: one warp of each group.
         KeyRing<Config>& ring = shared.rings[warps.group()];
         int32_t first_key = begin_key / kBlockN * kBlockN + warps.group() * kWarpN;
         RingLoader<Config, kDataType> loader(params, ring, lane);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         }
         stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
             shared.sQ, shared.query_powers, params, tokens, batch, kv_head, first_row);
-        if (threadIdx.x == 0) shared.tile = {sequence.spans, sequence.first_span, share.tile_idx, share.count};
+        if (threadIdx.x == 0) shared.tile = {sequence.splits, sequence.first_split, run.tile_idx, run.count};
         __syncthreads();  // waits until the queries, and what is known of the tile, are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
 
-        // Epilogue: the groups' results, merged.
+        // Epilogue: combines the groups' results.
         auto* sO = reinterpret_cast<float*>(ring.data);
         const float output_factor = k8Bit ? output_scale.value() * Decoding::kFactor : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row_of_warp) {
@@ -286,20 +286,21 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
         const Rows tile_rows{params, batch, kv_head, first_row};
         const TileInHand& in_hand = shared.tile;
-        const TileParts parts =
-            tile_parts(params.plan, in_hand.spans, in_hand.first_span, in_hand.tile_idx, work.spans_per_cta());
-        const PartRange own = parts.of_cta(static_cast<int32_t>(blockIdx.x));
-        const int32_t part = params.plan.spans_are_parts ? static_cast<int32_t>(span - parts.first) : own.begin;
-        span += in_hand.num_taken;
-        store_part<Config>(tile_rows, shared, parts, own, part);
+        const TilePartials partials = tile_partials(params.schedule, in_hand.splits, in_hand.first_split,
+                                                    in_hand.tile_idx, work.splits_per_cta());
+        const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));
+        const int32_t partial =
+            params.schedule.splits_are_partials ? static_cast<int32_t>(split - partials.first) : own.begin;
+        split += in_hand.num_taken;
+        store_partial<Config>(tile_rows, shared, partials, own, partial);
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
-        const bool shares_tile = own.end - own.begin < parts.count;
-        if (shares_tile && part + 1 == own.end && params.parts.arrivals != nullptr) {
+        const bool splits_tile = own.end - own.begin < partials.count;
+        if (splits_tile && partial + 1 == own.end && params.partials.arrivals != nullptr) {
             using Threads = DecodeThreads<Config>;
-            using Storage = MergeStorage<Rows, Threads>;
-            static_assert(sizeof(Storage) <= sizeof(shared.sQ) + sizeof(shared.rings), "takes their place");
-            PartMerger<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.sQ), parts, own}.run();
-            __syncthreads();  // waits until every thread is done with the merge, which uses the rings
+            using Storage = CombineStorage<Rows, Threads>;
+            static_assert(sizeof(Storage) <= sizeof(shared.sQ) + sizeof(shared.rings), "it overlays them");
+            Combiner<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.sQ), partials, own}.run();
+            __syncthreads();  // waits until every thread is done with combining, which uses the rings
         }
     }
 }
@@ -307,7 +308,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat, int kBlockM>
 void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
     using Config = DecodeConfigSm80<kBlockM, kHeadDim, kFormat>;
-    const Launch launch{params.plan.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
+    const Launch launch{params.schedule.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
     kernel.launch(decode_split_sm80<kHeadDim, kDataType, kFormat, kBlockM>, launch, params, stream);
 }
 

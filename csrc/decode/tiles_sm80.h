@@ -5,31 +5,29 @@
 
 namespace fastattn {
 
-// A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys
-// and values is 16 KB, of which at least half is on its way at any time: with two CTAs, 64 KB an SM. An H200 (4.8 TB/s,
-// 132 SMs) needs 29 KB an SM to cover 0.8 us of latency, an A100 (2.0 TB/s, 108 SMs) 15 KB.
+// A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys and
+// values is 16 KB, of which at least half is in flight at any time: with two CTAs, 64 KB an SM, which covers the
+// latency of device memory at its full rate.
 //
-// 16 keys, of n dims each in K and V, are 64 n bytes of a 16-bit cache and half as many of an 8-bit one. While an
-// H200's memory brings them (18.4 bytes a clock and SM), an SM has the issue slots of the table. Below them stand the
-// instructions that are executed for these keys, by the emulator's count (contiguous cache, all rows see all keys):
+// The instructions that are executed for 16 keys, by the emulator's count (contiguous cache, all rows see all keys):
 //
 //   dims              64    128    256
-//   16-bit: slots    890   1780   3560
+//   16-bit
 //     executed       351    419    573
-//   8-bit: slots     445    890   1780
+//   8-bit
 //     executed       366    493    910   int8
 //     executed       490    723   1380   fp8 before sm_89, by bits
 //     executed       344    440    824   fp8 from sm_89 on, by an instruction
 //
-// Two warps of a scheduler wait too often for their own results to use more than half of the slots. So of 8 bits a warp takes
-// 32 keys at a time up to 128 dims, over which the instructions of a step are spread, and with 64 dims there are three CTAs,
-// whose rings are 8 KB, 48 KB on its way.
+// Memory brings 16 keys of an 8-bit cache in half of the time. So with 8 bits a warp takes 32 keys at a time up to 128
+// dims, over which the instructions of a step are spread, and with 64 dims there are three CTAs, whose rings are 8 KB,
+// 48 KB of them in flight.
 //
-// kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each for 16
-// rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561, 676 and 898
-// instructions for 16 keys of 16 bits, of which two tiles of 16 rows would execute twice what is above, and load twice.
-// Of 64 rows, by four warps a ring, nothing would be gained: each warp executes as much for a key, so that 64 rows take as
-// long as two tiles of 32, which are at the memory's rate already (simulated, 128 dims: .48 of it, after .95).
+// kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each
+// for 16 rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561,
+// 676 and 898 instructions for 16 keys of 16 bits, of which two tiles of 16 rows would execute twice what is above, and
+// load twice. With 64 rows, by four warps a ring, nothing would be gained: each warp executes as much for a key, and an
+// SM holds no more warps.
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;

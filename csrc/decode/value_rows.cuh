@@ -26,15 +26,15 @@ struct SharedTile {
     }
 };
 
-// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps` that
-// share the tile take part.
+// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps`
+// that share the tile take part.
 template <DataType kDataType, int kTilesD, int kRows, int kRowWarps>
 __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                                const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
                                                int lane) {
     using Tile = WarpTile<kTilesD * kMmaN, kMmaK>;
-    const Tile of_warp(sV, lane);
-    const SharedTile<Tile> tile{of_warp, warps.is_first()};
+    const Tile warp_tile(sV, lane);
+    const SharedTile<Tile> tile{warp_tile, warps.is_first()};
     if (!warps.any(has_nonfinite<kDataType>(tile))) return;
     const uint2 seen = rows.template seen<kMmaK>(present, first_key, lane);
     const auto sees = [&](int, int half, int n) { return ((half == 0 ? seen.x : seen.y) >> n & 1) != 0; };
@@ -47,8 +47,8 @@ __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], c
                                                    const RowWarps<kRowWarps>& warps, uint32_t present,
                                                    int32_t first_key, int lane) {
     using Tile = WarpTile<kTilesD * kMmaN / 2, kKeys>;
-    const Tile of_warp(sV, lane);
-    const SharedTile<Tile> tile{of_warp, warps.is_first()};
+    const Tile warp_tile(sV, lane);
+    const SharedTile<Tile> tile{warp_tile, warps.is_first()};
     uint32_t found = 0;
     tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
     if (!warps.any(found != 0)) return;
@@ -92,9 +92,9 @@ __device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], con
     }
 }
 
-// The scales of 8-bit values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits hold.
-// rO is then the output divided by it. It is a power of two, at most twice the largest scale of the last tile of values,
-// and seldom another than before.
+// The scales of 8-bit values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits
+// hold. rO is then the output divided by it. It is a power of two, at most twice the largest scale of the last tile of
+// values, and seldom another than before.
 struct OutputScale {
     float inverse = 1.0f;
 

@@ -1,7 +1,8 @@
-// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits needs. It
-// is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added afterwards. One of 32
-// bits does not fit beside Q·Kᵀ and is loaded as it is added. Tiles that lie inside of the keys are loaded two neighbouring
-// keys at a time, where the bias allows it, without any comparison. What lies outside is never read.
+// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits
+// needs. It is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added
+// afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is added. Tiles that lie inside of the keys
+// are loaded two neighbouring keys at a time, where the bias allows it, without any comparison. What lies outside is
+// never read.
 #pragma once
 
 #include <cstdint>
@@ -126,8 +127,8 @@ struct BiasTile {
     }
 };
 
-// One warp, ahead of those that load it: brings the bias of a tile, of num_rows by num_keys scores, into the L2 cache. Does
-// nothing where its keys do not lie side by side in memory.
+// Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, ahead of those that load
+// it. Does nothing where its keys do not lie side by side in memory.
 __device__ __forceinline__ void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
                                               int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
     constexpr int kSectorBytes = 32;

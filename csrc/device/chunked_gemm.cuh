@@ -45,7 +45,7 @@ class ChunkedGemm {
         uint16_t sB[kStages][kBlockN * kChunkDims];  // swizzled
     };
 
-    const int warp_row, warp_column;  // of the tile, where those of this warp begin
+    const int warp_row, warp_column;  // where this warp's rows and columns begin in the tile
 
     // `thread` of the CTA; a row of warps takes the same rows of the tile.
     __device__ __forceinline__ ChunkedGemm(Storage& shared, int thread)
@@ -60,8 +60,8 @@ class ChunkedGemm {
         ptx::cp_async_commit_group();
     }
 
-    // rS = A·Bᵀ, this warp's part, of the operands that were `next` before (or the first). What the storage holds after
-    // the last product may still be read by other warps.
+    // rS = A·Bᵀ, this warp's tiles, of the operands that were `next` before (or the first). What the storage holds
+    // after the last product may still be read by other warps.
     __device__ __forceinline__ void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
                                              const GemmOperands& next) {
 #pragma unroll

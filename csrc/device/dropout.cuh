@@ -1,4 +1,4 @@
-// Dropout on a warp's accumulators: which probabilities are kept is a function of the seed and of their place alone.
+// Dropout on a warp's accumulators: which probabilities are kept is a function of the seed and of their position alone.
 // Philox 4x32-10 (Salmon et al., SC 2011): counter (key / 4, row, head, 0), word key % 4. All three are counted from
 // params.dropout_origin.
 #pragma once
@@ -99,10 +99,10 @@ struct Dropout {
             }
         }
         // Bytes, as a matrix of lanes by keys, are transposed: within pairs of lanes, then between them.
-        const uint32_t of_neighbour = __shfl_xor_sync(0xffffffff, kept, kLanesPerRow);
-        kept = __byte_perm(kept, of_neighbour, quarter % 2 == 0 ? 0x6240 : 0x3715);
-        const uint32_t of_other_pair = __shfl_xor_sync(0xffffffff, kept, 2 * kLanesPerRow);
-        return __byte_perm(kept, of_other_pair, quarter / 2 == 0 ? 0x5410 : 0x3276);
+        const uint32_t neighbour_bits = __shfl_xor_sync(0xffffffff, kept, kLanesPerRow);
+        kept = __byte_perm(kept, neighbour_bits, quarter % 2 == 0 ? 0x6240 : 0x3715);
+        const uint32_t other_pair_bits = __shfl_xor_sync(0xffffffff, kept, 2 * kLanesPerRow);
+        return __byte_perm(kept, other_pair_bits, quarter / 2 == 0 ? 0x5410 : 0x3276);
     }
 };
 

@@ -25,18 +25,18 @@ __device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 v
     sum.w += weight * values.w;
 }
 
-// Four columns of a row, over some keys: the sum of exp(score - max), and of that times the values.
-struct RowPart {
+// Four columns of a row over some keys: the sum of exp(score - max), and that of exp(score - max) times the values.
+struct RowPartial {
     float max, sum;
     float4 values;
 };
 
-// Two neighbouring parts as one. Where a product and a sum become one operation is said here, not left to the compiler:
-// every place that merges, and the machine code for every GPU, has to round alike (part_tree.h).
-__device__ __forceinline__ RowPart merged(const RowPart& left, const RowPart& right) {
+// Combines two adjacent partials. The source fixes where a product and a sum become one operation, and leaves nothing
+// to the compiler: all code that combines, for every GPU, has to round alike (partial_tree.h).
+__device__ __forceinline__ RowPartial combined(const RowPartial& left, const RowPartial& right) {
     const float max = fmaxf(left.max, right.max);
-    const float of_left = weight_of(left.max, max), of_right = weight_of(right.max, max);
-    const auto add = [&](float a, float b) { return __fmaf_rn(of_right, b, __fmul_rn(of_left, a)); };
+    const float left_weight = weight_of(left.max, max), right_weight = weight_of(right.max, max);
+    const auto add = [&](float a, float b) { return __fmaf_rn(right_weight, b, __fmul_rn(left_weight, a)); };
     return {max,
             add(left.sum, right.sum),
             {add(left.values.x, right.values.x), add(left.values.y, right.values.y), add(left.values.z, right.values.z),
@@ -52,7 +52,7 @@ struct RowResult {
 __device__ __forceinline__ RowResult finish_row(float max, float sum, float sink) {
     const float peak = fmaxf(max, sink);
     const float rescale = weight_of(max, peak);
-    const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // rounds as everywhere: see merged()
+    const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // rounds as everywhere: see combined()
     if (total == 0.0f) return {0.0f, -kInfinity};
     return {rescale / total, peak == -kInfinity ? total : peak + logf(total)};
 }

@@ -1,10 +1,10 @@
-// fp8 numbers (e4m3 without infinities: a sign, four bits of exponent with the bias 7, three of mantissa; magnitude 0x7f is
-// NaN) as pairs of fp16 numbers, in registers and exactly, and back.
+// fp8 numbers (e4m3 without infinities: a sign, four bits of exponent with the bias 7, three of mantissa; magnitude
+// 0x7f is NaN) as pairs of fp16 numbers, in registers and exactly, and back.
 //
 // From sm_89 on an instruction does it. Before, the bits of a number, exponent and mantissa moved to where fp16 has the
-// lowest bits of its exponent and the highest of its mantissa, are that number times 2^(7 - 15): subnormal numbers too. A
-// multiplication by 1.125 times a power of two is exact and leads past what fp16 holds for magnitude 0x7f alone, infinity,
-// and infinity times zero is the NaN that is added:
+// lowest bits of its exponent and the highest of its mantissa, are that number times 2^(7 - 15): subnormal numbers too.
+// A multiplication by 1.125 times a power of two is exact and leads past what fp16 holds for magnitude 0x7f alone,
+// infinity, and infinity times zero is the NaN that is added:
 //
 //   0x7e = 448 → 1.75   * 1.125 * 2^15 = 64512           0x7f → 1.875   * 1.125 * 2^15 = inf
 #pragma once
@@ -44,7 +44,7 @@ struct Fp8Decoding {
     }
 
   private:
-    // Of the upper and the lower bytes of what four numbers are as fp16.
+    // Makes a pair from the upper and the lower bytes of four fp16 numbers.
     template <uint32_t kBytes>
     __device__ __forceinline__ static uint32_t pair(uint32_t upper, uint32_t lower) {
         constexpr uint32_t kFirst = kBytes & 0xf, kSecond = kBytes >> 4;

@@ -23,7 +23,7 @@ __device__ __forceinline__ int32_t warp_uniform(int32_t value) {
     return static_cast<int32_t>(__reduce_or_sync(0xffffffff, static_cast<uint32_t>(value)));
 }
 
-// A warp's place in its CTA.
+// A warp's index in its CTA.
 __device__ __forceinline__ int warp_in_cta() {
     return warp_uniform(threadIdx.x / kWarpSize);
 }
@@ -36,6 +36,21 @@ __device__ __forceinline__ int accumulator_row(int lane) {
 
 __device__ __forceinline__ int accumulator_column(int lane) {
     return 2 * (lane % kLanesPerRow);
+}
+
+// Bits of a lane's columns of kTiles accumulator tiles, those from `begin` to `end` of the first tile's: bit 2 * n + e
+// is column 8 * n + e from the lane's first.
+template <int kTiles>
+__device__ __forceinline__ uint32_t own_columns(int32_t begin, int32_t end, int lane) {
+    static_assert(2 * kTiles <= 32, "one register holds the bits");
+    const auto columns_before = [&](int32_t column) {
+        const int32_t from_own = column - accumulator_column(lane);
+        const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
+        return from_own <= 0 ? 0 : min(columns, 32);
+    };
+    const uint64_t before_end = (uint64_t{1} << columns_before(end)) - 1;
+    const uint64_t before_begin = (uint64_t{1} << columns_before(begin)) - 1;
+    return static_cast<uint32_t>(before_end & ~before_begin);
 }
 
 // Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.

@@ -1,5 +1,5 @@
-// The largest score of each head that some row sees, where it is asked for: what training with QK-clip watches (Kimi K2,
-// 2025, section 2.1).
+// The largest score of each head that some row sees, where it is asked for: what training with QK-clip watches (Kimi
+// K2, 2025, section 2.1).
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,18 @@ struct LargestScores {
     struct OfWarp {
         float score;
         int32_t num_rows;  // of its rows, those that exist
-    } of_warps[kNumWarps];
+    } warps[kNumWarps];
 
     // The whole warp, whose first row is followed by num_rows that exist.
     __device__ __forceinline__ void start(int32_t num_rows) {
-        if (ptx::tid_x() % kWarpSize == 0) of_warp() = {-kInfinity, num_rows};
+        if (ptx::tid_x() % kWarpSize == 0) own_warp() = {-kInfinity, num_rows};
         __syncwarp();  // every lane can read it
     }
 
     // The whole warp, with the maxima of a tile. NaN counts as nothing.
     template <int kTilesM>
     __device__ __forceinline__ void take(const RowNumbers<kTilesM>& max_of_lane) {
-        OfWarp& own = of_warp();
+        OfWarp& own = own_warp();
         const int lane = ptx::tid_x() % kWarpSize;
         float largest = -kInfinity;
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
@@ -45,12 +45,12 @@ struct LargestScores {
     // The whole warp: adds what it has found to what others have. factor: of a score, not negative.
     __device__ __forceinline__ void leave(float* gLargest, float factor) {
         if (ptx::tid_x() % kWarpSize != 0) return;
-        const float score = of_warp().score;  // which this lane alone has written
+        const float score = own_warp().score;  // which this lane alone has written
         if (score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
     }
 
   private:
-    __device__ __forceinline__ OfWarp& of_warp() { return of_warps[ptx::tid_x() / kWarpSize]; }
+    __device__ __forceinline__ OfWarp& own_warp() { return warps[ptx::tid_x() / kWarpSize]; }
 };
 
 }  // namespace fastattn

@@ -8,8 +8,8 @@
 
 namespace fastattn {
 
-// Row r of a warp's rows sees the keys sees[r]; the tile's columns are the keys from first_key on. What a row does not see
-// becomes -inf, whatever it was.
+// Row r of a warp's rows sees the keys sees[r]; the tile's columns are the keys from first_key on. What a row does not
+// see becomes -inf, whatever it was.
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ void mask_columns(float (&rS)[kTilesM][kTilesN][4], const KeyRange* sees, int32_t first_key,
                                              int lane) {
@@ -37,8 +37,8 @@ struct ColumnBits {
 
     static constexpr int kPerTile = 32;
 
-    // The bit of a column. Both are counted over all tiles.
-    __device__ __forceinline__ static constexpr int32_t place(int32_t column) {
+    // The bit of a column; both count over all tiles.
+    __device__ __forceinline__ static constexpr int32_t bit_of(int32_t column) {
         return column / kPerByte * 8 + column % kPerByte;
     }
 
@@ -59,26 +59,26 @@ struct SeenColumns {
     int32_t begin[2], end[2];
 
     __device__ __forceinline__ SeenColumns(KeyRange upper, KeyRange lower, int lane)
-        : begin{place(upper.begin, lane), place(lower.begin, lane)},
-          end{place(upper.end, lane), place(lower.end, lane)} {}
+        : begin{bit_of(upper.begin, lane), bit_of(lower.begin, lane)},
+          end{bit_of(upper.end, lane), bit_of(lower.end, lane)} {}
 
   private:
-    // Of the first of the lane's columns that does not lie before the key.
-    __device__ __forceinline__ static int32_t place(int32_t key, int lane) {
+    // The bit of the lane's first column that does not lie before the key.
+    __device__ __forceinline__ static int32_t bit_of(int32_t key, int lane) {
         const int32_t from_own = key - accumulator_column(lane);
         constexpr int kShift = 3;
         static_assert(1 << kShift == kMmaN, "rounds down, as a division does not");
-        return ColumnBits<kTilesN>::place((from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2));
+        return ColumnBits<kTilesN>::bit_of((from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2));
     }
 };
 
-// The same as mask_columns() for a warpgroup's rows, with bits in place of comparisons: fewer instructions. `present` has the
-// columns that anybody may see; first_bit: of the tile.
+// The same as mask_columns() for a warpgroup's rows, with bits instead of comparisons: fewer instructions. `present`
+// has the columns that anybody may see; first_bit: of the tile.
 template <int kTilesN>
 __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen,
                                                  uint32_t present, int32_t first_bit) {
-    // The bits of the tile from a place on. A shift by 32 and more leaves none.
-    const auto bits_from = [&](int32_t place) { return __funnelshift_lc(0, 0xffffffff, max(place - first_bit, 0)); };
+    // The bits of the tile from `begin` on. A shift by 32 and more leaves none.
+    const auto bits_from = [&](int32_t begin) { return __funnelshift_lc(0, 0xffffffff, max(begin - first_bit, 0)); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         // Opaque, so that the compiler has all bits in one register.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], con
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& score = rS[0][n][2 * half + e];
-                score = (bits & 1u << ColumnBits<kTilesN>::place(2 * n + e)) != 0 ? score : -kInfinity;
+                score = (bits & 1u << ColumnBits<kTilesN>::bit_of(2 * n + e)) != 0 ? score : -kInfinity;
             }
         }
     }
@@ -100,18 +100,11 @@ __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], con
 template <int kTilesN>
 __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2],
                                                  uint32_t present, int32_t first_key, int lane) {
-    static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
-    // How many of the lane's columns lie before a key.
-    const auto columns_before = [&](int32_t key) {
-        const int32_t from_own = key - first_key - accumulator_column(lane);
-        const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
-        return from_own <= 0 ? 0 : min(columns, 32);
-    };
     for (int half = 0; half < 2; ++half) {
-        const uint64_t before_end = (uint64_t{1} << columns_before(seen_by[half].end)) - 1;
-        const uint64_t before_begin = (uint64_t{1} << columns_before(seen_by[half].begin)) - 1;
+        const KeyRange& keys = seen_by[half];
         // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-        const uint32_t bits = ptx::opaque(static_cast<int32_t>(before_end & ~before_begin & present));
+        const uint32_t bits = ptx::opaque(
+            static_cast<int32_t>(own_columns<kTilesN>(keys.begin - first_key, keys.end - first_key, lane) & present));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll

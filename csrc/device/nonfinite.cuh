@@ -8,8 +8,8 @@
 // - Rows that see it. With weights P >= 0, the numbers of a column that are not finite decide whether its sum is NaN or
 //   infinite; the weights and the finite numbers beside them have no say. Adding each of them with the weight 1
 //   gives the same, except that an infinity whose weight is 0 in 16 bits stays an infinity, and is no NaN.
-// - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and whatever
-//   is added to it.
+// - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and
+//   whatever is added to it.
 // - Where nobody has to look: in tiles of which every row sees every key, P·V itself gives the right result.
 #pragma once
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t nonfinite_mask(uint32_t two_elements) {
     return (sign_bits << 1) - (sign_bits >> 15);
 }
 
-// Whether this thread's part of a tile, which has landed, holds anything that is not finite.
+// Returns whether this thread's chunks of a tile, which have landed, hold NaN or infinity.
 template <DataType kDataType, typename TileLoader>
 __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
     uint32_t found = 0;
@@ -38,8 +38,8 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
 }
 
 // Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
-// says whether row [m][half] of this lane sees the tile's key n. All threads that share the tile take part, and wait for
-// each other in barrier().
+// says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which wait
+// for each other in barrier().
 struct CtaBarrier {
     __device__ __forceinline__ void operator()() const { __syncthreads(); }
 };

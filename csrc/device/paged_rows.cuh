@@ -1,6 +1,6 @@
 // Keys and values in pages: where the rows of a tile lie, and a CTA's copies of such tiles into swizzled shared memory.
 //
-// A key whose page does not exist is absent: it is not read, zeros take its place, and no row sees it.
+// A key whose page does not exist is absent: it is not read, zeros replace it, and no row sees it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
-#include "device/token_place.cuh"
+#include "device/token_location.cuh"
 #include "host/params.h"
 
 namespace fastattn {
@@ -48,15 +48,15 @@ struct PageTable {
     }
 
     // Keys from num_keys on are absent, and the table is not read for them.
-    __device__ __forceinline__ TokenPlace find(int32_t key) const {
+    __device__ __forceinline__ TokenLocation find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
         const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
-        return place_in_page(page, num_pages, key, page_idx, params.page_size);
+        return location_in_page(page, num_pages, key, page_idx, params.page_size);
     }
 };
 
-// Of a tile's keys from first_key on, those that are present: bit 2n + e is key accumulator_column(lane) + 8n + e, as a
-// lane has the columns of accumulators. A whole warp.
+// Bits of the keys of a tile, from first_key on, that are present: bit 2n + e is key accumulator_column(lane) + 8n + e,
+// as a lane has the columns of accumulators. Called by a whole warp.
 template <int kTilesN>
 __device__ __forceinline__ uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t present_columns(const PageTable& table, int3
     return present;
 }
 
-// The tiles of keys or values of one head, each copied into the same place.
+// The tiles of keys or values of one head, each copied into the same buffer.
 template <int kRows, int kHeadDim, int kThreads>
 struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1> {
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>;
@@ -80,7 +80,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     // Where this thread's rows of a tile lie, the same for keys and values. They are looked up a step before they are
     // copied, so that nothing waits for the table.
     struct Rows {
-        TokenPlace rows[kRowPasses];
+        TokenLocation rows[kRowPasses];
 
         __device__ __forceinline__ void find(const PageTable& table, int32_t first_key, int thread) {
 #pragma unroll

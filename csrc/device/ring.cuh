@@ -1,6 +1,6 @@
 // A ring of stages in shared memory between a producer, which fills them, by TMA as a rule, and the warps that consume
 // them. A stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer
-// has read it. In a cluster each CTA has the same ring, and a part of each tile comes from every CTA: so the consumers
+// has read it. In a cluster each CTA has the same ring, and every CTA copies some rows of each tile: so the consumers
 // of all CTAs empty a stage of all.
 #pragma once
 
@@ -17,8 +17,8 @@ template <int kStages>
 struct RingBarriers {
     uint64_t full[kStages], empty[kStages];
 
-    // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs. num_producers: who arrive when
-    // they have filled their part of one.
+    // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs. num_producers: who
+    // arrive when they have filled a stage.
     __device__ __forceinline__ void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
@@ -53,7 +53,7 @@ struct Ring {
     __device__ __forceinline__ Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
-    // The same place in another ring, for a side that goes through two in step: one stage and phase serve both.
+    // The same stage of another ring, for a side that goes through two in step: one stage and phase serve both.
     __device__ __forceinline__ Ring at_same_stage(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage;

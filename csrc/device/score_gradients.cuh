@@ -14,8 +14,8 @@
 
 namespace fastattn {
 
-// What the workspace holds for kRows query rows of one head, in shared memory. A row that does not exist has 0 throughout,
-// as in Q and dO: its P is exp(0), its dS exp(0) · (0 - 0), and what it adds to dK and dV is 0.
+// What the workspace holds for kRows query rows of one head, in shared memory. A row that does not exist has 0
+// throughout, as in Q and dO: its P is exp(0), its dS exp(0) · (0 - 0), and what it adds to dK and dV is 0.
 template <int kRows>
 struct RowTerms {
     float shift[kRows], delta[kRows], log2_sum[kRows];
@@ -36,9 +36,9 @@ struct RowTerms {
     }
 };
 
-// One tile of one head, [kTilesM * 16, kTilesN * 8] for a warp: from (first_row, first_key) on, and in the CTA's own tile
-// [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled. is_full: every row that exists sees
-// every key.
+// Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]: from (first_row, first_key) on, and in the CTA's own
+// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled. is_full: every row that
+// exists sees every key.
 template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
 struct ScoreGradients {
     using Accumulators = float[kTilesM][kTilesN][4];
@@ -66,8 +66,9 @@ struct ScoreGradients {
         if (!kOptions && !is_full) find_seen();
     }
 
-    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score /
-    // d (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few registers.
+    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
+    // (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few
+    // registers.
     template <DataType kDataType>
     __device__ __forceinline__ void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
         float shift[kTilesM][2];
@@ -101,11 +102,11 @@ struct ScoreGradients {
         for (int m = 0; m < kTilesM && kOptions; ++m) kept[m] = ptx::opaque(kept[m]);
     }
 
-    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst on.
-    // rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
+    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst
+    // on. rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
     template <DataType kDataType, int kFirst, int kTiles>
-    __device__ __forceinline__ void of_scores(uint16_t* sdS, const Accumulators& rS,
-                                              float (&rdP)[kTilesM][kTiles][4]) const {
+    __device__ __forceinline__ void from_scores(uint16_t* sdS, const Accumulators& rS,
+                                                float (&rdP)[kTilesM][kTiles][4]) const {
         float delta[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { delta[m][half] = terms.delta[row + own_row]; });
         const bool has_dropout = kOptions && scores.params.dropout_seed != nullptr;
@@ -171,17 +172,17 @@ struct ScoreGradients {
     // Keys n * 8 … n * 8 + 7 of the tile: rS = Q·Kᵀ -> rP and rS as probabilities() says; seen, kept.
     __device__ __forceinline__ void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
                                                  const float (&shift)[kTilesM][2], const Dropout& dropout) {
-        float rScore[kTilesM][1][4], rSlope[kTilesM][1][4], log2_sum[kTilesM][2];
+        float rScore[kTilesM][1][4], rSoftcapGradient[kTilesM][1][4], log2_sum[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             log2_sum[m][half] = has_log2_sum ? terms.log2_sum[row + own_row] : 0.0f;
         });
         const int32_t key = first_key + n * kMmaN;
         for_each_of_eight([&](int m, int e) { rScore[m][0][e] = rS[m][n][e]; });
-        scores.to_scores(rScore, rSlope, first_row, key, lane);
+        scores.to_scores(rScore, rSoftcapGradient, first_row, key, lane);
         for_each_of_eight([&](int m, int e) {
             seen[m] |= (rScore[m][0][e] == -kInfinity ? 0u : 1u) << (4 * n + e);
             rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2]);
-            rS[m][n][e] = rP[m][0][e] * rSlope[m][0][e];
+            rS[m][n][e] = rP[m][0][e] * rSoftcapGradient[m][0][e];
         });
         if (scores.params.dropout_seed == nullptr) return;
         dropout.for_each_word<kTilesM, 1>(first_row, key, lane, [&](int m, int, int e, uint32_t word) {

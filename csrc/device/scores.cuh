@@ -14,8 +14,8 @@
 
 namespace fastattn {
 
-// The scores of one head of one sequence. What all heads have in common stays in the kernel's parameters, which take no
-// registers.
+// What scores of one head and sequence go through. What all heads have in common stays in the kernel's parameters,
+// which take no registers.
 struct HeadScores {
     using BiasKind = BiasView::Kind;
 
@@ -46,7 +46,7 @@ struct HeadScores {
 
     __device__ __forceinline__ bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
 
-    // The bits of one element, which are of type T.
+    // The bits of an element, whose type is T.
     template <typename T>
     __device__ __forceinline__ uint32_t bias_bits(int32_t row, int32_t key) const {
         return reinterpret_cast<const T*>(bias)[row * params.bias.row_stride + key * params.bias.key_stride];
@@ -144,22 +144,23 @@ struct HeadScores {
         }
     }
 
-    // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers to
-    // hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the keys'
-    // gradients.
+    // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers
+    // to hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the
+    // keys' gradients.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSlope)[kTilesM][kTilesN][4],
-                                              int32_t first_row, int32_t first_key, int lane) const {
+    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4],
+                                              float (&rSoftcapGradient)[kTilesM][kTilesN][4], int32_t first_row,
+                                              int32_t first_key, int lane) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {
                 const float t = tanh_of(s * ratio);
-                rSlope[m][n][e] = 1.0f - t * t;
+                rSoftcapGradient[m][n][e] = 1.0f - t * t;
                 return softcap * t;
             });
         } else {
             for_each(rS, [&](int m, int n, int e, float s) {
-                rSlope[m][n][e] = 1.0f;
+                rSoftcapGradient[m][n][e] = 1.0f;
                 return s * scale;
             });
         }

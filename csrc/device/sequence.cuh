@@ -50,7 +50,7 @@ struct Window {
                 static_cast<int32_t>(max(min(end, int64_t{num_keys}), int64_t{0}))};
     }
 
-    // Of num_rows rows, those that see a key.
+    // Which of num_rows rows see a key.
     FASTATTN_HOST_DEVICE RowRange rows_of(int32_t key, int32_t num_rows) const {
         const int64_t at_key = int64_t{key} - offset;
         const int64_t first = right < 0 ? 0 : at_key - right;

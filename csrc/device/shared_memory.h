@@ -6,7 +6,7 @@
 
 namespace fastattn {
 
-// Of one multiprocessor: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+// The shared memory of an SM: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 inline constexpr size_t kSharedBytesSm80 = 164 << 10;
 inline constexpr size_t kSharedBytesSm86 = 100
                                            << 10;  // sm_86, sm_89 and sm_120, the least of all that run these kernels

@@ -46,7 +46,7 @@ __device__ __forceinline__ void rescale(float (&rO)[kTilesM][kTilesD][4], const 
     }
 }
 
-// Of a lane's own columns, not of a whole row; NaN counts only where there is nothing else.
+// The maxima of a lane's own columns, not of whole rows; NaN counts only where there is nothing else.
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
     RowNumbers<kTilesM> max;
@@ -66,9 +66,9 @@ __device__ __forceinline__ RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[
 
 // A step is:  max = maxima_of_lane(S);  if (is_outgrown_by(max)) rescale(O, follow(max));  exponentiate(S);  O += P·V.
 //
-// Scores are S = Q·Kᵀ; probabilities are relative to a reference, P = 2^(scale_log2 * S - reference), with scale_log2 > 0.
-// The reference of a row is a maximum that it had: it follows the running maximum where that has grown by more than 8
-// (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. What other rows do has no influence on it.
+// Scores are S = Q·Kᵀ; probabilities are relative to a reference, P = 2^(scale_log2 * S - reference), with scale_log2 >
+// 0. The reference of a row is a maximum that it had: it follows the running maximum where that has grown by more than
+// 8 (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. What other rows do has no influence on it.
 //
 // kInNats: S is final, scale_log2 is log2(e), and S may be as large as a float can be (a bias of finfo.min): the
 // reference, which is in nats then, is subtracted before it is scaled. Else both are one FMA.
@@ -141,7 +141,7 @@ struct OnlineSoftmax {
                 const float max = row_reduce_max(max_of_lane.of[m][half]);
                 if (reference[m][half] != kLowest || !(above_reference(max, kLowest) > kLargestGrowth)) continue;
                 reference[m][half] = in_unit(max);
-                row_sum[m][half] = 0.0f;  // it is not, where there is a sink as low as that
+                row_sum[m][half] = 0.0f;  // a sink that is as low has made it more
             }
         }
     }
@@ -162,7 +162,7 @@ struct OnlineSoftmax {
         return factor;
     }
 
-    // Turns rS, whose maxima the references have followed, into P in place, and adds it up. P keeps S's NaN.
+    // Turns rS, whose maxima the references have followed, into P, and adds it up. P keeps S's NaN.
     template <int kTilesN>
     __device__ __forceinline__ void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
         float tile_sum[kTilesM][2];  // apart from those so far, which need not be at hand then
@@ -185,8 +185,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // The same without the maxima, and rP for P: references stay as they are, S too, and the sums are returned. Only what
-    // is_outgrown_by_sums() lets pass is right.
+    // The same without the maxima, and rP for P: references stay as they are, S too, and the sums are returned. Only
+    // what is_outgrown_by_sums() lets pass is right.
     template <DataType kDataType, int kTilesN>
     __device__ __forceinline__ RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
                                                                    const float (&rS)[1][kTilesN][4]) const {
@@ -207,8 +207,8 @@ struct OnlineSoftmax {
         return tile_sum;
     }
 
-    // Whether a lane's probabilities, from their sums, may be too large for 16 bits or for their sums; NaN counts as that.
-    // The same for all lanes of the warp.
+    // Whether a lane's probabilities, from their sums, may be too large for 16 bits or for their sums; NaN counts as
+    // that. The same for all lanes of the warp.
     __device__ __forceinline__ bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
         constexpr float kLargestSum = 16384.0f;
         bool grows = false;

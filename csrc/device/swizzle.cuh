@@ -1,7 +1,7 @@
 // Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte
 // copies meet a bank conflict. In rows of whole 128 bytes, chunk c of row r stands where chunk c ^ (r % 8) would: eight
 // rows at one c, as ldmatrix reads them, and eight neighbouring chunks of one row, as copies touch them, cover all 32
-// banks once. Rows of 64 bytes more start at bank 0 and 16 in turn; there c ^ (r / 2 % 4) does the same.
+// banks once. Rows of 64 bytes more start at bank 0 and 16 alternately; there c ^ (r / 2 % 4) does the same.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Swizzle {
     static constexpr int kRowElements = kHeadDim;
     static constexpr int kRowBytes = kRowElements * 2;
     static constexpr int kChunksPerRow = kRowElements / kChunkElements;
-    static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // chunks that change places with each other
+    static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // chunks that are exchanged with each other
     static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
     // Offset in bytes of a chunk from the start of the tile.
@@ -53,8 +53,8 @@ struct SwizzledBlocks {
         return blocks;
     }
 
-    // The same where the distance is known only at run time: it then goes into the lane's own offset, to which compile-time
-    // distances are added where the address is used.
+    // The same where the distance is known only at run time: it then goes into the lane's own offset, to which
+    // compile-time distances are added where the address is used.
     __device__ __forceinline__ SwizzledBlocks below(int num_rows) const {
         SwizzledBlocks blocks = *this;
         blocks.lane_offset += num_rows * Layout::kRowBytes;

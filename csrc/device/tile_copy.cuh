@@ -74,7 +74,7 @@ struct TileChunks {
     }
 };
 
-// The tiles of one tensor, copied one after the other into one place. kDirection: whether the tile after this one is
+// Copies the tiles of one tensor, one after the other, into one buffer. kDirection: whether the tile after this one is
 // the one below (1) or above (-1) it.
 template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
 struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
@@ -97,7 +97,7 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     __device__ __forceinline__ void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read. The tile goes so many bytes behind the first one's place.
+    // zero, and are not read. The tile goes so many bytes behind the first one.
     template <bool kPartial>
     __device__ __forceinline__ void load(int num_rows, uint32_t bytes_behind = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
@@ -126,8 +126,8 @@ __device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kT
     });
 }
 
-// Rounds scores to 16 bits, into [*, kColumns]. offset: in bytes, of the lane's first element (accumulator_offset). They are
-// a part, from first_tile on, of a warp's tiles there, the columns of which share no bit with the first one's.
+// Rounds scores to 16 bits, into [*, kColumns]. offset: in bytes, of the lane's first element (accumulator_offset).
+// They are some, from first_tile on, of a warp's tiles there, the columns of which share no bit with the first one's.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 __device__ __forceinline__ void stage_scores_at(uint16_t* sTile, uint32_t offset,
                                                 const float (&rS)[kTilesM][kTilesN][4], int first_tile) {

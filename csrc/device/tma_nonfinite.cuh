@@ -9,7 +9,7 @@
 
 namespace fastattn {
 
-// Whether the share of one of kThreads threads holds NaN or infinity: times 0 they are NaN, which stays.
+// Returns whether one of kThreads threads finds NaN or infinity among its elements: times 0 they are NaN, which stays.
 template <DataType kDataType, typename Tile, int kThreads>
 __device__ __forceinline__ bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool tile_has_nonfinite(const uint16_t* sTile, int th
     return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fff) != 0;
 }
 
-// A tile as separate_nonfinite() takes it: each of kThreads threads has a share.
+// A tile as separate_nonfinite() takes it, divided among kThreads threads.
 template <typename Tile, int kRows, int kThreads>
 struct SharedTile {
     using Layout = Tile;

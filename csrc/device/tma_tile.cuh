@@ -37,8 +37,8 @@ struct TmaTile {
                (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
 
-    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be a part of the
-    // tile and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes
+    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be some rows of
+    // the tile and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes
     // count too.
     __device__ __forceinline__ static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                 int32_t group, int32_t row, uint32_t barrier) {
@@ -49,7 +49,7 @@ struct TmaTile {
         }
     }
 
-    // The same to two CTAs of a cluster, to the same place of their tiles. Each of them copies a half of the rows.
+    // The same to two CTAs of a cluster, to the same rows of their tiles. Each of them copies a half of the rows.
     __device__ __forceinline__ static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                           int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
@@ -61,7 +61,7 @@ struct TmaTile {
         }
     }
 
-    // Writes this thread's share among `threads` of zeros from first_row to the end.
+    // Writes zeros from first_row to the end; each of `threads` threads writes some.
     __device__ __forceinline__ static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
         const int chunks_per_block = (kRows - first_row) * (kRowBytes / kChunkBytes);
         for (int block = 0; block < kNumBlocks; ++block) {
@@ -71,7 +71,7 @@ struct TmaTile {
         }
     }
 
-    // Calls function(uint32_t& pair_of_elements) for this thread's share of the tile among `threads`.
+    // Calls function(uint32_t& pair_of_elements) for this thread's pairs of the tile, which `threads` threads divide.
     template <typename Function>
     __device__ __forceinline__ static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {
         for (int i = thread; i < kBytes / kChunkBytes; i += threads) {

@@ -19,7 +19,7 @@ template <int kTilesM>
 struct TransposedOptions {
     static constexpr int kTilesAtOnce = 4;
     using Accumulators = float[1][kTilesM][4];
-    using Slopes = float[kTilesAtOnce][4];
+    using SoftcapGradients = float[kTilesAtOnce][4];
     using BiasKind = BiasView::Kind;
 
     const HeadScores& scores;
@@ -46,19 +46,19 @@ struct TransposedOptions {
         });
     }
 
-    // rS = S becomes scores before the bias. rSlope: d score / d (scale * S), where there is a softcap.
+    // rS = S becomes scores before the bias. rSoftcapGradient: d score / d (scale * S), where there is a softcap.
     template <int kFirst>
-    __device__ __forceinline__ void scale(Accumulators& rS, Slopes& rSlope) const {
+    __device__ __forceinline__ void scale(Accumulators& rS, SoftcapGradients& rSoftcapGradient) const {
         const ScoreParams& params = scores.params;
         if (params.softcap > 0) {
             for_each<kFirst>([&](int n, int e) {
                 const float t = tanh_of(rS[0][n][e] * params.scale_over_softcap);
-                rSlope[n - kFirst][e] = 1.0f - t * t;
+                rSoftcapGradient[n - kFirst][e] = 1.0f - t * t;
                 rS[0][n][e] = params.softcap * t;
             });
         } else {
             for_each<kFirst>([&](int n, int e) {
-                rSlope[n - kFirst][e] = 0.0f;  // else it would take registers all along the loop
+                rSoftcapGradient[n - kFirst][e] = 0.0f;  // else it would take registers all along the loop
                 rS[0][n][e] *= params.scale;
             });
         }

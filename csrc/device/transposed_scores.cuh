@@ -24,26 +24,19 @@ struct alignas(16) TransposedOptionsTerms {
     float shift[kRows], minus_delta[kRows], log2_sum[kRows];
 };
 
-// Which of the query rows from first_row on, its columns, this lane's two keys are seen by. Bit 2 * n + e of seen[half] is
-// column 8 * n + e from the lane's first.
+// Which of the query rows from first_row on, its columns, this lane's two keys are seen by. Bit 2 * n + e of seen[half]
+// is column 8 * n + e from the lane's first.
 struct SeenRows {
     uint32_t seen[2];
 
     template <int kTilesM>
     __device__ __forceinline__ static SeenRows of(const RowRange (&seen_by)[2], int32_t first_row, int lane) {
-        static_assert(2 * kTilesM <= 32, "a register holds the bits of a key");
-        const auto columns_before = [&](int32_t row) {
-            const int32_t from_own = row - first_row - accumulator_column(lane);
-            const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
-            return from_own <= 0 ? 0 : min(columns, 32);
-        };
         SeenRows columns;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint64_t before_end = (uint64_t{1} << columns_before(seen_by[half].end)) - 1;
-            const uint64_t before_begin = (uint64_t{1} << columns_before(seen_by[half].begin)) - 1;
+            const RowRange& rows = seen_by[half];
             // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-            columns.seen[half] = ptx::opaque(static_cast<uint32_t>(before_end & ~before_begin));
+            columns.seen[half] = ptx::opaque(own_columns<kTilesM>(rows.begin - first_row, rows.end - first_row, lane));
         }
         return columns;
     }

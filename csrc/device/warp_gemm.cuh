@@ -1,4 +1,4 @@
-// The products of attention, as one warp computes its own part of them.
+// The products of attention, computed by one warp.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ __device__ __forceinline__ void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK]
     }
 }
 
-// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Neighbours in
-// this order share an operand, which then need not be read from the register file again: B where the row of tiles
+// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Neighbours
+// in this order share an operand, which then need not be read from the register file again: B where the row of tiles
 // changes, else A, also from one pair of tiles to the next.
 template <DataType kDataType, int kTilesM, int kTilesN>
 __device__ __forceinline__ void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
@@ -113,17 +113,16 @@ __device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4
     }
 }
 
-// Both operands from shared memory, for the backward pass, where a warp has some of the columns only: it takes blocks of
-// 16, kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB.
-// sA [kTilesM * 16, kDepth] at ldmatrix_lane, or transposed [kDepth, kTilesM * 16] at ldmatrix_lane_b.
-// sB [kDepth, kTilesN * 8] at ldmatrix_lane.
-template <DataType kDataType, bool kTransposeA, int kDepth, int kColumnStep, int kFirstColumn = 0, int kTilesM,
+// Both operands from shared memory, for the backward pass, where a warp has some of the columns only: it takes blocks
+// of 16, kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB. sA [kTilesM * 16, kSumK]
+// at ldmatrix_lane, or transposed [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB [kSumK, kTilesN * 8] at ldmatrix_lane.
+template <DataType kDataType, bool kTransposeA, int kSumK, int kColumnStep, int kFirstColumn = 0, int kTilesM,
           int kTilesN, int kColumnsA, int kColumnsB>
 __device__ __forceinline__ void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,
                                                 const SwizzledBlocks<kColumnsB>& sB) {
     static_assert(kTilesN % 2 == 0, "B comes in blocks of two tiles");
 #pragma unroll
-    for (int k = 0; k < kDepth; k += kMmaK) {
+    for (int k = 0; k < kSumK; k += kMmaK) {
         uint32_t rA[kTilesM][4];
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {

@@ -1,5 +1,5 @@
-// From Sᵀ = K·Qᵀ to Pᵀ, and from Pᵀ and dPᵀ = V·dOᵀ to dSᵀ, on the accumulators of a warp whose rows are keys: Pᵀ is then
-// the operand A of dV = Pᵀ·dO as it stands in registers. Scores are only scaled, and masked by a window.
+// From Sᵀ = K·Qᵀ to Pᵀ, and from Pᵀ and dPᵀ = V·dOᵀ to dSᵀ, on the accumulators of a warp whose rows are keys: Pᵀ is
+// then the operand A of dV = Pᵀ·dO as it stands in registers. Scores are only scaled, and masked by a window.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace fastattn {
 
-// What the workspace holds for kRows query rows of one head, in shared memory, as accumulators need it: the columns of a
-// lane are neighbouring rows, the same two in both halves.
+// What the workspace holds for kRows query rows of one head, in shared memory, as accumulators need it: the columns of
+// a lane are neighbouring rows, the same two in both halves.
 template <int kRows>
 struct alignas(16) ColumnTerms {
     float4 minus_delta[kRows / 2];  // of two rows, and once more: the C of a product
     float minus_shift_log2[kRows];
 };
 
-// A thread's one number of these terms, of each tile: it is on its way in a register while the tile before is in use. A
-// row that does not exist has 0 throughout, as in Q and dO: its P is 1, its dS is 1 · (0 - 0), and what it adds is 0.
+// Loads a thread's one number of these terms for each tile, into a register while the tile before is in use. A row that
+// does not exist has 0 throughout, as in Q and dO: its P is 1, its dS is 1 · (0 - 0), and what it adds is 0.
 template <int kRows>
 struct ColumnTermsLoader {
     static constexpr int kThreads = 2 * kRows;
@@ -60,8 +60,8 @@ struct ColumnTermsLoader {
     __device__ __forceinline__ static int own_row() { return threadIdx.x % kRows; }
 };
 
-// What the rows of a tile see of its keys: row r sees key k < num_keys if first <= k - r <= last. Rows that do not exist
-// may see any: they add 0.
+// What the rows of a tile see of its keys: row r sees key k < num_keys if first <= k - r <= last. Rows that do not
+// exist may see any: they add 0.
 struct KeyBand {
     static constexpr int32_t kNone = -(1 << 20);  // less than any distance in a tile
 
@@ -80,7 +80,7 @@ struct KeyBand {
     }
 };
 
-// Of one tile, [kTilesM * 16 keys, kTilesN * 8 rows] for a warp. Row terms are those from the warp's first row on.
+// The scores of a warp's tile, [kTilesM * 16 keys, kTilesN * 8 rows]. Row terms begin with the warp's first row.
 template <int kTilesM, int kTilesN>
 struct TransposedScores {
     using Accumulators = float[kTilesM][kTilesN][4];

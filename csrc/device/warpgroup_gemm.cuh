@@ -1,4 +1,4 @@
-// The products of attention, as one warpgroup computes its 64 rows of them. They are started here, and run on.
+// The products of attention, of which one warpgroup computes 64 rows. The functions start them, and they run on.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,16 @@ namespace fastattn {
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kWarpgroupM = 64;
 
-// Where wgmma finds an operand in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides count 16 bytes.
+// Where wgmma finds an operand in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides count 16
+// bytes.
 struct OperandDescriptor {
     uint32_t low;  // address, and from bit 16 on the stride between blocks
 
     // K contiguous: a block holds 64 or 32 of K, and products reach no further.
-    __device__ __forceinline__ static OperandDescriptor of_rows(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
+    __device__ __forceinline__ static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
 
     // N contiguous: a block holds 64 or 32 of N, and the next ones are in the next block.
-    __device__ __forceinline__ static OperandDescriptor of_columns(uint32_t shared, uint32_t block_bytes) {
+    __device__ __forceinline__ static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
@@ -35,7 +36,7 @@ struct OperandDescriptor {
     }
 };
 
-// The sums of one row of m16 tiles as wgmma counts them.
+// A row of m16 tiles as the flat array that wgmma takes.
 template <int kTiles>
 __device__ __forceinline__ float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
@@ -47,12 +48,12 @@ __device__ __forceinline__ uint64_t at_column(OperandDescriptor rows, int column
                                     column % Tile::kBlockColumns * 2);
 }
 
-// rC = A · Bᵀ over kDepth columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
-template <DataType kDataType, int kDepth, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
+// rC = A · Bᵀ over kSumK columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
+template <DataType kDataType, int kSumK, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
 __device__ __forceinline__ void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
                                                 OperandDescriptor sB) {
 #pragma unroll
-    for (int k = 0; k < kDepth / kMmaK; ++k) {
+    for (int k = 0; k < kSumK / kMmaK; ++k) {
         ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss(flat(rC), at_column<TileA>(sA, k * kMmaK),
                                                    at_column<TileB>(sB, k * kMmaK), kAdds || k > 0);
     }
@@ -65,15 +66,15 @@ __device__ __forceinline__ void start_gemm_qk(float (&rS)[1][kTilesN][4], Operan
                                                                                                              sK);
 }
 
-// rC = Aᵀ · B over kDepth rows. sA: 64 columns, a block of a TmaTile; sB: 8 * kTilesN columns of one.
-template <DataType kDataType, int kDepth, int kTilesN>
+// rC = Aᵀ · B over kSumK rows. sA: 64 columns, a block of a TmaTile; sB: 8 * kTilesN columns of one.
+template <DataType kDataType, int kSumK, int kTilesN>
 __device__ __forceinline__ void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
                                                    OperandDescriptor sB) {
-    using TileB = TmaTile<kDepth, kTilesN * kMmaN>;
+    using TileB = TmaTile<kSumK, kTilesN * kMmaN>;
     static_assert(TileB::kBlockColumns == kWarpgroupM, "blocks of A and B are alike");
     constexpr int kStepBytes = kMmaK * TileB::kRowBytes;
 #pragma unroll
-    for (int k = 0; k < kDepth / kMmaK; ++k) {
+    for (int k = 0; k < kSumK / kMmaK; ++k) {
         ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss_columns(flat(rC), sA.at(k * kStepBytes), sB.at(k * kStepBytes),
                                                            k > 0);
     }

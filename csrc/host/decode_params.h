@@ -8,17 +8,17 @@
 
 namespace fastattn {
 
-// What a cache holds: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits times its scale
-// is what it stands for.
+// What a cache holds: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits times
+// its scale is what it stands for.
 enum class CacheFormat : int32_t { k16Bit, kInt8, kFp8 };
 
 constexpr bool is_8bit(CacheFormat format) {
     return format != CacheFormat::k16Bit;
 }
 
-// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of 8-bit ones. A contiguous
-// cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView. Blocks and rows are
-// looked up at every step: their strides have 32 bits, so that an address is two products.
+// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of 8-bit ones. A
+// contiguous cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView. Blocks
+// and rows are looked up at every step: their strides have 32 bits, so that an address is two products.
 struct CacheView {
     void* data;
     int32_t head_dim;
@@ -31,7 +31,7 @@ struct CacheView {
 };
 
 // Where the tokens of a sequence lie. Neither lengths nor tables are trusted: see decode/cache_tokens.cuh.
-struct CachePlaces {
+struct CacheLayout {
     int32_t num_blocks, block_rows;
     Divisor by_block_rows;
     const int32_t* block_table;  // [batch, max_pages], or null: contiguous
@@ -46,23 +46,23 @@ struct SequenceShape {
     int32_t window_left;  // as in ScoreParams
 };
 
-// Which of a sequence's last num_queries tokens each query sees: bytes [batch, num_queries, num_queries], 0 or 1. Null: what the
-// window says.
+// Which of a sequence's last num_queries tokens each query sees: bytes [batch, num_queries, num_queries], 0 or 1. Null:
+// what the window says.
 struct TreeMaskView {
     const uint8_t* data;
     int64_t batch_stride, query_stride, token_stride;
 };
 
-// How the keys of all sequences are dealt to CTAs: see decode/split_plan.h.
-struct SplitPlan {
+// Which keys of all sequences each CTA takes: see scheduler/decode_splits.h.
+struct SplitSchedule {
     int32_t num_ctas;
     int32_t tiles_per_sequence;  // KV heads times tiles of rows
-    int32_t splits_per_tile;     // > 0: a tile has at most so many spans
-    int32_t blocks_per_span;     // else a span has so many blocks of keys
-    int32_t min_spans_per_cta;   // but see spans_per_cta()
+    int32_t splits_per_tile;     // > 0: a tile has at most so many splits
+    int32_t blocks_per_split;    // else a split has so many blocks of keys
+    int32_t min_splits_per_cta;  // but see splits_per_cta()
     int64_t num_tiles;           // of all sequences
-    bool spans_are_parts;        // each span becomes a part of its own; else all that a CTA has of a tile is one part
-    int32_t slots_per_cta;       // of the workspace
+    bool splits_are_partials;    // each split leaves a partial; else all splits that a CTA has of a tile leave one
+    int32_t slots_per_cta;       // workspace slots
 };
 
 // cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row turn.
@@ -74,8 +74,8 @@ struct RotaryParams {
     bool interleaved;
 };
 
-// Where appended tokens go: token i to the slot that data[i * stride] names, row slot % page_size of page slot / page_size.
-// Neither is trusted: a slot that does not exist drops its token, as a negative one does.
+// Where appended tokens go: token i to the slot that data[i * stride] names, row slot % page_size of page slot /
+// page_size. Neither is trusted: a slot that does not exist drops its token, as a negative one does.
 struct SlotsView {
     const void* data;
     bool is_int64;  // else int32
@@ -95,7 +95,7 @@ struct AppendParams {
 // decode/dequantize_sm80.cuh.
 struct DequantizeCacheParams {
     CacheView k_cache, v_cache;
-    CachePlaces places;
+    CacheLayout layout;
     const int32_t* seqlens;   // [B]
     uint16_t *k_out, *v_out;  // [B * blocks_per_sequence, kv_heads, block_rows, D or Dv], contiguous
     int32_t batch, kv_heads, blocks_per_sequence, capacity;
@@ -107,7 +107,7 @@ struct DecodeParams {
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
     RowsView lse;                     // [B, Hq, Sq], natural logarithm
     CacheView k_cache, v_cache;
-    CachePlaces places;
+    CacheLayout layout;
     const int32_t* cache_seqlens;            // [B]
     HeadsView<const uint16_t> k_new, v_new;  // [B, Hkv, num_new, D or Dv]
     RotaryParams rotary;
@@ -115,8 +115,9 @@ struct DecodeParams {
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
     ScoreParams scores;                  // without bias and dropout; beside a tree mask also without window and ALiBi
     TreeMaskView tree_mask;
-    SplitPlan plan;
-    PartWorkspace parts;  // num_slots() and num_counters() of decode/split_plan.h; null too where no tile has rows
+    SplitSchedule schedule;
+    PartialWorkspace
+        partials;  // num_slots() and num_counters() of scheduler/decode_splits.h; also null where no tile has rows
 };
 
 }  // namespace fastattn

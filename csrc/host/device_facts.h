@@ -32,8 +32,8 @@ inline DeviceFacts look_up_device_facts(int device) {
             attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
 }
 
-// Of the current device. Facts of the first devices are kept for the life of the process; those of others are asked each
-// time. Any thread may call it.
+// Returns the facts of the current device. Facts of the first devices are kept for the life of the process; those of
+// others are asked each time. Any thread may call it.
 inline DeviceFacts device_facts() {
     constexpr int kRememberedDevices = 16;
     static std::array<std::atomic<const DeviceFacts*>, kRememberedDevices> known{};

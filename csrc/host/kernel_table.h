@@ -1,5 +1,5 @@
-// The kernels of this library, as the host finds and starts them. Every instance (a .cu file, compiled for one combination
-// of values in instances.json) adds a row to its kernel's table when the library is loaded.
+// The kernels of this library, as the host finds and starts them. Every instance (a .cu file, compiled for one
+// combination of values in instances.json) adds a row to its kernel's table when the library is loaded.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace fastattn {
 
-// Of one step of a CTA, and how many CTAs an SM is to hold. What a kernel does not have is 0.
+// The tile of a CTA's step, and how many CTAs an SM is to hold; 0 for what a kernel does not have.
 struct TileFacts {
     int32_t block_m, block_n, block_k, num_warps, ctas_per_sm;
 };
@@ -137,8 +137,8 @@ class KernelTable {
                                  '.' + std::to_string(compute_capability % 10));
     }
 
-    // Calls function(row) with the rows among which a planner chooses for a GPU, by architecture, the newest first, and by
-    // size.
+    // Calls function(row) with the rows among which a planner chooses for a GPU, by architecture, the newest first, and
+    // by size.
     template <typename Function>
     void for_each_row(int32_t compute_capability, DataType dtype, bool variant, Function&& function) {
         for (Row& row : rows_) {
@@ -174,8 +174,8 @@ struct Registration {
     }
 };
 
-// Likewise of a source that is compiled once for both dtypes: of each translation unit, headers alone take seconds. Calls
-// add(std::integral_constant<DataType, …>) for each dtype.
+// Likewise of a source that is compiled once for both dtypes: of each translation unit, headers alone take seconds.
+// Calls add(std::integral_constant<DataType, …>) for each dtype.
 struct Registrations {
     template <typename Add>
     explicit Registrations(Add&& add) {

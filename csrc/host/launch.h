@@ -1,4 +1,4 @@
-// Starting a kernel, with errors that say which one, with what, and where.
+// Launches kernels. Errors name the kernel, its grid and its shared memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,8 +29,8 @@ class LaunchedKernel {
 
     const std::string& name() const { return name_; }
 
-    // Starts function(params) on the stream. Nothing is synchronised: errors of the run itself surface later. Any thread
-    // may call it.
+    // Starts function(params) on the stream. Nothing is synchronised: errors of the run itself surface later. Any
+    // thread may call it.
     template <typename Params>
     void launch(void (*function)(Params), const Launch& launch, const Params& params, Stream stream) {
         constexpr int64_t kMaxCtas = 0x7fffffff;
@@ -58,8 +58,8 @@ class LaunchedKernel {
     static constexpr size_t kSharedBytesByDefault = 48 << 10;  // a kernel that needs more has to ask for it
     static constexpr int kRememberedDevices = 16;              // on others the kernel asks at every launch
 
-    // Asks once per device: what a kernel needs above kSharedBytesByDefault is the same at every launch. Threads that come
-    // at the same time may both ask.
+    // Asks once per device: what a kernel needs above kSharedBytesByDefault is the same at every launch. Threads that
+    // come at the same time may both ask.
     void allow_shared_memory(const void* address, const Launch& launch) {
         int device = 0;
         check(launch, cudaGetDevice(&device));

@@ -19,8 +19,8 @@ inline const char* to_string(DataType dtype) {
 }
 
 // [batch, heads, rows, head_dim] of 16-bit elements. The last dim is contiguous; the base and every other dim's stride
-// are multiples of 16 bytes, so that rows can be copied 16 bytes at a time. Rows do not overlap. Heads, or the batch, may
-// be the same memory, with a stride of 0.
+// are multiples of 16 bytes, so that rows can be copied 16 bytes at a time. Rows do not overlap. Heads, or the batch,
+// may be the same memory, with a stride of 0.
 template <typename Element>
 struct HeadsView {
     Element* data;
@@ -72,16 +72,17 @@ struct PagedParams {
     PageStrides key, value;
 };
 
-// Parts of tiles whose keys several CTAs share, in slots: values [slots, rows of a tile, Dv], and maximum and sum of
-// each row [slots, rows of a tile, 2]; see device/part_tree.h. arrivals: kMergeSteps counters for each CTA, see
-// device/arrivals.cuh. All are null where no tile can be shared.
-struct PartWorkspace {
+// The workspace slots of partials: values [slots, rows of a tile, Dv], and maximum and sum of each row [slots, rows of
+// a tile, 2]; see scheduler/partial_tree.h. arrivals: kCombineRounds counters for each CTA, see scheduler/arrivals.cuh.
+// All are null where no tile can be split.
+struct PartialWorkspace {
     float *values, *sums;
     uint64_t* arrivals;
-    uint64_t token;
+    uint64_t launch_id;
 };
 
-// Where the first row, key and head of a call stand in a larger one, of which it is a block: dropout draws by places there.
+// Where the first row, key and head of a call stand in a larger one, of which it is a block: dropout draws by positions
+// there.
 struct DropoutOrigin {
     uint32_t row, key, head;  // key % 4 == 0
 };
@@ -112,16 +113,16 @@ struct AttentionForwardParams {
     HeadsView<const uint16_t> key;    // [B, Hkv, Sk, D]
     HeadsView<const uint16_t> value;  // [B, Hkv, Sk, Dv]
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
-    HeadsView<float> exact_out;       // the same in fp32, written in its place where data is not null
+    HeadsView<float> exact_out;       // the same in fp32, written instead where data is not null
     RowsView lse;                     // [B, Hq, Sq], natural logarithm
     float* max_logits;                // [Hq], -inf before the launch; or null: nobody wants the largest scores
     PackedParams packed;
     ScoreParams scores;
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
-    int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see attention/tile_order.h
+    int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see scheduler/work_tile.h
     PagedParams paged;        // for the kernels that take pages
-    // Null: no CTAs share the keys of a tile. Else how many run at a time. See attention/key_shares.h.
-    PartWorkspace parts;
+    // Null where no tile is split; resident_ctas: how many CTAs run at a time. See scheduler/key_splits.h.
+    PartialWorkspace partials;
     int32_t resident_ctas;
 };
 
@@ -138,9 +139,9 @@ struct SlopesGradientView {
     int32_t batch;
 };
 
-// What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of dQ's
-// sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that do not
-// exist have shift +inf and delta 0. For the kernels with options: shift itself, -delta and log2_sum.
+// What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of
+// dQ's sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that
+// do not exist have shift +inf and delta 0. For the kernels with options: shift itself, -delta and log2_sum.
 struct RowTermsView {
     float* data;  // null: nobody wants it
     int32_t block_m;
@@ -152,11 +153,11 @@ inline constexpr int kMostRowsInBlock = 128;
 
 inline constexpr int kSlopesBlockM = 64;
 
-// How CTAs share the query rows of a tile of keys: from tile first_tile on, query heads are divided into of_heads parts, and
-// the rows of each into up to of_rows. See attention/row_shares.h.
-struct RowShares {
+// The splits of a tile of keys: from tile first_tile on, over_heads over the query heads, times up to over_rows over
+// the query rows. See scheduler/row_splits.h.
+struct RowSplits {
     uint32_t first_tile;
-    int32_t of_heads, of_rows;
+    int32_t over_heads, over_rows;
 };
 
 // attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
@@ -165,7 +166,7 @@ struct RowShares {
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;
-    HeadsView<float> sum_query, sum_key, sum_value;  // what gradients are added to in their place; or data is null
+    HeadsView<float> sum_query, sum_key, sum_value;  // gradients are added to these instead, unless data is null
     RowsView lse;                                    // of the forward pass
     RowsView grad_lse;                               // data is null where nobody used the lse
     // Workspace, one number for each query row, laid out like lse. A probability is
@@ -174,16 +175,16 @@ struct AttentionBackwardParams {
     RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
     // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
     float* query_sums;
-    // Counters, 0 before the kernel key_value. turns: of those who have added to each tile of rows of a head, which are CTAs, or
-    // those who add in them; null: dQ is added up in any order. num_claimed: of the tiles of keys that CTAs have taken;
-    // those that wait for turns, and Hopper's, take them so.
-    int32_t *turns, *num_claimed;
-    RowTermsView row_terms;  // for the kernels for Hopper, as is what follows
-    // Workspace of dK and dV of tiles that CTAs share, and beside turns how many of these have added theirs: see
-    // attention/query_gradient.h. Both zeros before the kernel key_value.
-    RowShares shares;
+    // Counters, 0 before the kernel key_value. semaphores: one for each tile of rows of a head
+    // (scheduler/semaphore.cuh); null: dQ is added up in any order. num_claimed: how many tiles of keys CTAs have
+    // claimed; used with semaphores, and by Hopper's kernels.
+    int32_t *semaphores, *num_claimed;
+    RowTermsView row_terms;  // for the kernels for Hopper, as all up to `packed`
+    // Workspace of dK and dV of split tiles (attention/query_gradient.h), and their semaphores. Both zeros before the
+    // kernel key_value.
+    RowSplits row_splits;
     float* key_sums;
-    int32_t* key_turns;
+    int32_t* key_semaphores;
     PackedParams packed;
     ScoreParams scores;
     BiasGradientView grad_bias;      // data is null where nobody wants it
@@ -191,7 +192,7 @@ struct AttentionBackwardParams {
     // Workspace of grad_slopes, [tiles of kSlopesBlockM rows, heads], numbered as in attention/query_gradient.h.
     float* slope_sums;
     float* grad_sinks;        // [heads], or null
-    int32_t heads_per_group;  // key heads whose tiles are scheduled side by side, see attention/tile_order.h
+    int32_t heads_per_group;  // key heads whose tiles are scheduled side by side, see scheduler/work_tile.h
 };
 
 }  // namespace fastattn

@@ -40,15 +40,15 @@ inline auto* encode_tiled_function() {
     return function;
 }
 
-// A dimension's stride as the driver is told it. Where there is one element it means nothing, but may have to be as long
-// as what the dimension spans: inner_bytes, a multiple of 16.
+// A dimension's stride as the driver is told it. Where there is one element it means nothing, but may have to be as
+// long as what the dimension spans: inner_bytes, a multiple of 16.
 inline cuuint64_t map_stride(cuuint64_t size, int64_t bytes, int64_t inner_bytes) {
     constexpr int64_t kMostBytes = (int64_t{1} << 40) - 16;
     return static_cast<cuuint64_t>(size > 1 ? bytes : std::min(inner_bytes, kMostBytes));
 }
 
-// Of a matrix [rows, columns] with contiguous rows, in boxes of box_columns by box_rows. A row of a box is 128 bytes, or 64,
-// and swizzled in that length.
+// A tensor map of a matrix [rows, columns] with contiguous rows, in boxes of box_columns by box_rows. A row of a box is
+// 128 bytes, or 64, and swizzled in that length.
 struct MatrixMap {
     CUtensorMap encoded;  // aligned to 64 bytes
 };
@@ -81,8 +81,8 @@ inline MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t row
     return map;
 }
 
-// Rows of packed sequences count over the whole tensor: `rows` is how many of them there are. Rows do not overlap, and the
-// heads of a group are not the same memory: no document says that the driver takes a stride of 0.
+// Rows of packed sequences count over the whole tensor: `rows` is how many of them there are. Rows do not overlap, and
+// the heads of a group are not the same memory: no document says that the driver takes a stride of 0.
 inline TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                             int32_t box_columns, DataType dtype) {
     TensorMap map{};

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "device/arrivals.cuh"
 #include "device/fragment.cuh"
 #include "int8_matmul/int8_matmul.h"
-#include "int8_matmul/work.h"
+#include "scheduler/arrivals.cuh"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
@@ -85,7 +85,8 @@ __device__ __forceinline__ void store_elements(uint16_t* elements, const float (
     }
 }
 
-// Sums of a thread: of four neighbouring elements of the result or, of SwiGLU, of their gates; and then also of the ups.
+// Sums of a thread: of four neighbouring elements of the result or, of SwiGLU, of their gates; and then also of the
+// ups.
 struct ChunkSums {
     float4 first, up;
 };
@@ -133,7 +134,7 @@ __device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, c
     static_assert(kThreads % kMaxChunks == 0, "a pass must take whole rows");
     const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
     const int tile_column = threadIdx.x % chunks_per_row * kEpilogueColumns;
-    const int32_t first_row = position.token_tile * kRows, column = position.output_tile * columns + tile_column;
+    const int32_t first_row = position.m_tile * kRows, column = position.n_tile * columns + tile_column;
     if (column >= epilogue.out.columns) return;
     const int rows_here = min(kRows, epilogue.out.rows - first_row);
 #pragma unroll 1
@@ -169,19 +170,19 @@ struct OwnSums {
     }
 
     // In a tile of the workspace neighbouring threads have neighbouring chunks.
-    __device__ __forceinline__ float4& part(float* slot, int pass) const {
+    __device__ __forceinline__ float4& partial(float* slot, int pass) const {
         return reinterpret_cast<float4*>(slot)[pass * kThreads + threadIdx.x];
     }
 };
 
-// Adds up what a tile's CTAs have left, in the order of the parts, so that bits repeat. This CTA's own part is in
-// shared memory, where the whole sum replaces it. Of kPassesAtOnce passes, as many parts are on their way at a time as
-// registers take, which are free of accumulators now: 36 chunks with the sums.
+// Adds up the partials of a tile in their order, so that bits repeat. This CTA's own partial is in shared memory, where
+// the whole sum replaces it. For kPassesAtOnce passes, as many partials are in flight at a time as registers take,
+// which are free of accumulators now: 36 chunks with the sums.
 template <int kPassesAtOnce, typename Own>
-__device__ __forceinline__ void add_parts_of_passes(const Own& own, float* slots, int64_t slot_elements,
-                                                    const SumParts& parts, int own_part) {
-    constexpr int kPartsAtOnce = std::min(16, 36 / kPassesAtOnce - 1);
-    static_assert(kPartsAtOnce > 0 && Own::kPasses % kPassesAtOnce == 0, "whole turns cover the tile exactly");
+__device__ __forceinline__ void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
+                                                       const SumPartials& partials, int own_partial) {
+    constexpr int kPartialsAtOnce = std::min(16, 36 / kPassesAtOnce - 1);
+    static_assert(kPartialsAtOnce > 0 && Own::kPasses % kPassesAtOnce == 0, "whole rounds cover the tile exactly");
 #pragma unroll 1
     for (int first_pass = 0; own.exists(first_pass); first_pass += kPassesAtOnce) {
         float4 sums[kPassesAtOnce] = {}, own_sums[kPassesAtOnce] = {};
@@ -190,27 +191,28 @@ __device__ __forceinline__ void add_parts_of_passes(const Own& own, float* slots
             if (own.exists(first_pass + i)) own_sums[i] = own.sums(first_pass + i);
         }
 #pragma unroll 1
-        for (int first_part = 0; first_part < parts.count; first_part += kPartsAtOnce) {
-            float4 more[kPartsAtOnce][kPassesAtOnce] = {};
+        for (int first_partial = 0; first_partial < partials.count; first_partial += kPartialsAtOnce) {
+            float4 more[kPartialsAtOnce][kPassesAtOnce] = {};
 #pragma unroll
-            for (int p = 0; p < kPartsAtOnce; ++p) {
-                const int part = first_part + p;
-                float* slot = slots + parts.slot(part) * slot_elements;
-                const bool is_there = part < parts.count && part != own_part;
+            for (int p = 0; p < kPartialsAtOnce; ++p) {
+                const int partial = first_partial + p;
+                float* slot = slots + partials.slot(partial) * slot_elements;
+                const bool is_there = partial < partials.count && partial != own_partial;
 #pragma unroll
                 for (int i = 0; i < kPassesAtOnce; ++i) {
                     const int pass = first_pass + i;
-                    if (is_there && own.exists(pass)) more[p][i] = __ldcg(&own.part(slot, pass));
+                    if (is_there && own.exists(pass)) more[p][i] = __ldcg(&own.partial(slot, pass));
                 }
             }
             __syncwarp();  // else nvcc starts five loads, and adds what they bring before it goes on
 #pragma unroll
-            for (int p = 0; p < kPartsAtOnce; ++p) {
-                const bool is_own = first_part + p == own_part;
+            for (int p = 0; p < kPartialsAtOnce; ++p) {
+                const bool is_own = first_partial + p == own_partial;
 #pragma unroll
                 for (int i = 0; i < kPassesAtOnce; ++i) {
-                    const float4 part = is_own ? own_sums[i] : more[p][i];
-                    sums[i] = {sums[i].x + part.x, sums[i].y + part.y, sums[i].z + part.z, sums[i].w + part.w};
+                    const float4 partial = is_own ? own_sums[i] : more[p][i];
+                    sums[i] = {sums[i].x + partial.x, sums[i].y + partial.y, sums[i].z + partial.z,
+                               sums[i].w + partial.w};
                 }
             }
         }
@@ -222,62 +224,61 @@ __device__ __forceinline__ void add_parts_of_passes(const Own& own, float* slots
 }
 
 template <typename Own>
-__device__ __forceinline__ void add_parts(const Own& own, float* slots, int64_t slot_elements, const SumParts& parts,
-                                          int own_part, int rows_here) {
+__device__ __forceinline__ void add_partials(const Own& own, float* slots, int64_t slot_elements,
+                                             const SumPartials& partials, int own_partial, int rows_here) {
     constexpr int kMostAtOnce = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;
     const auto add = [&](auto passes_at_once) {
-        add_parts_of_passes<passes_at_once.value>(own, slots, slot_elements, parts, own_part);
+        add_partials_of_passes<passes_at_once.value>(own, slots, slot_elements, partials, own_partial);
     };
-    if constexpr (kMostAtOnce <= 4) {  // few tokens, and often many parts
+    if constexpr (kMostAtOnce <= 4) {  // few rows, and often many partials
         if (rows_here <= Own::kRowsPerPass) return add(std::integral_constant<int, 1>{});
     }
     add(std::integral_constant<int, kMostAtOnce>{});
 }
 
-// Before a piece's steps, so that its trip to L2 is hidden: prepares finish_tile().
-__device__ __forceinline__ void open_tile(const MatmulEpilogue& epilogue, const MatmulWork& work) {
-    if (threadIdx.x == 0 && !is_whole(epilogue.plan, work)) {
+// Prepares finish_tile(). Called before the steps, which hide its trip to L2.
+__device__ __forceinline__ void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
+    if (threadIdx.x == 0 && !is_whole(epilogue.schedule, work)) {
         open_arrivals(epilogue.arrivals + work.tile, epilogue.token);
     }
 }
 
-// A CTA's part of a shared tile: true if it is the last, which then has the whole sums; the others leave theirs in the
-// workspace. A large tile is not left there where all others have arrived before, which is usual where ranges are long;
-// of few tokens, parts are of one length and a few KB, which cost less than the trip to ask.
+// Returns true for the last CTA of a split tile, which then has the whole sums; the others leave their partials in the
+// workspace. A large tile is not left there where all others have arrived before, which is usual where splits are long;
+// with few rows, splits have one length and partials a few KB, which cost less than the trip to ask.
 template <int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool collects_parts(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
-                                               int rows_here) {
+__device__ __forceinline__ bool collects_partials(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
+                                                  int rows_here) {
     constexpr int64_t kSlotElements = kRows * kColumns;
     constexpr bool kAsks = kRows > 16;
     const OwnSums<kRows, kColumns, kThreads> own(sSums, rows_here);
-    const SumParts parts = sum_parts(epilogue.plan, tile);
-    const int own_part = static_cast<int>(blockIdx.x) - parts.first_cta;
+    const SumPartials partials = sum_partials(epilogue.schedule, tile);
+    const int own_partial = static_cast<int>(blockIdx.x) - partials.first_cta;
     uint64_t* arrivals = epilogue.arrivals + tile;
     bool is_last = false;
     if constexpr (kAsks) {
-        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, parts.count);
+        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, partials.count);
         is_last = __syncthreads_or(is_last);
     }
     if (!is_last) {
-        float* slot = epilogue.partial + parts.slot(own_part) * kSlotElements;
-        for (int pass = 0; own.exists(pass); ++pass) own.part(slot, pass) = own.sums(pass);
-        __syncthreads();  // waits until every thread has stored its share of this part
-        is_last = threadIdx.x == 0 && arrives_last(arrivals, parts.count);
+        float* slot = epilogue.partial + partials.slot(own_partial) * kSlotElements;
+        for (int pass = 0; own.exists(pass); ++pass) own.partial(slot, pass) = own.sums(pass);
+        __syncthreads();  // waits until every thread has stored its sums
+        is_last = threadIdx.x == 0 && arrives_last(arrivals, partials.count);
         if (!__syncthreads_or(is_last)) return false;
     }
-    add_parts(own, epilogue.partial, kSlotElements, parts, own_part, rows_here);
+    add_partials(own, epilogue.partial, kSlotElements, partials, own_partial, rows_here);
     __syncthreads();  // waits for the whole tile: of SwiGLU a thread finishes what others have added up
     return true;
 }
 
-// A CTA's sums into the result, by the CTA that has the last of a tile's parts, and alone gets true. All threads are done
-// with sSums afterwards.
+// Writes a tile's result, in its last CTA, and returns true there alone. All threads are done with sSums afterwards.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWork& work) {
-    const TilePosition position = tile_position(epilogue.plan, work.tile);
-    const int rows_here = min(kRows, epilogue.out.rows - position.token_tile * kRows);
-    const bool is_complete = is_whole(epilogue.plan, work) ||
-                             collects_parts<kRows, kColumns, kThreads>(epilogue, sSums, work.tile, rows_here);
+__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
+    const TilePosition position = tile_position(epilogue.schedule, work.tile);
+    const int rows_here = min(kRows, epilogue.out.rows - position.m_tile * kRows);
+    const bool is_complete = is_whole(epilogue.schedule, work) ||
+                             collects_partials<kRows, kColumns, kThreads>(epilogue, sSums, work.tile, rows_here);
     if (is_complete) {
         for_own_chunks<kRows, kColumns, kThreads>(epilogue, sSums, position,
                                                   [&](const ChunkSums& sums, int64_t row, int32_t column) {

@@ -1,5 +1,5 @@
-// The range of 16-bit factors that scales become: they are divided by a power of two that follows the largest so far, as the
-// maximum of an online softmax does, and sums of products with them are in its units.
+// The range of 16-bit factors that scales become: they are divided by a power of two that follows the largest so far,
+// as the maximum of an online softmax does, and sums of products with them are in its units.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ struct FactorRange {
     __device__ __forceinline__ float to_factor() const { return inverse(divisor); }
     __device__ __forceinline__ bool holds(float largest) const { return largest < kEnd * divisor; }
 
-    // The largest becomes a factor from kEnd / 2 to kEnd. Gives by what the sums so far have to be multiplied.
+    // The largest becomes a factor from kEnd / 2 to kEnd. Returns by what the sums so far are multiplied.
     __device__ __forceinline__ float make_room(float largest) {
         const float before = divisor;
         divisor = __uint_as_float(__float_as_uint(largest) & 0x7f800000) * (2.0f / kEnd);
         return change(before, divisor);
     }
 
-    // Of sums, from one divisor to another.
+    // By what sums are multiplied when the divisor changes.
     __device__ __forceinline__ static float change(float before, float after) { return before * inverse(after); }
 
   private:
-    // Of a power of two: the exponent changes its sign.
+    // The inverse of a power of two: its exponent changes its sign.
     __device__ __forceinline__ static float inverse(float power) {
         return __uint_as_float((2 * 127 << 23) - __float_as_uint(power));
     }
@@ -37,7 +37,7 @@ __device__ __forceinline__ float largest_of(const float2& scales) {
     return fmaxf(fabsf(scales.x), fabsf(scales.y));
 }
 
-// Of numbers that are not negative: their bits are in the order of the floats.
+// The largest number of a warp's lanes. None is negative, so that their bits are in the order of the floats.
 __device__ __forceinline__ float largest_of_warp(float value) {
     return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
 }

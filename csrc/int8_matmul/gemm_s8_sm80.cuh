@@ -1,8 +1,8 @@
 // Matmul with int8 weights and int8 activations: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K] rounded
 // to int8 with a scale per token, and W = scale * int8[N, K] in its plain layout.
 //
-// As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ, one CTA computes kBlockN outputs of kBlockM tokens over
-// its share of K, CTAs that share a tile add up their parts at the end, and a step takes kBlockK of K. Here both
+// As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ, one CTA computes kBlockN columns and kBlockM rows of
+// the result over its split of K, the last CTA of a tile adds up the partials, and a step takes kBlockK of K. Here both
 // operands pass from shared memory to the tensor cores as they are: 16 int8 numbers are a row of ldmatrix's matrices.
 //
 //   cp.async      W of steps 0, 1, 2       | X of 0, 1, 2 |   3    |   4    |
@@ -10,10 +10,10 @@
 //
 // The tokens are quantised in the same launch, while the first weights come: few by every CTA for itself, which makes
 // the numbers of a step instead of copying them (tokens_of_cta.cuh), more once for all CTAs (quantize_tokens.cuh).
-// Sums are int32, exact up to kMaxInt8SumDepth of K. With scales per group along K, the sum of 32 or 64 k starts from
+// Sums are int32, exact up to kMaxInt8SumK of K. With scales per group along K, the sum of 32 or 64 k starts from
 // the bits of a float whose unit in the last place is 1: so the bits are those of that float plus the sum, and become
 // fp32 by one FADD, without a conversion.
-// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth;
+// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumK;
 // no SwiGLU, whose gates and ups would have to lie in one tile.
 #pragma once
 
@@ -36,7 +36,7 @@
 #include "int8_matmul/quantize_tokens.cuh"
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/tokens_of_cta.cuh"
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
@@ -76,32 +76,32 @@ struct alignas(128) Int8MatmulS8StorageSm80 {
     };
 };
 
-// A warp's place in the tile. Sums are int32, in the grid of warps that loads the fewest operands; of groups they are
-// fp32, and a warp has all tokens: with more outputs it would need more scales and operands at once, which spill.
+// A warp's position in the tile. Sums are int32, in the grid of warps that loads the fewest operands. With groups they
+// are fp32, and a warp has all of M: with more of N it would need more scales and operands at once, which spill.
 template <typename Config, typename Sum>
 struct S8Warp {
     static constexpr int kWarpsN = std::is_same_v<Sum, float> ? Config::kNumWarps : Config::kWarpsN;
     static constexpr int kWarpN = Config::kBlockN / kWarpsN;
     static constexpr int kWarpM = Config::kBlockM / (Config::kNumWarps / kWarpsN);
-    static constexpr int kTilesN = kWarpN / kMmaM;  // outputs are the MMA's M
-    static constexpr int kTilesM = kWarpM / kMmaN;  // tokens its N
+    static constexpr int kTilesN = kWarpN / kMmaM;  // N is the MMA's M
+    static constexpr int kTilesM = kWarpM / kMmaN;  // M is its N
     static_assert(kWarpN % kMmaM == 0 && kTilesM % 2 == 0, "a warp owns whole blocks of ldmatrix");
     using Sums = Sum[kTilesN][kTilesM][4];
 
-    int first_output, first_token, lane;
+    int first_n, first_m, lane;
 
     __device__ __forceinline__ S8Warp() : lane(threadIdx.x % kWarpSize) {
         const int warp = threadIdx.x / kWarpSize;
-        first_output = warp % kWarpsN * kWarpN;
-        first_token = warp / kWarpsN * kWarpM;
+        first_n = warp % kWarpsN * kWarpN;
+        first_m = warp / kWarpsN * kWarpM;
     }
 
-    // Of the tile, of register e of a fragment.
+    // The column of N and the row of M in the tile of register e of a fragment.
     __device__ __forceinline__ int output(int n, int e) const {
-        return first_output + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
+        return first_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
     }
     __device__ __forceinline__ int token(int m, int e) const {
-        return first_token + m * kMmaN + accumulator_column(lane) + e % 2;
+        return first_m + m * kMmaN + accumulator_column(lane) + e % 2;
     }
 };
 
@@ -125,13 +125,13 @@ struct S8Operands {
         }
     }
 
-    // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInTurns: two m
+    // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInPairs: two m
     // at a time. Otherwise nvcc starts many and may run out of registers.
-    template <bool kInTurns, typename Function>
+    template <bool kInPairs, typename Function>
     __device__ __forceinline__ void for_each_tile(Function&& function) const {
 #pragma unroll
         for (int m = 0; m < Warp::kTilesM; m += 2) {
-            if constexpr (kInTurns) __syncwarp();
+            if constexpr (kInPairs) __syncwarp();
             uint32_t rX[kBlocks][4];  // of two tiles
 #pragma unroll
             for (int k = 0; k < kBlocks; ++k) ptx::ldmatrix_m8n8_x4(rX[k], sX.address(m * kMmaN, (block + k) * kPairs));
@@ -157,8 +157,8 @@ template <int kBlocks, typename Config, typename Warp, typename Function>
 __device__ __forceinline__ void for_operands(const Int8MatmulS8StageSm80<Config>& stage, const Warp& warp,
                                              Function&& function) {
     using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
-    const Blocks sW = Blocks(stage.sW, ldmatrix_lane(warp.lane)).at_row(warp.first_output);
-    const Blocks sX = Blocks(stage.sX, ldmatrix_lane_b(warp.lane)).at_row(warp.first_token);
+    const Blocks sW = Blocks(stage.sW, ldmatrix_lane(warp.lane)).at_row(warp.first_n);
+    const Blocks sX = Blocks(stage.sX, ldmatrix_lane_b(warp.lane)).at_row(warp.first_m);
 #pragma unroll
     for (int block = 0; block < Config::kBlocksK; block += kBlocks) {
         function(S8Operands<Config, Warp, kBlocks>(sW, sX, block));
@@ -203,13 +203,13 @@ __device__ __forceinline__ void multiply_stage_of_groups(typename S8Warp<Config,
     });
 }
 
-// A warp's sums, times its outputs' scales (null: they have been multiplied) and its tokens', into its part of the
-// tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
+// Stores a warp's sums, times its weights' scales (null: they have been multiplied) and its tokens', to its elements of
+// the tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
 template <typename Config, typename Sum>
 __device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shared,
                                            const typename S8Warp<Config, Sum>::Sums& rY,
                                            const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride,
-                                           int32_t num_outputs) {
+                                           int32_t N) {
     using Warp = S8Warp<Config, Sum>;
 #pragma unroll
     for (int n = 0; n < Warp::kTilesN; ++n) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shar
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int output = warp.output(n, 2 * half);
-            if (gScale != nullptr && output < num_outputs) scale[half] = gScale[int64_t{output} * scale_stride];
+            if (gScale != nullptr && output < N) scale[half] = gScale[int64_t{output} * scale_stride];
         }
 #pragma unroll
         for (int m = 0; m < Warp::kTilesM; ++m) {
@@ -243,27 +243,27 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     auto& shared = *reinterpret_cast<Int8MatmulS8StorageSm80<Config>*>(shared_bytes);
 
     const Int8WeightView& weight = params.weight;
-    const int32_t num_tokens = params.input.rows, num_outputs = weight.rows, depth = weight.columns;
+    const int32_t M = params.input.rows, N = weight.rows, K = weight.columns;
     const auto own_work = [&] {  // computed where it is needed, instead of held in registers
-        return first_work(params.epilogue.plan, ptx::opaque(blockIdx.x));
+        return first_work_tile(params.epilogue.schedule, ptx::opaque(blockIdx.x));
     };
-    const MatmulWork work = own_work();
-    const TilePosition position = tile_position(params.epilogue.plan, work.tile);
-    const int32_t first_token = position.token_tile * kBlockM, first_output = position.output_tile * kBlockN;
+    const MatmulWorkTile work = own_work();
+    const TilePosition position = tile_position(params.epilogue.schedule, work.tile);
+    const int32_t first_m = position.m_tile * kBlockM, first_n = position.n_tile * kBlockN;
     const int thread = threadIdx.x;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
 
     // Producer: every thread copies its chunks of each step, and the scales of one output.
     const int64_t first_k = int64_t{work.begin_step} * kBlockK;
-    TileStream<S8Layout<kBlockK>, kBlockN, kNumThreads> stream_w(
-        weight.data + first_output * weight.row_stride + first_k, weight.row_stride, thread);
-    TileStream<S8Layout<kBlockK>, kBlockM, kNumThreads> stream_x(
-        params.quantized.data + int64_t{first_token} * depth + first_k, depth, thread);
-    const bool has_output = first_output + thread < num_outputs;
-    const float* gScale = weight.scale + int64_t{first_output + thread} * weight.groups;
+    TileStream<S8Layout<kBlockK>, kBlockN, kNumThreads> stream_w(weight.data + first_n * weight.row_stride + first_k,
+                                                                 weight.row_stride, thread);
+    TileStream<S8Layout<kBlockK>, kBlockM, kNumThreads> stream_x(params.quantized.data + int64_t{first_m} * K + first_k,
+                                                                 K, thread);
+    const bool has_output = first_n + thread < N;
+    const float* gScale = weight.scale + int64_t{first_n + thread} * weight.groups;
     const auto load_w = [&](int32_t step, int stage_idx) {
         auto& stage = shared.stages[stage_idx];
-        stream_w.load(shared_address(stage.sW), num_outputs - first_output, depth - step * kBlockK, kBlockK);
+        stream_w.load(shared_address(stage.sW), N - first_n, K - step * kBlockK, kBlockK);
         if (!is_grouped) return;
         const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
         for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     const auto load_x = [&](int32_t step, int stage_idx) {
         auto& sX = shared.stages[stage_idx].sX;
         if (has_own_tokens) return own_tokens.store(reinterpret_cast<char*>(sX));
-        stream_x.load(shared_address(sX), num_tokens - first_token, depth - step * kBlockK, kBlockK);
+        stream_x.load(shared_address(sX), M - first_m, K - step * kBlockK, kBlockK);
     };
     const auto load = [&](int32_t step, int stage_idx) {
         load_w(step, stage_idx);
@@ -294,13 +294,13 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
         for (auto& stage : shared.stages) own_tokens.clear(reinterpret_cast<char*>(stage.sX));
     } else {
         quantize_tokens<kDataType, kBlockM, kNumThreads>(params.input, params.quantized, shared.quantize);
-        wait_for_tokens<kBlockM, kNumThreads>(params.quantized, num_tokens, position.token_tile);
-        if (thread < std::min(kBlockM, num_tokens - first_token)) {
-            shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_token + thread);
+        wait_for_tokens<kBlockM, kNumThreads>(params.quantized, M, position.m_tile);
+        if (thread < std::min(kBlockM, M - first_m)) {
+            shared.sTokenScale[thread] = __ldcg(params.quantized.scale + first_m + thread);
         } else if (thread < kBlockM) {
             shared.sTokenScale[thread] = 0.0f;
         }
-        if (thread == 0) leave_queue<kBlockM, kNumThreads>(params.quantized, num_tokens);
+        if (thread == 0) leave_queue<kBlockM, kNumThreads>(params.quantized, M);
     }
     start_pipeline<kNumStages>(work.begin_step, work.end_step, load_x);
 
@@ -310,10 +310,10 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
         run_pipeline<kNumStages>(work.begin_step, work.end_step, load,
                                  [&](int32_t, int stage_idx) { multiply(rY, shared.stages[stage_idx], warp); });
         __syncthreads();  // waits until every warp has read the last stages, and for the tokens' scales
-        stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, num_outputs - first_output);
+        stage_sums<Config>(shared, rY, warp, gOutputScale, weight.scale_row_stride, N - first_n);
     };
     if (!is_grouped) {
-        const float* gOutputScale = weight.scale + int64_t{first_output} * weight.scale_row_stride;
+        const float* gOutputScale = weight.scale + int64_t{first_n} * weight.scale_row_stride;
         run_steps(int32_t{0}, gOutputScale,
                   [](auto& rY, const auto& stage, const auto& warp) { multiply_stage<Config>(rY, stage, warp); });
     } else if (weight.group_shift == 0) {
@@ -334,7 +334,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_s8_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
-    const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulS8StorageSm80<Config>)};
+    const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads,
+                        sizeof(Int8MatmulS8StorageSm80<Config>)};
     kernel.launch(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

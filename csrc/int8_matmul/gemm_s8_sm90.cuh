@@ -1,19 +1,19 @@
-// Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K]
-// rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh), and W = scale * int8[N, K]
-// in its plain layout.
+// Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M,
+// K] rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh), and W = scale *
+// int8[N, K] in its plain layout.
 //
-// As in gemm_sm90.cuh a team computes W · Xqᵀ, one tile of 256 outputs and kBlockM tokens after the other or its part of the
-// sums of one; one thread produces, and two warpgroups consume. Here both operands pass from shared memory to wgmma as they
-// are:
+// As in gemm_sm90.cuh a cluster computes W · Xqᵀ, one tile of 256 columns and kBlockM rows of the result after the
+// other, or its split of one; one thread produces, and two warpgroups consume. Here both operands pass from shared
+// memory to wgmma as they are:
 //
 //   ring, stages    full: its bytes have landed    empty: the consumers of both CTAs have multiplied it
 //   W, Xq  kStages  before its products            after them
 //
-// The products of two steps are in flight: while the tensor cores have those of one, the next are started.
-// Sums are int32, exact up to kMaxInt8SumDepth of K, so it is all the same how a tile is cut. With scales per group along K
-// the sums of each group are scaled and added in fp32, in a second set of accumulators; they have the tensor cores of the
-// other consumer meanwhile.
-// Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most kMaxInt8SumDepth; no SwiGLU.
+// The products of two steps are in flight: while the tensor cores have those of one, the next are started. Sums are
+// int32, exact up to kMaxInt8SumK of K, so it is all the same how a tile is cut. With scales per group along K the sums
+// of each group are scaled and added in fp32, in a second set of accumulators; they have the tensor cores of the other
+// consumer meanwhile. Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most kMaxInt8SumK; no
+// SwiGLU.
 #pragma once
 
 #include <cstdint>
@@ -21,46 +21,47 @@
 #include "device/ptx/setmaxnreg.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
-#include "int8_matmul/team_sm90.cuh"
+#include "int8_matmul/cluster_sm90.cuh"
 
 namespace fastattn {
 
 inline constexpr int kS8WgmmaK = 32;  // no group of scales is smaller
 
 template <typename Tile>
-struct S8TeamStorage : TeamStorage<Tile> {
+struct S8ClusterStorage : ClusterStorage<Tile> {
     float token_scales[Tile::kBlockM];
 };
 
-// One consumer's side of the ring: whose products it starts next, and which stage it releases next.
+// One consumer's side of the ring. ahead: the stage whose products it starts next; ring: the stage that it releases
+// next.
 template <typename Tile>
 struct S8Consumer {
     using Sums = int32_t[Tile::kBlockM / 2];
 
-    TeamStorage<Tile>& shared;
-    TeamConsumer place;
+    ClusterStorage<Tile>& shared;
+    ConsumerPosition position;
     Ring<Tile::kNumStages> ring, ahead;
 
-    __device__ __forceinline__ S8Consumer(TeamStorage<Tile>& shared, const TeamConsumer& place)
-        : shared(shared), place(place), ring(shared.ring), ahead(shared.ring) {}
+    __device__ __forceinline__ S8Consumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
+        : shared(shared), position(position), ring(shared.ring), ahead(shared.ring) {}
 
-    // rY += W · Xqᵀ over kDepth of a step from first_k on, or rY = W · Xqᵀ; runs on.
-    template <int kDepth, bool kAdds>
+    // rY += W · Xqᵀ over kSumK of a step from first_k on, or rY = W · Xqᵀ; the products run on.
+    template <int kSumK, bool kAdds>
     __device__ __forceinline__ void start(Sums& rY, int stage, int first_k = 0) const {
-        const int own_rows = place.warpgroup * kWarpgroupM * Tile::kBlockK;
-        const auto sX = OperandDescriptor::of_rows(shared.tokens(stage));
-        const auto sW = OperandDescriptor::of_rows(shared.tokens(stage) + TeamStorage<Tile>::kTokenBytes + own_rows);
+        const int own_rows = position.warpgroup * kWarpgroupM * Tile::kBlockK;
+        const auto sX = OperandDescriptor::k_major(shared.input(stage));
+        const auto sW = OperandDescriptor::k_major(shared.input(stage) + ClusterStorage<Tile>::kInputBytes + own_rows);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = first_k; k < first_k + kDepth; k += kS8WgmmaK) {
+        for (int k = first_k; k < first_k + kSumK; k += kS8WgmmaK) {
             ptx::WgmmaS8<Tile::kBlockM>::ss(rY, sW.at(k), sX.at(k), kAdds || k > first_k);
         }
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void release() { ring.release_to_cluster(place.lane, kTeamCtas); }
+    __device__ __forceinline__ void release() { ring.release_to_cluster(position.lane, kClusterSize); }
 
-    // rY += the products of a piece of work, which has a step at least.
+    // Adds the products of a work tile, which has a step at least, to rY.
     __device__ __forceinline__ void sum(Sums& rY, int32_t num_steps) {
         const auto start_next = [&] {
             ahead.wait_full();
@@ -79,8 +80,8 @@ struct S8Consumer {
         release();
     }
 
-    // The same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the thread's outputs;
-    // first_k counts from the first step. Scales of a step are loaded a step before.
+    // The same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the thread's
+    // columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     __device__ __forceinline__ void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
@@ -118,52 +119,52 @@ struct S8Consumer {
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>
 __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
-    int8_matmul_s8_sm90(const __grid_constant__ TeamParams params) {
+    int8_matmul_s8_sm90(const __grid_constant__ ClusterParams params) {
     using Tile = Int8MatmulS8TileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
-    auto& shared = *reinterpret_cast<S8TeamStorage<Tile>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<S8ClusterStorage<Tile>*>(shared_bytes);
     static_assert(sizeof(shared) <= 227 << 10, "sm_90");
     static_assert(kBlockM <= kConsumerThreads, "a thread copies each token's scale");
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
     const Int8WeightView& weight = params.matmul.weight;
-    const MatmulPlan& plan = epilogue.plan;
+    const MatmulSchedule& schedule = epilogue.schedule;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int rank = ptx::cluster_ctarank();
-    start_team(shared);
+    start_cluster(shared);
 
     // Producer.
     if (warpgroup == Tile::kNumConsumers) {
         ptx::setmaxnreg_dec<Tile::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
-            produce_for_team(shared, params, rank, Tile::kBlockK,
-                             [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
-                                 ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded, step * Tile::kBlockK,
-                                                              tile.output_tile * kCtaOutputs, landed);
-                             });
+            produce_for_cluster(shared, params, rank, Tile::kBlockK,
+                                [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
+                                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded,
+                                                                 step * Tile::kBlockK, tile.n_tile * kCtaN, landed);
+                                });
         }
-        wait_for_team();  // as below
+        wait_for_cluster();  // as below
         return;
     }
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    const TeamConsumer place{warpgroup, warp, lane, rank};
-    S8Consumer<Tile> consumer(shared, place);
-    MatmulWork work;
-    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
-         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
-        const CtaTile tile(plan, work, rank);
+    const ConsumerPosition position{warpgroup, warp, lane, rank};
+    S8Consumer<Tile> consumer(shared, position);
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
+         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+        const CtaTile tile(schedule, work, rank);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
-        const int32_t token = tile.token_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
+        const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
         float token_scale = 0.0f;
         if (threadIdx.x < kBlockM && token < epilogue.out.rows)
             token_scale = __ldg(params.matmul.quantized.scale + token);
-        const float* gScale[2];  // of the thread's outputs; of those that do not exist, any
+        const float* gScale[2];  // of the thread's columns of N; of those that do not exist, any
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int32_t row = min(tile.output_tile * kCtaOutputs + place.output(half), weight.rows - 1);
+            const int32_t row = min(tile.n_tile * kCtaN + position.output(half), weight.rows - 1);
             gScale[half] = weight.scale + int64_t{row} * weight.scale_row_stride;
         }
 
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
         const auto finish = [&](const auto& rY, float first_scale, float second_scale) {
             if (threadIdx.x < kBlockM)
                 shared.token_scales[threadIdx.x] = token_scale;  // visible after the first barrier
-            finish_piece<kDataType, Tile>(epilogue, shared, rY, work, place, [&](int half, int token, auto sum) {
+            finish_work_tile<kDataType, Tile>(epilogue, shared, rY, work, position, [&](int half, int token, auto sum) {
                 return static_cast<float>(sum) * (half == 0 ? first_scale : second_scale) * shared.token_scales[token];
             });
         };
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
                 const int32_t group = (begin_k + k) / kS8WgmmaK >> weight.group_shift;
                 return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;
             };
-            float rY[kBlockM / 2] = {};  // [64 outputs, kBlockM tokens] of the warpgroup
+            float rY[kBlockM / 2] = {};  // [64 of N, kBlockM] of the warpgroup
             if (weight.group_shift == 0) {
                 consumer.template sum_groups<32>(rY, num_steps, scale);
             } else if (weight.group_shift == 1) {
@@ -197,19 +198,19 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
             finish(rY, __ldg(gScale[0]), __ldg(gScale[1]));
         }
     }
-    wait_for_team();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
 }
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>
 void launch_int8_matmul_s8_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Tile = Int8MatmulS8TileSm90<kBlockM>;
     const Int8WeightView& weight = params.weight;
-    const TeamParams all_params{
-        params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kCtaOutputs, Tile::kBlockK),
+    const ClusterParams all_params{
+        params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kCtaN, Tile::kBlockK),
         matrix_map(params.quantized.data, 1, params.input.rows, params.input.columns, params.input.columns,
-                   kBlockM / kTeamCtas, Tile::kBlockK)};
-    launch_team<Tile, S8TeamStorage<Tile>>(kernel, int8_matmul_s8_sm90<kBlockM, kDataType, kIsGrouped>, all_params,
-                                           device_facts().num_sms, stream);
+                   kBlockM / kClusterSize, Tile::kBlockK)};
+    launch_clusters<Tile, S8ClusterStorage<Tile>>(kernel, int8_matmul_s8_sm90<kBlockM, kDataType, kIsGrouped>,
+                                                  all_params, device_facts().num_sms, stream);
 }
 
 }  // namespace fastattn

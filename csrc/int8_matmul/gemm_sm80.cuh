@@ -1,7 +1,7 @@
 // Matmul with int8 weights: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its plain layout.
 //
-// The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA, so that one token costs n = 8 and not
-// m = 16. One CTA computes kBlockN outputs of kBlockM tokens over its share of K. Each warp owns 32 of the outputs: it
+// The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA, so that one token costs n = 8 and not m =
+// 16. One CTA computes kBlockN columns and kBlockM rows of Y over its split of K. Each warp owns 32 of the columns: it
 // reads their int8 weights from shared memory, makes 16-bit floats of them in registers (device/dequantize.cuh), each
 // once, and multiplies them with all tokens.
 //
@@ -13,12 +13,12 @@
 // No packed copy of the weights is needed for that. The sum over k may take its terms in any order, as long as W and X
 // agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, two MMAs' worth. Copies take
 // 16 bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2; if they were packed with a bias of
-// 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come.
-// Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k.
-// SwiGLU takes 64 gates and the 64 ups of the same outputs into a tile; sums meet in the epilogue, when they are whole.
-// Tiles that do not fill the GPU are shared by CTAs, each with a part of K (work.h); the last of them to finish adds up
-// the parts. So the steps above are those of one piece of a CTA's work: then it may go on to another tile.
-// Preconditions: those of Int8WeightView and MatrixView. N and K may be any: copies end with a row, to the byte.
+// 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come. Scales per
+// tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k. SwiGLU takes 64 gates
+// and the 64 ups of the same columns of Y into a tile; sums meet in the epilogue, when they are whole. CTAs split K of
+// tiles that do not fill the GPU (stream_k.h); the last of them to finish adds up the partials. So the steps above are
+// those of one work tile: then a CTA may go on to another. Preconditions: those of Int8WeightView and MatrixView. N and
+// K may be any: copies end with a row, to the byte.
 #pragma once
 
 #include <string>
@@ -37,7 +37,7 @@
 #include "int8_matmul/epilogue.cuh"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
@@ -49,8 +49,8 @@ struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kHalfN = Tile::kBlockN / 2;  // of SwiGLU: gates, and then as many ups
     static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
-    static constexpr int kTilesN = kWarpN / kMmaM;         // outputs are the MMA's M
-    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
+    static constexpr int kTilesN = kWarpN / kMmaM;         // N is the MMA's M
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // M is its N
     static constexpr int kBlocksK = Tile::kBlockK / kDequantK;
     static_assert(kWarpN % kMmaM == 0 && Tile::kBlockM % kMmaN == 0, "a warp owns whole MMA tiles");
     static_assert(Tile::kBlockN == kNumThreads, "each thread copies the scales of one output");
@@ -96,10 +96,10 @@ struct alignas(128) Int8MatmulStorageSm80 {
         Int8MatmulStageSm80<Config> stages[Config::kNumStages];
         float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
     };
-    MatmulWork work;  // while registers are scarce
+    MatmulWorkTile work;  // while registers are scarce
 };
 
-// rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose outputs start at warp_n.
+// rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose columns of N start at warp_n.
 template <DataType kDataType, bool kGrouped, typename Config>
 __device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM][4],
                                                const Int8MatmulStageSm80<Config>& stage, int warp_n, int group_shift,
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Conf
     using Weights = WeightLayout<kBlockK>;
     using Tokens = TokenLayout<kBlockK>;
     const int row = accumulator_row(lane), quad_lane = lane % kLanesPerRow;
-    // Of the first 32 k; as the pattern is an exclusive or, so is moving by 32 k.
+    // Offsets of the first 32 k; as the pattern is an exclusive or, so is moving by 32 k.
     const uint32_t w_offset = Weights::offset(warp_n + row, quad_lane / 2) + quad_lane % 2 * 8;
     const uint32_t x_offset = Tokens::offset(row, quad_lane);
     const char* sW = reinterpret_cast<const char*>(stage.sW);
@@ -189,37 +189,37 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
     static_assert(has_room_for(kCtasPerSm, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
-    const int32_t num_tokens = params.input.rows, num_outputs = params.epilogue.out.columns, depth = weight.columns;
+    const int32_t M = params.input.rows, N = params.epilogue.out.columns, K = weight.columns;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
-    MatmulWork work = first_work(params.epilogue.plan, blockIdx.x);
-    do {  // a tile, and a part of its sum
-        const TilePosition position = tile_position(params.epilogue.plan, work.tile);
-        const int32_t first_token = position.token_tile * kBlockM;
-        const int32_t first_output = position.output_tile * params.epilogue.result_columns(kBlockN);
-        const int thread = ptx::opaque(threadIdx.x);  // nothing that comes of it is kept from piece to piece
+    MatmulWorkTile work = first_work_tile(params.epilogue.schedule, blockIdx.x);
+    do {  // a tile, or a split of it
+        const TilePosition position = tile_position(params.epilogue.schedule, work.tile);
+        const int32_t first_m = position.m_tile * kBlockM;
+        const int32_t first_n = position.n_tile * params.epilogue.result_columns(kBlockN);
+        const int thread = ptx::opaque(threadIdx.x);  // nothing that follows from it is kept from tile to tile
         const int warp_n = thread / kWarpSize * Config::kWarpN, lane = thread % kWarpSize;
-        float rY[kTilesN][kTilesM][4] = {};  // [32 outputs, kBlockM tokens]
+        float rY[kTilesN][kTilesM][4] = {};  // [32 of N, kBlockM]
         if (thread == 0) shared.work = work;
 
         // Producer: every thread copies its chunks of each step, and the scales of one output.
         const int64_t first_k = int64_t{work.begin_step} * kBlockK;
         TileStream<WeightLayout<kBlockK>, kHalfN, kNumThreads> load_w(
-            weight.data + first_output * weight.row_stride + first_k, weight.row_stride, thread);
+            weight.data + first_n * weight.row_stride + first_k, weight.row_stride, thread);
         TileStream<TokenLayout<kBlockK>, kBlockM, kNumThreads> load_x(
-            params.input.data + first_token * params.input.row_stride + first_k, params.input.row_stride * 2, thread);
+            params.input.data + first_m * params.input.row_stride + first_k, params.input.row_stride * 2, thread);
         const auto load = [&](int32_t step, int stage_idx) {
             auto& stage = shared.stages[stage_idx];
-            const int32_t left = depth - step * kBlockK;
-            const int32_t to_second = params.epilogue.is_gated() ? num_outputs : kHalfN;  // the first up
-            const int32_t first_row = ptx::opaque(first_output), second_row = first_row + to_second;
+            const int32_t left = K - step * kBlockK;
+            const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // the first up
+            const int32_t first_row = ptx::opaque(first_n), second_row = first_row + to_second;
             load_w.load_beside(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
                                to_second * weight.row_stride);
-            load_w.load(shared_address(stage.sW), num_outputs - first_row, left, kBlockK);
-            load_x.load(shared_address(stage.sX), num_tokens - first_token, left * 2, kBlockK * 2);
+            load_w.load(shared_address(stage.sW), N - first_row, left, kBlockK);
+            load_x.load(shared_address(stage.sX), M - first_m, left * 2, kBlockK * 2);
             if (!is_grouped) return;
             const bool is_second = thread >= kHalfN;
             const int32_t scale_row = (is_second ? second_row : first_row) + thread % kHalfN;
-            const bool has_output = scale_row < (is_second ? weight.rows : num_outputs);
+            const bool has_output = scale_row < (is_second ? weight.rows : N);
             const int32_t first_group = step * Config::kBlocksK >> weight.group_shift;
             const float* gScale = weight.scale + int64_t{scale_row} * weight.groups + first_group;
             for (int group = 0; group <= (Config::kBlocksK - 1) >> weight.group_shift; ++group) {
@@ -243,19 +243,20 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
             run_steps(std::false_type{});
         }
 
-        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring
+        // threads.
         __syncthreads();  // waits until every warp has read the last stages
         work = shared.work;
         stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
         __syncthreads();  // waits until every warp's sums are in the tile
         finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
-    } while (next_work(params.epilogue.plan, work));
+    } while (next_work_tile(params.epilogue.schedule, work));
 }
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
-    const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
+    const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
     kernel.launch(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

@@ -1,27 +1,27 @@
-// Matmul with int8 weights for Hopper: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its plain
-// layout.
+// Matmul with int8 weights for Hopper: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its
+// plain layout.
 //
-// The tile is computed transposed, W · Xᵀ, as on sm_80: weights are operand A of wgmma, from registers, and tokens operand
-// B, from shared memory. A team, the two CTAs of a cluster, stays on its SMs and computes one tile of 256 outputs and kBlockM
-// tokens after the other, or its part of the sums of one (team_work.h). In a CTA, one thread produces and two warpgroups
-// consume; a consumer has 64 outputs and all tokens:
+// The tile is computed transposed, W · Xᵀ, as on sm_80: weights are operand A of wgmma, from registers, and tokens
+// operand B, from shared memory. A cluster of two CTAs stays on its SMs and computes one tile of 256 columns and
+// kBlockM rows of Y after the other, or its split of one (stream_k.h). In a CTA, one thread produces and two warpgroups
+// consume; a consumer has 64 columns and all rows:
 //
 //   ring, stages    full: its bytes have landed       empty: the consumers of both CTAs have read it
 //   W, X  kStages   before W becomes 16-bit floats    after the products
 //
-// A step takes kBlockK of K. A consumer reads its weights of the next step and makes 16-bit floats of them while the tensor
-// cores work on this one; they have the products of the other consumer while it waits for its own:
+// A step takes kBlockK of K. A consumer reads its weights of the next step and makes 16-bit floats of them while the
+// tensor cores work on this one; they have the products of the other consumer while it waits for its own:
 //
 //   tensor cores   W0·X0ᵀ          | W1·X1ᵀ          | W2·X2ᵀ          |
 //   other units    | decode W1     | decode W2       | decode W3       |
 //
-// A lane of wgmma's operand A has elements {2t, 2t+1} of every 8 of K (t: its place among the four of a row), which are 2
-// bytes of a row: 16-bit loads fetch them from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2. If the weights'
-// bytes were stored permuted and with a bias of 128, PRMT and HFMA2 would remain; but those of a pair are shared by all
-// tokens of a tile, and every reader of weights would have to know a second layout.
-// Scales per tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 or 64 k, which are
-// a second set of accumulators.
-// Preconditions: those of Int8WeightView and MatrixView. N and K may be any: TMA reads zeros outside of a matrix.
+// A lane of wgmma's operand A has elements {2t, 2t+1} of every 8 of K (t: its index among the four of a row), which are
+// 2 bytes of a row: 16-bit loads fetch them from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2. If the
+// weights' bytes were stored permuted and with a bias of 128, PRMT and HFMA2 would remain; but those of a pair are
+// shared by all tokens of a tile, and every reader of weights would have to know a second layout. Scales per tensor or
+// channel multiply the finished sums. Per group along K they multiply the sums of 32 or 64 k, which are a second set of
+// accumulators. Preconditions: those of Int8WeightView and MatrixView. N and K may be any: TMA reads zeros outside of a
+// matrix.
 #pragma once
 
 #include <cstdint>
@@ -30,27 +30,28 @@
 #include "device/ptx/setmaxnreg.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
-#include "int8_matmul/team_sm90.cuh"
+#include "int8_matmul/cluster_sm90.cuh"
 
 namespace fastattn {
 
-// [rows, 64] int8 as TMA leaves it with the 64-byte swizzle: chunk c of row r stands where c ^ (r / 2 % 4) would. A warp reads
-// 2 bytes a lane, 8 of each of 8 rows, which are in different banks.
+// [rows, 64] int8 as TMA leaves it with the 64-byte swizzle: chunk c of row r stands where c ^ (r / 2 % 4) would. A
+// warp reads 2 bytes a lane, 8 of each of 8 rows, which are in different banks.
 struct WeightTileSm90 {
     static constexpr int kRowBytes = 64;
     static constexpr int kBoxRows = 64;
     static constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
-    // Of elements {2t, 2t+1} of the first 16 k. As the pattern is an exclusive or, so is moving by 16 k.
+    // The offset of elements {2t, 2t+1} of the first 16 k. As the pattern is an exclusive or, so is moving by 16 k.
     __device__ __forceinline__ static uint32_t offset(int row, int lane) {
         return row * kRowBytes + row / 2 % 4 * kChunkBytes + accumulator_column(lane);
     }
 };
 
-// Which row of W makes one of a CTA's 128 sums. Of SwiGLU the first 64 are gates, and the others the ups of the same outputs.
-__device__ __forceinline__ int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_output, int32_t output) {
+// The row of W that makes a column of the CTA's 128. With SwiGLU the first 64 are gates, and the others the ups of the
+// same columns of Y.
+__device__ __forceinline__ int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
     constexpr int32_t kHalf = WeightTileSm90::kBoxRows;
-    return first_output + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
+    return first_n + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
 }
 
 // sW: a step's weights; offset: of the lane's upper row.
@@ -75,8 +76,8 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
 
     uint32_t offset;
 
-    __device__ __forceinline__ WeightConsumer(TeamStorage<Tile>& shared, const TeamConsumer& place)
-        : Base(shared, place.lane), offset(WeightTileSm90::offset(place.output(0), place.lane)) {}
+    __device__ __forceinline__ WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
+        : Base(shared, position.lane), offset(WeightTileSm90::offset(position.output(0), position.lane)) {}
 
     // Waits until the next step's operands have landed.
     __device__ __forceinline__ void decode(StepWeights<Tile>& rW) const {
@@ -88,9 +89,9 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
 
-    // The same with a scale for each group of K: every product of kGroupK, 32 or 64, is multiplied by that of its group and
-    // then added. scale(half, first_k): that of one of the thread's outputs; first_k counts from the first step. Scales of a
-    // step are loaded a step before.
+    // The same with a scale for each group of K: every product of kGroupK, 32 or 64, is multiplied by that of its group
+    // and then added. scale(half, first_k): that of one of the thread's columns of N; first_k counts from the first
+    // step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     __device__ __forceinline__ void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
@@ -113,7 +114,7 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 float rGroup[Tile::kBlockM / 2];
-                start_products<kDataType, kGroupK, false, Tile>(rGroup, operands.rW, this->tokens(ring.stage),
+                start_products<kDataType, kGroupK, false, Tile>(rGroup, operands.rW, this->input(ring.stage),
                                                                 group * kGroupK);
                 if (group == 0) load_next();
                 ptx::wgmma_wait_group<0>();  // leaves none in flight
@@ -142,59 +143,59 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>
 __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
-    int8_matmul_sm90(const __grid_constant__ TeamParams params) {
+    int8_matmul_sm90(const __grid_constant__ ClusterParams params) {
     using Tile = Int8MatmulTileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
-    auto& shared = *reinterpret_cast<TeamStorage<Tile>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<ClusterStorage<Tile>*>(shared_bytes);
     static_assert(sizeof(shared) <= 227 << 10, "sm_90");
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
-    const MatmulPlan& plan = epilogue.plan;
+    const MatmulSchedule& schedule = epilogue.schedule;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int rank = ptx::cluster_ctarank();
-    start_team(shared);
+    start_cluster(shared);
 
     // Producer.
     if (warpgroup == Tile::kNumConsumers) {
         ptx::setmaxnreg_dec<Tile::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
-            produce_for_team(
+            produce_for_cluster(
                 shared, params, rank, Tile::kBlockK,
                 [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
-                    const int32_t first_output = tile.output_tile * epilogue.result_columns(kCtaOutputs);
+                    const int32_t first_n = tile.n_tile * epilogue.result_columns(kCtaN);
                     const int32_t to_second =
                         epilogue.is_gated() ? epilogue.out.columns : WeightTileSm90::kBoxRows;  // the ups
                     const int32_t first_k = step * Tile::kBlockK;
-                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded, first_k, first_output, landed);
+                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded, first_k, first_n, landed);
                     ptx::cp_async_bulk_tensor_2d(destination + WeightTileSm90::kBoxBytes, &params.weight.encoded,
-                                                 first_k, first_output + to_second, landed);
+                                                 first_k, first_n + to_second, landed);
                 });
         }
-        wait_for_team();  // as below
+        wait_for_cluster();  // as below
         return;
     }
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    const TeamConsumer place{warpgroup, warp, lane, rank};
-    WeightConsumer<kDataType, Tile> consumer(shared, place);
-    MatmulWork work;
-    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
-         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
-        float rY[kBlockM / 2];  // [64 outputs, kBlockM tokens] of the warpgroup
+    const ConsumerPosition position{warpgroup, warp, lane, rank};
+    WeightConsumer<kDataType, Tile> consumer(shared, position);
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
+         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+        float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
         for (float& sum : rY) sum = 0.0f;
         ptx::written_by_wgmma(rY);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         if constexpr (kIsGrouped) {
             const Int8WeightView& weight = params.matmul.weight;
-            const CtaTile tile(plan, work, rank);
-            const int32_t first_row = tile.output_tile * epilogue.result_columns(kCtaOutputs);
+            const CtaTile tile(schedule, work, rank);
+            const int32_t first_row = tile.n_tile * epilogue.result_columns(kCtaN);
             const float* gScale[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int32_t row = weight_row(epilogue, first_row, place.output(half));
+                const int32_t row = weight_row(epilogue, first_row, position.output(half));
                 gScale[half] = weight.scale + int64_t{min(row, weight.rows - 1)} * weight.groups;
             }
             const int32_t begin_k = work.begin_step * Tile::kBlockK;
@@ -212,23 +213,23 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         }
 
         // Epilogue.
-        finish_piece<kDataType>(epilogue, shared, rY, work, place,
-                                [](int, int, float sum) { return sum * Int8Decoding<kDataType>::kFactor; });
+        finish_work_tile<kDataType>(epilogue, shared, rY, work, position,
+                                    [](int, int, float sum) { return sum * Int8Decoding<kDataType>::kFactor; });
     }
-    wait_for_team();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
 }
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>
 void launch_int8_matmul_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Tile = Int8MatmulTileSm90<kBlockM>;
     const Int8WeightView& weight = params.weight;
-    const TeamParams all_params{params,
-                                matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride,
-                                           WeightTileSm90::kBoxRows, Tile::kBlockK),
-                                matrix_map(params.input.data, 2, params.input.rows, params.input.columns,
-                                           params.input.row_stride * 2, kBlockM / kTeamCtas, Tile::kBlockK)};
-    launch_team<Tile>(kernel, int8_matmul_sm90<kBlockM, kDataType, kIsGrouped>, all_params, device_facts().num_sms,
-                      stream);
+    const ClusterParams all_params{params,
+                                   matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride,
+                                              WeightTileSm90::kBoxRows, Tile::kBlockK),
+                                   matrix_map(params.input.data, 2, params.input.rows, params.input.columns,
+                                              params.input.row_stride * 2, kBlockM / kClusterSize, Tile::kBlockK)};
+    launch_clusters<Tile>(kernel, int8_matmul_sm90<kBlockM, kDataType, kIsGrouped>, all_params, device_facts().num_sms,
+                          stream);
 }
 
 }  // namespace fastattn

@@ -1,6 +1,6 @@
 // Input gradient of the matmul with int8 weights: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its plain layout.
 //
-// The tile is computed transposed, Wᵀ · dYᵀ. One CTA computes kBlockK columns of dX of kBlockM tokens over its share of
+// The tile is computed transposed, Wᵀ · dYᵀ. One CTA computes kBlockK columns and kBlockM rows of dX over its split of
 // N. Each warp owns 32 of the columns: ldmatrix.trans takes their int8 weights from shared memory as if two neighbours
 // were one element of 16 bits, so that a lane gets two columns at two n, which are neighbours in the sum. They become
 // 16-bit floats in registers (device/dequantize.cuh), each once. The pipeline is that of gemm_sm80.cuh.
@@ -30,7 +30,7 @@
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/token_sums.cuh"
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
@@ -39,8 +39,8 @@ struct Int8GradInputConfigSm80 : Int8GradInputTileSm80<kBlockM_> {
     using Tile = Int8GradInputTileSm80<kBlockM_>;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kWarpK = Tile::kBlockK / Tile::kNumWarps;
-    static constexpr int kTilesK = kWarpK / kMmaM;         // columns of dX are the MMA's M
-    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // tokens its N
+    static constexpr int kTilesK = kWarpK / kMmaM;         // K is the MMA's M
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // M is its N
     static constexpr int kSmallestGroup = Int8WeightView::kSmallestGroup;
     static constexpr int kMaxGroups = Tile::kBlockK / kSmallestGroup;
     static_assert(kWarpK == kSmallestGroup, "one ldmatrix takes a warp's columns, and they share a group");
@@ -176,14 +176,14 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     static_assert(has_room_for(kCtasPerSm, sizeof(shared)));
 
     const Int8WeightView& weight = params.weight;
-    const int32_t num_tokens = params.input.rows, num_columns = weight.columns, depth = weight.rows;
+    const int32_t M = params.input.rows, K = weight.columns, N = weight.rows;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
     const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // of the tile's
-    const MatmulPlan& plan = params.epilogue.plan;
-    MatmulWork work = first_work(plan, blockIdx.x);
-    do {  // a tile, and a part of its sum
-        const TilePosition position = tile_position(plan, work.tile);
-        const int32_t first_token = position.token_tile * kBlockM, first_column = position.output_tile * kBlockK;
+    const MatmulSchedule& schedule = params.epilogue.schedule;
+    MatmulWorkTile work = first_work_tile(schedule, blockIdx.x);
+    do {  // a tile, or a split of it
+        const TilePosition position = tile_position(schedule, work.tile);
+        const int32_t first_m = position.m_tile * kBlockM, first_column = position.n_tile * kBlockK;
         WarpFactors<kDataType> factors;
         float rX[kTilesK][kTilesM][4] = {};  // [32 columns, kBlockM tokens]
 
@@ -192,15 +192,14 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         TileStream<SwizzledLayout, kBlockN, kNumThreads> load_w(
             weight.data + first_n * weight.row_stride + first_column, weight.row_stride, threadIdx.x);
         TileStream<SwizzledLayout, kBlockM, kNumThreads> load_dy(
-            params.input.data + first_token * params.input.row_stride + first_n, params.input.row_stride * 2,
-            threadIdx.x);
+            params.input.data + first_m * params.input.row_stride + first_n, params.input.row_stride * 2, threadIdx.x);
         const int scale_n = threadIdx.x % kBlockN;
         const int32_t first_group = first_column / Config::kSmallestGroup >> weight.group_shift;
         const auto load = [&](int32_t step, int stage_idx) {
             auto& stage = shared.stages[stage_idx];
-            const int32_t left = depth - step * kBlockN;
-            load_w.load(shared_address(stage.sW), left, num_columns - first_column, kBlockN * weight.row_stride);
-            load_dy.load(shared_address(stage.sdY), num_tokens - first_token, left * 2, kBlockN * 2);
+            const int32_t left = N - step * kBlockN;
+            load_w.load(shared_address(stage.sW), left, K - first_column, kBlockN * weight.row_stride);
+            load_dy.load(shared_address(stage.sdY), M - first_m, left * 2, kBlockN * 2);
             const float* gScale =
                 weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
             const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
@@ -211,7 +210,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             }
         };
 
-        TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, plan.output_tiles);
+        TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, schedule.n_tiles);
         start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
         open_tile(params.epilogue, work);
         token_sums.open(params.epilogue.token);
@@ -228,21 +227,23 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             run_steps([](int32_t, const uint16_t*) {});
         }
 
-        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
+        // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring
+        // threads.
         const float factor = factors.divisor() * Int8Decoding<kDataType>::kFactor;
         __syncthreads();  // waits until every warp has read the last stages
         stage_sums<Config>(shared.sums, rX, factor, warp_k, lane);
         __syncthreads();  // waits until every warp's sums are in the tile
         const bool is_complete =
             finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
-        if (is_complete) token_sums.finish_tile(plan.token_tiles);
-    } while (next_work(plan, work));
+        if (is_complete) token_sums.finish_tile(schedule.m_tiles);
+    } while (next_work_tile(schedule, work));
 }
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_grad_input_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8GradInputConfigSm80<kBlockM>;
-    const Launch launch{num_ctas(params.epilogue.plan), Config::kNumThreads, sizeof(Int8GradInputStorageSm80<Config>)};
+    const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads,
+                        sizeof(Int8GradInputStorageSm80<Config>)};
     kernel.launch(int8_matmul_grad_input_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

@@ -1,25 +1,26 @@
-// Input gradient of the matmul with int8 weights for Hopper: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its plain layout.
+// Input gradient of the matmul with int8 weights for Hopper: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its
+// plain layout.
 //
-// The tile is computed transposed, Wᵀ · dYᵀ: columns of dX are wgmma's M, tokens its N. A team has 256 columns and kBlockM
-// tokens (team_sm90.cuh); a consumer has 64 of the columns, and a warp of it 16, which share a group of scales. Four warps
-// serve a CTA's two consumers:
+// The tile is computed transposed, Wᵀ · dYᵀ: columns of dX are wgmma's M, and its rows wgmma's N. A cluster has 256
+// columns and kBlockM rows (cluster_sm90.cuh); a consumer has 64 of the columns, and a warp of it 16, which have one
+// group of scales. Four warps serve a CTA's two consumers:
 //
 //   producer      one thread copies W and dY by TMA into the ring's stages
 //   factors       a warp makes 16-bit factors of a step's scales (scale_factors_sm90.cuh) in the same stage
 //   token sums    a warp adds up the tokens of dY, where a bias wants its gradient (token_sums_sm90.cuh)
 //
-//   ring, stages          full: W and dY have landed, factors are made    empty: all who read them in both CTAs have done so
+//   ring, stages          full: W and dY have landed, factors are made    empty: all readers in both CTAs have read them
 //   W, dY, fac.  kStages  before W becomes 16-bit floats                  after the products
 //
-// A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits, so that a
-// lane gets two columns at two n, which are neighbours in the sum: rows g and g + 8 of wgmma's operand A are columns 2g and
-// 2g + 1. Two steps of products are in flight, and weights of the next become 16-bit floats meanwhile, as in gemm_sm90.cuh.
+// A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits, so
+// that a lane gets two columns at two n, which are neighbours in the sum: rows g and g + 8 of wgmma's operand A are
+// columns 2g and 2g + 1. Two steps of products are in flight, and weights of the next become 16-bit floats meanwhile,
+// as in gemm_sm90.cuh.
 //
-// The scales lie along the sum: as in grad_input_sm80.cuh they go into the weights, relative to a power of two that follows the
-// largest so far. When it changes, consumers wait for their products and multiply the sums, which is seldom: the factors'
-// warp tells so in the step.
-// Per pair of weights: 0.5 LOP3, 1 PRMT, and 2 HFMA2 with fp16 and 1 with bf16, 0.125 LDSM.
-// Preconditions: those of gemm_sm90.cuh.
+// The scales lie along the sum: as in grad_input_sm80.cuh they go into the weights, relative to a power of two that
+// follows the largest so far. When it changes, consumers wait for their products and multiply the sums, which is
+// seldom: the factors' warp tells so in the step. Per pair of weights: 0.5 LOP3, 1 PRMT, and 2 HFMA2 with fp16 and 1
+// with bf16, 0.125 LDSM. Preconditions: those of gemm_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -29,20 +30,20 @@
 #include "device/swizzle.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
+#include "int8_matmul/cluster_sm90.cuh"
 #include "int8_matmul/scale_factors_sm90.cuh"
-#include "int8_matmul/team_sm90.cuh"
 #include "int8_matmul/token_sums_sm90.cuh"
 
 namespace fastattn {
 
 template <DataType kDataType, typename Tile>
-struct GradInputStorageSm90 : TeamStorage<Tile> {
+struct GradInputStorageSm90 : ClusterStorage<Tile> {
     StepFactors<kDataType> factors[Tile::kNumStages];
     ScaleSteps scales;
 };
 
 // As ldmatrix.trans leaves them: a thread has two columns side by side.
-struct GradInputPlace : TeamConsumer {
+struct GradInputPosition : ConsumerPosition {
     static constexpr int kHalfDistance = 1;
 
     __device__ __forceinline__ int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
@@ -59,7 +60,7 @@ __device__ __forceinline__ void decode_columns(StepWeights<Tile>& rW, uint32_t s
 #pragma unroll
     for (int n = 0; n < kStepN; n += kRows) {
         uint32_t rBytes[4];
-        ptx::ldmatrix_m8n8_x4_trans(rBytes, sW + n * kCtaOutputs);
+        ptx::ldmatrix_m8n8_x4_trans(rBytes, sW + n * kCtaN);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int eight = n / kMmaN + i;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void decode_columns(StepWeights<Tile>& rW, uint32_t s
 
 template <int kBlockM, DataType kDataType>
 __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1)
-    int8_matmul_grad_input_sm90(const __grid_constant__ TeamParams params) {
+    int8_matmul_grad_input_sm90(const __grid_constant__ ClusterParams params) {
     using Tile = Int8GradInputTileSm90<kBlockM>;
     using Range = FactorRange<ScaledDecoding<kDataType>::kEnd>;
     extern __shared__ __align__(1024) char shared_bytes[];
@@ -81,39 +82,39 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
-    const MatmulPlan& plan = epilogue.plan;
+    const MatmulSchedule& schedule = epilogue.schedule;
     const bool sums_tokens = params.matmul.token_sums.out != nullptr;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int rank = ptx::cluster_ctarank();
-    start_team(shared, Tile::kNumConsumers * 4 + sums_tokens, /*num_writers=*/2);
+    start_cluster(shared, Tile::kNumConsumers * 4 + sums_tokens, /*num_writers=*/2);
 
     // Producer, factors, token sums.
     if (warpgroup == Tile::kNumConsumers) {
         ptx::setmaxnreg_dec<Tile::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
-            produce_for_team(shared, params, rank, Tile::kBlockK,
-                             [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
-                                 ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded,
-                                                              tile.output_tile * kCtaOutputs, step * kStepN, landed);
-                             });
+            produce_for_cluster(shared, params, rank, Tile::kBlockK,
+                                [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
+                                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded,
+                                                                 tile.n_tile * kCtaN, step * kStepN, landed);
+                                });
         } else if (warp == 1) {
             make_factors<kDataType, Tile>(shared.ring, shared.factors, shared.scales, params, rank, lane);
         } else if (warp == 2 && sums_tokens) {
             sum_tokens<kDataType>(shared, params, rank, lane);
         }
-        wait_for_team();  // as below
+        wait_for_cluster();  // as below
         return;
     }
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    const GradInputPlace place{{warpgroup, warp, lane, rank}};
-    const int group = place.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
-    const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, place.first_of_warp() / kChunkBytes);
+    const GradInputPosition position{{warpgroup, warp, lane, rank}};
+    const int group = position.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
+    const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, position.first_of_warp() / kChunkBytes);
     DecodingConsumer<kDataType, Tile> consumer(shared, lane);
-    MatmulWork work;
-    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
-         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
+         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
         float rX[kBlockM / 2];  // [64 columns, kBlockM tokens] of the warpgroup, in units of divisor
 #pragma unroll
         for (float& sum : rX) sum = 0.0f;
@@ -138,22 +139,22 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
         // Epilogue.
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // times kFactor it may be no number
-        finish_piece<kDataType>(epilogue, shared, rX, work, place,
-                                [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
+        finish_work_tile<kDataType>(epilogue, shared, rX, work, position,
+                                    [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
     }
-    wait_for_team();  // waits until the other CTA's warps have arrived at this one's barriers for the last time
+    wait_for_cluster();  // waits until the other CTA's warps have arrived at this one's barriers for the last time
 }
 
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_grad_input_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Tile = Int8GradInputTileSm90<kBlockM>;
     const Int8WeightView& weight = params.weight;
-    const TeamParams all_params{
-        params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kStepN, kCtaOutputs),
+    const ClusterParams all_params{
+        params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kStepN, kCtaN),
         matrix_map(params.input.data, 2, params.input.rows, params.input.columns, params.input.row_stride * 2,
-                   kBlockM / kTeamCtas, Tile::kBlockK)};
-    launch_team<Tile, GradInputStorageSm90<kDataType, Tile>>(kernel, int8_matmul_grad_input_sm90<kBlockM, kDataType>,
-                                                             all_params, device_facts().num_sms, stream);
+                   kBlockM / kClusterSize, Tile::kBlockK)};
+    launch_clusters<Tile, GradInputStorageSm90<kDataType, Tile>>(
+        kernel, int8_matmul_grad_input_sm90<kBlockM, kDataType>, all_params, device_facts().num_sms, stream);
 }
 
 }  // namespace fastattn

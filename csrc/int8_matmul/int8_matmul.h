@@ -6,7 +6,7 @@
 #include "host/host_device.h"
 #include "host/kernel_table.h"
 #include "host/params.h"
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
@@ -34,16 +34,16 @@ struct Int8WeightView {
     int32_t group_shift;       // a group has kSmallestGroup << group_shift columns
 };
 
-// Up to so many columns, sums of products of int8 numbers fit into int32, also of -128 and 127.
-inline constexpr int32_t kMaxInt8SumDepth = 1 << 17;
+// Sums of so many products of int8 numbers, -128 included, fit into int32.
+inline constexpr int32_t kMaxInt8SumK = 1 << 17;
 
 inline constexpr int32_t kEpilogueColumns = 4;  // that a thread finishes at once
 
 // SwiGLU has two sums for each element of the result, silu(gate) * up: [rows, 2 * columns] of them, the gates first.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
-// What becomes of the sums [rows, sum_columns()] of a matmul: activation(scale * sum + bias) + residual, in fp32 up to
-// one rounding. Where several CTAs share a tile, their sums pass through `partial`.
+// How the sums [rows, sum_columns()] of a matmul become its result: activation(scale * sum + bias) + residual, in fp32
+// up to one rounding. The CTAs of a split tile leave their sums in `partial`.
 struct MatmulEpilogue {
     const float* scale;    // [sum_columns()], or null: 1
     int32_t scale_stride;  // 0: all columns have the same
@@ -51,9 +51,9 @@ struct MatmulEpilogue {
     Activation activation;
     MatrixView<const uint16_t> residual;  // data is null where there is none
     MatrixView<uint16_t> out;
-    MatmulPlan plan;
-    float* partial;      // [num_slots(plan), sums of a tile as the kernel orders them], or null: no tile is shared
-    uint64_t* arrivals;  // [shared tiles, CTAs of a team], see device/arrivals.cuh
+    MatmulSchedule schedule;
+    float* partial;      // [num_slots(schedule), sums of a tile as the kernel orders them], or null: no tile is split
+    uint64_t* arrivals;  // [split tiles, CTAs of a cluster], see scheduler/arrivals.cuh
     uint64_t token;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
@@ -64,31 +64,31 @@ struct MatmulEpilogue {
     }
 };
 
-// grad_input: dY summed over the tokens, the gradient of a bias.
+// For grad_input: dY summed over M, the gradient of a bias.
 struct TokenSumsView {
     uint16_t* out;       // [columns], or null: not wanted
     int32_t columns;     // N, rounded up to a multiple of kEpilogueColumns
-    float* partial;      // [tiles of tokens, columns], or null: one tile
-    uint64_t* arrivals;  // [columns of CTAs], see device/arrivals.cuh; the token is the epilogue's
+    float* partial;      // [tiles of M, columns], or null: one tile
+    uint64_t* arrivals;  // [columns of CTAs], see scheduler/arrivals.cuh; the launch ID is the epilogue's
 };
 
-// Tokens that every CTA quantises for itself: tokens_of_cta.cuh counts what it costs. More are quantised once, into memory
-// that all CTAs then read.
+// Tokens that every CTA quantises for itself: tokens_of_cta.cuh counts what it costs. More are quantised once, into
+// memory that all CTAs then read.
 inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15;
 
 FASTATTN_HOST_DEVICE bool each_cta_quantises(int32_t tokens, int32_t columns) {
     return tokens <= kMostTokensOfEachCta && int64_t{tokens} * columns <= kMostElementsOfEachCta;
 }
 
-// Where a launch puts its tokens as int8 numbers, or, for Hopper's kernels, a launch before it, which counts nothing. The
-// counters need no initial value, see device/launch_counter.cuh. All is null where sm_80's kernels have so few tokens that
-// each_cta_quantises(): these take the smallest tile.
+// Where a launch puts its tokens as int8 numbers, or, for Hopper's kernels, a launch before it, which counts nothing.
+// The counters need no initial value, see scheduler/launch_counter.cuh. All is null where sm_80's kernels have so few
+// tokens that each_cta_quantises(): these take the smallest tile.
 struct QuantizedTokens {
     int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
     float* scale;        // [rows]
     uint64_t* queue;     // how often CTAs have taken tokens
     uint64_t* finished;  // [tiles of tokens]: how many times of these are done
-    uint64_t launch_token;
+    uint64_t launch_id;
 };
 
 struct Int8MatmulParams {
@@ -107,7 +107,7 @@ struct DequantizeWeightParams {
     int64_t out_stride;
 };
 
-// `matmul`: the tile as the planner sees it. Its outputs and its depth are those of the kernel's own sums.
+// `matmul`: the tile as the scheduler sees it. Its N and K are those of the kernel's own sums.
 struct Int8TileFacts : TileFacts {
     MatmulTile matmul;
 };

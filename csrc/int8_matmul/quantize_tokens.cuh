@@ -1,12 +1,12 @@
 // Tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even, with a scale of
 // largest |x| / 127 for each token, 1 where all are zero.
 //
-// Few tokens are quantised by every CTA for itself (tokens_of_cta.cuh, where the costs are counted). Of more, a CTA takes
-// tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it
-// waits only for tokens that running CTAs have taken, and these wait for nothing before they are done. It costs one
-// more trip of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and
-// no launch is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of
-// its own; those that come later find the work done. So it is one kernel for any number of tokens.
+// Few tokens are quantised by every CTA for itself (tokens_of_cta.cuh, where the costs are counted). Of more, a CTA
+// takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it waits
+// only for tokens that running CTAs have taken, and these wait for nothing before they are done. It costs one more trip
+// of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and no launch
+// is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of its own;
+// those that come later find the work done. So it is one kernel for any number of tokens.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 #include <type_traits>
 
 #include "device/fragment.cuh"
-#include "device/launch_counter.cuh"
 #include "device/ptx/approx.cuh"
 #include "host/host_device.h"
 #include "int8_matmul/int8_matmul.h"
+#include "scheduler/launch_counter.cuh"
 
 namespace fastattn {
 
@@ -83,8 +83,8 @@ __device__ __forceinline__ uint2 quantize_eight(const uint4& eight, const Divisi
             __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
 }
 
-// The largest magnitude of 16-bit elements, as its bits: they have the order of the numbers, infinity and then NaN being
-// the largest.
+// The largest magnitude of 16-bit elements, as its bits: they have the order of the numbers, infinity and then NaN
+// being the largest.
 struct LargestMagnitude {
     uint32_t lower = 0, upper = 0;
 
@@ -103,11 +103,11 @@ struct LargestMagnitude {
 template <int kThreads>
 struct QuantizeStorage {
     uint32_t ticket;
-    uint32_t largest[kThreads / kWarpSize];  // of a warp's part of a row
+    uint32_t largest[kThreads / kWarpSize];  // in a warp's elements of a row
 };
 
-// One row [columns], by kGroup threads, of which this is one: all of the CTA or a warp. largest_of_all(x): of the
-// group's.
+// Quantises one row [columns]. Called by each of kGroup threads: all of a CTA, or a warp. largest_of_all(x) returns the
+// largest x of the group.
 template <DataType kDataType, int kGroup, typename LargestOfAll>
 __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns,
                                              int32_t thread, LargestOfAll&& largest_of_all) {
@@ -134,9 +134,9 @@ __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, flo
 // The largest of all threads' numbers, for all threads of the CTA.
 template <int kThreads>
 __device__ __forceinline__ uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, number);
-    if (threadIdx.x % kWarpSize == 0) shared.largest[threadIdx.x / kWarpSize] = of_warp;
-    __syncthreads();  // waits until every warp's part is in shared memory
+    const uint32_t warp_largest = __reduce_max_sync(0xffffffff, number);
+    if (threadIdx.x % kWarpSize == 0) shared.largest[threadIdx.x / kWarpSize] = warp_largest;
+    __syncthreads();  // waits until every warp's maximum is in shared memory
     uint32_t largest = 0;
 #pragma unroll
     for (int warp = 0; warp < kThreads / kWarpSize; ++warp) largest = std::max(largest, shared.largest[warp]);
@@ -151,7 +151,7 @@ FASTATTN_HOST_DEVICE int32_t tokens_at_a_time(int32_t num_tokens) {
     return num_tokens < kManyTokens ? 1 : kThreads / kWarpSize;
 }
 
-// Those of them that exist, from `token` on.
+// Quantises at_a_time tokens from `token` on, as many as exist.
 template <DataType kDataType, int kThreads>
 __device__ __forceinline__ void quantize_some(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
                                               int64_t token, int32_t at_a_time, QuantizeStorage<kThreads>& shared) {
@@ -176,13 +176,13 @@ __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>
     static_assert(kBlockM % (kThreads / kWarpSize) == 0, "what is taken at a time lies in one tile");
     const int32_t at_a_time = tokens_at_a_time<kThreads>(input.rows), thread = threadIdx.x;
     for (;;) {
-        if (thread == 0) shared.ticket = LaunchCounter(out.queue, out.launch_token).count</*kOrdered=*/false>();
+        if (thread == 0) shared.ticket = LaunchCounter(out.queue, out.launch_id).count</*kOrdered=*/false>();
         __syncthreads();  // waits until the ticket is in shared memory
         const int64_t token = int64_t{shared.ticket} * at_a_time;
         if (token >= input.rows) return;
         quantize_some<kDataType>(input, out, token, at_a_time, shared);
         __syncthreads();  // waits until every thread has stored its numbers and read what is shared
-        if (thread == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_token).count();
+        if (thread == 0) LaunchCounter(out.finished + token / kBlockM, out.launch_id).count();
     }
 }
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, i
     if (threadIdx.x == 0) {
         const int32_t in_tile = std::min(kBlockM, num_tokens - tile * kBlockM);
         const int32_t tickets = ceil_div(in_tile, tokens_at_a_time<kThreads>(num_tokens));
-        LaunchCounter(tokens.finished + tile, tokens.launch_token).wait(tickets);
+        LaunchCounter(tokens.finished + tile, tokens.launch_id).wait(tickets);
     }
     __syncthreads();
 }
@@ -202,7 +202,7 @@ template <int kBlockM, int kThreads>
 __device__ __forceinline__ void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
     // Before it come all tickets, the one beyond them that each CTA has seen, and the other CTAs' leaving.
     const uint32_t last = ceil_div(num_tokens, tokens_at_a_time<kThreads>(num_tokens)) + 2 * gridDim.x - 1;
-    if (LaunchCounter(tokens.queue, tokens.launch_token).count() != last) return;
+    if (LaunchCounter(tokens.queue, tokens.launch_id).count() != last) return;
     *tokens.queue = 0;
     for (int32_t tile = 0; tile * kBlockM < num_tokens; ++tile) tokens.finished[tile] = 0;
 }

@@ -1,8 +1,8 @@
-// Scales as 16-bit factors of the weights, for the Hopper kernel of the input gradient: a warp makes those of a step in shared
-// memory, in the order in which wgmma's lanes need them, and consumers multiply while they decode.
+// Scales as 16-bit factors of the weights, for the Hopper kernel of the input gradient: a warp makes those of a step in
+// shared memory, in the order in which wgmma's lanes need them, and consumers multiply while they decode.
 //
-// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, since the offset of 128 is a
-// power of two,
+// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, since the offset of
+// 128 is a power of two,
 //
 //   b * 2^-133 * (f * 2^125) - f / 2 = f * w / 256    b = w + 128, f the factor; both of its multiples are exact,
 //
@@ -14,8 +14,8 @@
 #include "device/dequantize.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "int8_matmul/cluster_sm90.cuh"
 #include "int8_matmul/factor_range.cuh"
-#include "int8_matmul/team_sm90.cuh"
 
 namespace fastattn {
 
@@ -63,10 +63,10 @@ struct ScaledDecoding<DataType::kBFloat16> {
 };
 
 inline constexpr int kStepN = 2 * kWarpSize;  // of the sum: a lane makes factors of two
-inline constexpr int kMaxGroups = kCtaOutputs / Int8WeightView::kSmallestGroup;
+inline constexpr int kMaxGroups = kCtaN / Int8WeightView::kSmallestGroup;
 
-// Factors of a step, for each group of the CTA's columns. The words of a lane, t among the four of a row, for all pairs of n
-// that it has (2t, 2t+1 of each 8), follow each other, in vectors that the lanes of a row have side by side.
+// Factors of a step, for each group of the CTA's columns. The words of a lane, t among the four of a row, for all pairs
+// of n that it has (2t, 2t+1 of each 8), follow each other, in vectors that the lanes of a row have side by side.
 template <DataType kDataType>
 struct alignas(16) StepFactors {
     using Decoding = ScaledDecoding<kDataType>;
@@ -76,11 +76,11 @@ struct alignas(16) StepFactors {
     float divisors[kMaxGroups];
     int32_t has_changed;  // any divisor, since the step before
 
-    // Of n = 2 * lane and the next.
+    // Stores the factors of n = 2 * lane and the next.
     __device__ __forceinline__ void store(int group, int lane, float first, float second) {
         const int word = lane / kLanesPerRow * Decoding::kWords;
-        uint32_t* place = &words[group][word / 4][lane % kLanesPerRow][word % 4];
-        *reinterpret_cast<typename Decoding::Words*>(place) = Decoding::make(first, second);
+        uint32_t* destination = &words[group][word / 4][lane % kLanesPerRow][word % 4];
+        *reinterpret_cast<typename Decoding::Words*>(destination) = Decoding::make(first, second);
     }
 
     __device__ __forceinline__ void load(uint32_t (&own)[kLaneWords], int group, int lane) const {
@@ -100,17 +100,17 @@ using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
 template <DataType kDataType, typename Tile>
 __device__ __forceinline__ void make_factors(const RingBarriers<Tile::kNumStages>& barriers,
                                              StepFactors<kDataType> (&stages)[Tile::kNumStages], ScaleSteps& sScales,
-                                             const TeamParams& params, int rank, int lane) {
+                                             const ClusterParams& params, int rank, int lane) {
     static_assert(Tile::kBlockK == kStepN);
-    const MatmulPlan& plan = params.matmul.epilogue.plan;
+    const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
     const Int8WeightView& weight = params.matmul.weight;
     const int num_groups = ((kMaxGroups - 1) >> weight.group_shift) + 1;
     Ring<Tile::kNumStages> ring(barriers);
-    MatmulWork work;
-    for (bool has_work = first_piece(plan, team_of_cta(), work); has_work;
-         has_work = next_piece(plan, team_of_cta(), teams_of_launch(), work)) {
-        const CtaTile tile(plan, work, rank);
-        const int32_t first_group = tile.output_tile * kMaxGroups >> weight.group_shift;
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
+         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+        const CtaTile tile(schedule, work, rank);
+        const int32_t first_group = tile.n_tile * kMaxGroups >> weight.group_shift;
         const auto copy = [&](int32_t step) {
             if (step < work.end_step) {
                 uint32_t destination = shared_address(&sScales[step % kScaleSteps][0][lane]);

@@ -4,24 +4,22 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
-// That is what launch bounds and shared memory of the kernels allow on sm_80 and sm_90: one hides the other's starts and
+// The launch bounds and shared memory of the kernels allow so many on sm_80 and sm_90: one hides the other's starts and
 // ends.
 inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 
-// Shared memory for the stages of a CTA: kCtasPerSm find room in the 164 KB of sm_80.
+// Shared memory for the stages of a CTA: kCtasPerSm CTAs fit in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
-// Four warps, each with 32 of the tile's 128 outputs and all of its tokens: every weight is loaded and dequantised by
-// one warp alone. 128 accumulators a thread with 128 tokens. Per k of 32, a warp then issues 64 HMMA, which take 512
-// clocks on sm_80, and 20 loads of 16 bytes a lane or less; the CTA's loads take 288 clocks of shared memory.
-// Few tokens are bound by the weights' bytes: they are loaded in rows of 128, and 64 KB of them are on their way to a
-// multiprocessor.
-// kBlockM: tokens of a CTA's tile. Where the tensor cores bind, a tile's time is proportional to its tokens, so there
-// is a tile for every multiple of 16: no more than 15 tokens' time is lost.
+// Four warps, each with 32 of the tile's 128 columns of N and all of its rows of M: every weight is loaded and
+// dequantised by one warp alone. With kBlockM of 128 a thread has 128 accumulators, and a warp issues 64 HMMA and 20
+// loads of 16 bytes a lane for 32 of K. With few rows the weights' bytes bind: they are loaded in rows of 128, and 64
+// KB of them are in flight to an SM. Where the tensor cores bind, a tile's time is proportional to kBlockM, so there is
+// a tile for every multiple of 16: no more than 15 rows' time is lost.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -33,7 +31,7 @@ struct Int8MatmulTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockN, kBlockK};
 };
 
-// The same, with columns of dX for outputs: a step takes kBlockN of the sum.
+// The same, where N of the product is the columns of dX: a step takes kBlockN of the sum.
 template <int kBlockM_>
 struct Int8GradInputTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -45,29 +43,11 @@ struct Int8GradInputTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockK, kBlockN};
 };
 
-// The same with int8 activations. kWarpsN: how many warps lie along the outputs, where a row of weights has one scale.
-//
-// Of one step of a CTA, in clocks of its SM: what a scheduler issues (sm_80 code), IMMA and additions of scaled sums in
-// their pipes, shared memory (LDSM and what copies write, 128 bytes a clock), and how long an H200's memory (18.4 bytes
-// a clock and SM at 1.98 GHz) takes to bring the step's weights, which binds where no other tile reads them. These are predictions,
-// not measurements: 8 clocks of an IMMA on an A100 are its data sheet's rate, and 6.4 on an H200, 5/8 of wgmma's rate,
-// are an assumption.
-//
-//   tokens   k   scale of  issue  IMMA: A100  H200  sums: A100  H200  shared  weights
-//       16  128   a row      170         128   102           0     0     336      890
-//       16  128   64, 128    379         128   102         128    64     336      890
-//       16  128   32         374         128   102         256   128     336      890
-//       64  128   a row      257         512   410           0     0     576      890
-//       64  128   64, 128    662         512   410         512   256     576      890
-//       64  128   32         856         512   410        1024   512     576      890
-//      128   64   a row      194         512   410           0     0     384      445
-//      128   64   64, 128    532         512   410         512   256     448      445
-//      128   64   32         757         512   410        1024   512     448      445
-//
-// So large matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32.
-// Nothing is dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
-constexpr MatmulTile s8_tile(int32_t tokens, int32_t outputs, int32_t depth) {
-    return {tokens, outputs, depth, /*dequantises=*/false, /*goes_on=*/false};
+// The same with int8 activations. kWarpsN: how many warps lie along N, where a row of weights has one scale. Large
+// matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32. Nothing is
+// dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
+constexpr MatmulTile s8_tile(int32_t block_m, int32_t block_n, int32_t block_k) {
+    return {block_m, block_n, block_k, /*dequantises=*/false, /*goes_on=*/false};
 }
 
 template <int kBlockM>
@@ -95,8 +75,7 @@ struct Int8MatmulS8TileSm80<64> {
     static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
 
-// 128 accumulators a thread: 64 outputs of 64 tokens. 32 of 128, as with groups, would take 448 clocks of shared
-// memory.
+// 128 accumulators a thread: 64 of N by 64 of M. 32 by 128, as with groups, would load more from shared memory.
 template <>
 struct Int8MatmulS8TileSm80<128> {
     static constexpr int kBlockM = 128;

@@ -4,25 +4,25 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "int8_matmul/work.h"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
-// A team, the two CTAs of a cluster, computes a tile: each CTA 128 of its outputs, and both the same tokens, of which each
-// copies a half for both. A CTA has two consumers, a warpgroup each with 64 of the outputs, and a producer.
-inline constexpr int kTeamCtas = 2;
-inline constexpr int kCtaOutputs = 128;
-inline constexpr int kTeamOutputs = kTeamCtas * kCtaOutputs;
+// A cluster of two CTAs computes a tile: each CTA 128 of its columns of N, and both the same rows of M, of which each
+// copies a half for both. A CTA has two consumers, a warpgroup each with 64 of the columns, and a producer.
+inline constexpr int kClusterSize = 2;
+inline constexpr int kCtaN = 128;
+inline constexpr int kClusterN = kClusterSize * kCtaN;
 
-constexpr MatmulTile team_tile(int32_t tokens, int32_t depth, bool dequantises) {
-    return {tokens,           kTeamOutputs,        depth,     dequantises,
-            /*goes_on=*/true, /*uses_wgmma=*/true, kTeamCtas, /*ctas_per_sm=*/1};
+constexpr MatmulTile cluster_tile(int32_t block_m, int32_t block_k, bool dequantises) {
+    return {block_m,          kClusterN,           block_k,      dequantises,
+            /*goes_on=*/true, /*uses_wgmma=*/true, kClusterSize, /*ctas_per_sm=*/1};
 }
 
-// kBlockM: tokens of the tile. kStageBytes: of a ring's stage in a CTA. kOtherBytes: what barriers take, and what else is in
-// shared memory, at most.
+// kStageBytes: the bytes of a ring's stage in a CTA. kOtherBytes: at most what barriers, and all else beside stages and
+// sums, take.
 template <int kBlockM_, int kStageBytes_, int kBlockK_, int kOtherBytes = 1 << 10>
-struct TeamTileSm90 {
+struct ClusterTileSm90 {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockK = kBlockK_;
     static constexpr int kNumConsumers = 2;
@@ -30,49 +30,39 @@ struct TeamTileSm90 {
     static constexpr int kNumThreads = 32 * kNumWarps;
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
-    // They exchange what a CTA starts with, 168 for each thread.
+    // Warpgroups exchange the registers that a CTA starts with, 168 for each thread.
     static_assert(kNumConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168);
-    // Sums pass through shared memory to the result, so many tokens at a time.
-    static constexpr int kPassTokens = kBlockM % 64 == 0 ? 64 : 32;
-    static constexpr int kSumsBytes = kPassTokens * (kCtaOutputs + 4) * 4;
+    // How many rows of M pass through shared memory to the result at a time.
+    static constexpr int kPassM = kBlockM % 64 == 0 ? 64 : 32;
+    static constexpr int kSumsBytes = kPassM * (kCtaN + 4) * 4;
     static constexpr int kStageBytes = kStageBytes_;
     static constexpr int kNumStages = std::min(8, ((227 << 10) - kOtherBytes - kSumsBytes) / kStageBytes);
 };
 
-// 64 int8 numbers of each row of weights, and as many elements of each token. Sums are kBlockM / 2 registers of a thread, and
-// as many again where groups of K have a scale each, whose sums are multiplied before they are added: 128 tokens at most then.
+// A step takes 64 int8 numbers of each row of weights, and as many elements of each row of the input. Sums are kBlockM
+// / 2 registers of a thread, and as many again where groups of K have a scale each, whose sums are multiplied before
+// they are added: kBlockM is 128 at most then.
 template <int kBlockM>
-struct Int8MatmulTileSm90 : TeamTileSm90<kBlockM, kCtaOutputs * 64 + kBlockM * 128, 64> {
-    static constexpr MatmulTile kMatmulTile = team_tile(kBlockM, 64, /*dequantises=*/true);
+struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128, 64> {
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*dequantises=*/true);
 };
 
-// The same with int8 activations: 128 numbers of each row of both.
-//
-// Of a step, in clocks of an SM, predicted from machine code: what the tensor cores need, and what a step takes with an L2
-// that brings 24 bytes a clock, which binds. With groups it is the SM itself: 1412, 1784 and 1925 clocks with 128 tokens and
-// groups of 128, 64 and 32, whose sums are converted and scaled beside the products of the other consumer.
-//
-//   tokens   bytes from L2   tensor cores   step
-//      256           32768           1024   1390
-//      192           28672            768   1230
-//      128           24576            512   1003
-//       64           20480            256    837
-//
-// So the largest tile reaches 0.74 of the tensor cores' rate. A team of four CTAs, with 512 outputs, would load 24576 bytes
-// for 256 tokens.
+// The same with int8 activations: a step takes 128 numbers of each row of both. It loads 20480, 24576, 28672 and 32768
+// bytes from L2 for 64, 128, 192 and 256 rows of M, more in proportion to its products than L2 delivers. With groups,
+// converting and scaling their sums binds.
 template <int kBlockM>
-struct Int8MatmulS8TileSm90 : TeamTileSm90<kBlockM, (kCtaOutputs + kBlockM) * 128, 128> {
-    static constexpr MatmulTile kMatmulTile = team_tile(kBlockM, 128, /*dequantises=*/false);
+struct Int8MatmulS8TileSm90 : ClusterTileSm90<kBlockM, (kCtaN + kBlockM) * 128, 128> {
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 128, /*dequantises=*/false);
 };
 
-// As of 16-bit activations, with columns of dX for outputs: a step takes 64 of the sum. Beside the ring are its stages' factors. The producer
-// warpgroup also makes these, and adds up tokens: it needs more registers.
+// As with 16-bit activations, where N of the product is the columns of dX, and a step takes 64 of the sum. Beside the
+// ring are its stages' factors. The producer warpgroup also makes these, and adds up tokens: it needs more registers.
 template <int kBlockM>
-struct Int8GradInputTileSm90 : TeamTileSm90<kBlockM, kCtaOutputs * 64 + kBlockM * 128, 64, 14 << 10> {
+struct Int8GradInputTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128, 64, 14 << 10> {
     static constexpr int kConsumerRegisters = 224;
     static constexpr int kProducerRegisters = 56;
     static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168);
-    static constexpr MatmulTile kMatmulTile = team_tile(kBlockM, 64, /*dequantises=*/true);
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*dequantises=*/true);
 };
 
 }  // namespace fastattn

@@ -1,32 +1,32 @@
 // The gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY that are in shared memory for a matmul.
 //
-// The CTAs of all columns of result tiles have the same dY, one step after the other: they share the steps out, the CTA
-// of column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones. Where
-// there are several tiles of tokens, each leaves its sums, and the last to finish its tile in a column adds up those of
-// the column's steps in the order of the tokens, so that bits repeat.
+// The CTAs of all columns of result tiles have the same dY, one step after the other: they divide the steps, and the
+// CTA of column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones.
+// Where there are several tiles of tokens, each leaves its sums, and the last to finish its tile in a column adds up
+// those of the column's steps in the order of the tokens, so that bits repeat.
 #pragma once
 
 #include <cstdint>
 
-#include "device/arrivals.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/swizzle.cuh"
 #include "int8_matmul/int8_matmul.h"
-#include "int8_matmul/work.h"
+#include "scheduler/arrivals.cuh"
+#include "scheduler/stream_k.h"
 
 namespace fastattn {
 
-// Of one piece of work on a tile of the result, in one of `columns` columns of CTAs: the steps whose sums it makes, and where
-// these are left.
-struct TokenShare {
+// The steps of a work tile whose sums a CTA makes, which is in one of `columns` columns of CTAs, and where it leaves
+// these.
+struct TokenSumWork {
     const TokenSumsView& view;
-    int32_t token_tile, column, columns;
+    int32_t m_tile, column, columns;
     int32_t next_step;  // that this CTA adds up
 
-    __device__ __forceinline__ TokenShare(const TokenSumsView& view, int32_t token_tile, int32_t column,
-                                          int32_t columns, int32_t begin_step)
-        : view(view), token_tile(token_tile), column(column), columns(columns) {
+    __device__ __forceinline__ TokenSumWork(const TokenSumsView& view, int32_t m_tile, int32_t column, int32_t columns,
+                                            int32_t begin_step)
+        : view(view), m_tile(m_tile), column(column), columns(columns) {
         next_step = column + ceil_div(max(begin_step - column, 0), columns) * columns;
     }
 
@@ -37,10 +37,10 @@ struct TokenShare {
         return true;
     }
 
-    // The results of a column from what its tiles have left, by `threads` threads, of which this is one. kBlockN: of a step.
-    // kAtOnce: how many loads are on their way at a time.
+    // The results of a column from what its tiles have left, by `threads` threads, of which this is one. kBlockN: of a
+    // step. kAtOnce: how many loads are on their way at a time.
     template <DataType kDataType, int kBlockN, int kAtOnce>
-    __device__ __forceinline__ void add_tiles(int32_t token_tiles, int thread, int threads) const {
+    __device__ __forceinline__ void add_tiles(int32_t m_tiles, int thread, int threads) const {
         constexpr int kChunks = kBlockN / kEpilogueColumns;
         for (int chunk = thread;; chunk += threads) {
             const int32_t step = column + chunk / kChunks * columns;
@@ -48,9 +48,9 @@ struct TokenShare {
             if (n >= view.columns) return;
             float4 sums = {};
 #pragma unroll kAtOnce
-            for (int32_t tile = 0; tile < token_tiles; ++tile) {
-                const float* part = view.partial + int64_t{tile} * view.columns + n;
-                const float4 more = __ldcg(reinterpret_cast<const float4*>(part));
+            for (int32_t tile = 0; tile < m_tiles; ++tile) {
+                const float* partial = view.partial + int64_t{tile} * view.columns + n;
+                const float4 more = __ldcg(reinterpret_cast<const float4*>(partial));
                 sums = {sums.x + more.x, sums.y + more.y, sums.z + more.z, sums.w + more.w};
             }
             const uint2 bits = {pack<kDataType>(sums.x, sums.y), pack<kDataType>(sums.z, sums.w)};
@@ -64,14 +64,14 @@ template <DataType kDataType, typename Config>
 struct TokenSums {
     static constexpr int kBlockN = Config::kBlockN;
     static constexpr int kWarpN = 2 * kMmaN;  // columns of dY that a warp adds up
-    static_assert(kBlockN == Config::kNumWarps * kWarpN, "the warps share out a step");
+    static_assert(kBlockN == Config::kNumWarps * kWarpN, "the warps divide a step");
 
     const TokenSumsView& view;
-    TokenShare share;
+    TokenSumWork own;
 
     __device__ __forceinline__ TokenSums(const TokenSumsView& view, const TilePosition& position, int32_t begin_step,
                                          int32_t tile_columns)
-        : view(view), share(view, position.token_tile, position.output_tile, tile_columns, begin_step) {}
+        : view(view), own(view, position.m_tile, position.n_tile, tile_columns, begin_step) {}
 
     __device__ __forceinline__ bool are_wanted() const { return view.out != nullptr; }
 
@@ -79,12 +79,12 @@ struct TokenSums {
 
     // Before the steps, so that its trip to L2 is hidden: prepares finish_tile().
     __device__ __forceinline__ void open(uint64_t token) const {
-        if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + share.column, token);
+        if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, token);
     }
 
     // sdY: [kBlockM, kBlockN], dY in this step.
     __device__ __forceinline__ void sum(int32_t step, const uint16_t* sdY) {
-        if (!share.takes(step)) return;
+        if (!own.takes(step)) return;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
         constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
         const int warp_n = threadIdx.x / kWarpSize * kWarpN, lane = threadIdx.x % kWarpSize;
@@ -105,18 +105,18 @@ struct TokenSums {
             if (view.partial == nullptr) {
                 *reinterpret_cast<uint32_t*>(view.out + n) = pack<kDataType>(rSums[tile][0], rSums[tile][1]);
             } else {
-                float* part = view.partial + int64_t{share.token_tile} * view.columns + n;
-                *reinterpret_cast<float2*>(part) = {rSums[tile][0], rSums[tile][1]};
+                float* partial = view.partial + int64_t{own.m_tile} * view.columns + n;
+                *reinterpret_cast<float2*>(partial) = {rSums[tile][0], rSums[tile][1]};
             }
         }
     }
 
     // The whole CTA calls this, behind a barrier, when the tile's result is complete.
-    __device__ __forceinline__ void finish_tile(int32_t token_tiles) const {
+    __device__ __forceinline__ void finish_tile(int32_t m_tiles) const {
         if (!are_shared()) return;
-        const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + share.column, token_tiles);
+        const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + own.column, m_tiles);
         if (!__syncthreads_or(is_last)) return;
-        share.template add_tiles<kDataType, kBlockN, 8>(token_tiles, threadIdx.x, Config::kNumThreads);
+        own.template add_tiles<kDataType, kBlockN, 8>(m_tiles, threadIdx.x, Config::kNumThreads);
     }
 };
 

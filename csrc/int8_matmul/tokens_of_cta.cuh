@@ -1,19 +1,13 @@
 // Few tokens to int8 by every CTA for itself, while its first weights come: no CTA waits for another.
 //
-// A CTA needs the largest magnitude of each whole row, and then the numbers of its own share of K. The former it finds
+// A CTA needs the largest magnitude of each whole row, and then the numbers of its own split of K. The former it finds
 // once; a step's numbers it makes when the step's other copies start, from elements that it has loaded a step before.
 // The numbers are those of quantize_tokens.cuh, bit by bit.
 //
-// What it costs, for T elements in all tokens (predictions, not measurements): two CTAs of an SM load 4T bytes from L2. Of
-// the 64 that an SM can take in a clock, about 30 are left when all ask: T / 7.5 clocks, 4400 for kMostElementsOfEachCta;
-// 40 instructions of a warp for 16 elements a lane hide in them. In a step, 8 elements of a thread take about 100
-// instructions: 200 clocks of a scheduler beside 170 of the products, of the 890 in which the weights come.
-// The queue costs the same for any T, in trips one after the other: a ticket (300 clocks, and 264 CTAs that count in one
-// place), the row from memory in two rounds (1200), again from L1 or L2 (600), stores and their fence (600), the count
-// (600), half a round of the loop that waits (300), the tokens and their scales from L2 (600): about 5000.
-// Meanwhile the first weights come, 48 KB of each CTA, which take 5200 clocks of an H200's memory: so long, the CTA's own
-// way is hidden. Where a CTA has little more to load than that, a call waits for it: 550 clocks and a trip for 4096
-// elements.
+// Two CTAs of an SM load all tokens from L2, 4 bytes an element, while their first weights come from memory, 48 KB of
+// each CTA. So up to kMostElementsOfEachCta the loads are hidden. The queue of quantize_tokens.cuh would cost nine
+// trips one after the other, however few tokens there are: a ticket, the row from memory twice, again from L2, stores
+// and their fence, the count, the wait, and the tokens and their scales from L2.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +21,7 @@
 namespace fastattn {
 
 struct TokensOfCtaStorage {
-    uint32_t largest[kMostTokensOfEachCta];  // of a group of threads' part of a row
+    uint32_t largest[kMostTokensOfEachCta];  // in a group of threads' elements of a row
 };
 
 // Layout, kBlockM, kBlockK: of a stage's tokens.
@@ -44,7 +38,7 @@ struct TokensOfCta {
     Division divide;
     uint4 next;
 
-    // Of all rows finds the scales, and stores them. All threads call it.
+    // Finds and stores the scales of all rows. Called by all threads.
     __device__ __forceinline__ void start(const MatrixView<const uint16_t>& input, int32_t begin_step,
                                           TokensOfCtaStorage& shared, float* sTokenScale) {
         const int thread = threadIdx.x, group = thread / kGroupThreads, in_group = thread % kGroupThreads;
@@ -54,27 +48,27 @@ struct TokensOfCta {
         offset = Layout::offset(group, in_group / 2) + in_group % 2 * kElements;
         load();
 
-        // Groups share the rows that there are.
+        // Where there are fewer rows than groups, several groups take one row.
         const int32_t groups_of_row = input.rows == 1 ? kRows : input.rows == 2 ? kRows / 2 : input.rows <= 4 ? 2 : 1;
         const int32_t threads_of_row = groups_of_row * kGroupThreads, row = thread / threads_of_row;
-        LargestMagnitude of_thread;
+        LargestMagnitude thread_largest;
         if (row < input.rows) {
             const uint16_t* gRow = input.data + row * input.row_stride;
 #pragma unroll 8
             for (int32_t k = thread % threads_of_row * kElements; k < input.columns; k += threads_of_row * kElements) {
-                of_thread.follow(*reinterpret_cast<const uint4*>(gRow + k));
+                thread_largest.follow(*reinterpret_cast<const uint4*>(gRow + k));
             }
         }
-        uint32_t largest = of_thread.bits();
+        uint32_t largest = thread_largest.bits();
 #pragma unroll
         for (int distance = kGroupThreads / 2; distance > 0; distance /= 2) {
             largest = std::max(largest, __shfl_xor_sync(0xffffffff, largest, distance));
         }
         if (in_group == 0) shared.largest[group] = largest;
-        __syncthreads();  // waits until every group's part is in shared memory
+        __syncthreads();  // waits until every group's maximum is in shared memory
         largest = 0;
-        for (int part = 0; part < groups_of_row; ++part) {
-            if (gX != nullptr) largest = std::max(largest, shared.largest[group * groups_of_row + part]);
+        for (int own_group = 0; own_group < groups_of_row; ++own_group) {
+            if (gX != nullptr) largest = std::max(largest, shared.largest[group * groups_of_row + own_group]);
         }
         const float scale = token_scale(unpack<kDataType>(static_cast<uint16_t>(largest)));
         divide = Division(scale);

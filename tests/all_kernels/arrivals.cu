@@ -1,5 +1,5 @@
 // Arrivals by themselves: groups of CTAs leave numbers, and the last one of each adds them up.
-#include "device/arrivals.cuh"
+#include "scheduler/arrivals.cuh"
 
 namespace fastattn {
 
@@ -7,12 +7,12 @@ namespace fastattn {
 // themselves for the last: [groups]; left: [CTAs]. asks: whether a CTA first asks if it is the last, as those may that
 // bring one.
 extern "C" __global__ void arrive(const int32_t* brought, int32_t per_group, int32_t all, uint64_t* counters,
-                                  uint64_t token, int32_t asks, int32_t* left, int32_t* sums, int32_t* lasts) {
+                                  uint64_t launch_id, int32_t asks, int32_t* left, int32_t* sums, int32_t* lasts) {
     const int32_t cta = blockIdx.x, group = cta / per_group, first = group * per_group;
     uint64_t* counter = counters + group;
-    if (threadIdx.x == 0) open_arrivals(counter, token);
+    if (threadIdx.x == 0) open_arrivals(counter, launch_id);
     bool is_last = false;
-    if (asks) is_last = __syncthreads_or(threadIdx.x == 0 && others_have_arrived(counter, token, all));
+    if (asks) is_last = __syncthreads_or(threadIdx.x == 0 && others_have_arrived(counter, launch_id, all));
     const bool leaves = !is_last;
     if (leaves) {
         if (threadIdx.x == 1) left[cta] = brought[cta] * (cta + 1);

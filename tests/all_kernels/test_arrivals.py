@@ -1,4 +1,4 @@
-"""csrc/device/arrivals.cuh by itself: one CTA of each group is the last, and sees what the others have left, whatever
+"""Tests csrc/scheduler/arrivals.cuh alone: one CTA of each group is the last, and sees what the others left, whatever
 stood in the counters and whoever comes first. On the emulator alone: a GPU runs it within the kernels.
 """
 

@@ -1,6 +1,6 @@
 """A launch replayed with the same token in the same memory, as a CUDA graph does it: each replay does all again.
 
-Kernels whose CTAs pass results to each other count arrivals in memory that nobody zeroes (csrc/device/arrivals.cuh). A
+Kernels whose CTAs pass results to each other count arrivals in memory that nobody zeroes (scheduler/arrivals.cuh). A
 launch that left its counts behind would find them in the replay, and not write its result. And what a launch decides
 from lengths in device memory, it decides again.
 """

@@ -26,7 +26,7 @@ if EMULATED:
 
 pytestmark = HOPPER_MARKS
 
-SOURCE = Path(__file__).parents[2] / "csrc" / "attention" / "forward_common_sm90.cuh"
+SOURCES = Path(__file__).parents[2] / "csrc" / "attention"
 PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # A page holds whole tiles of some head dims (128, 256), parts of tiles (8 to 96), or rows that are gathered (others).
@@ -313,11 +313,16 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
 @only_emulated
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "comment", ["all lanes see what has been told", "waits until every lane has read it", "has read what is said of it"]
+    ("source", "comment"),
+    [
+        ("forward_producer_sm90.cuh", "waits until all lanes see the slot"),
+        ("forward_producer_sm90.cuh", "waits until every lane has read the slot"),
+        ("forward_consumer_sm90.cuh", "waits until every lane has read the work tile"),
+    ],
 )
-def test_a_missing_syncwarp_is_found(comment: str, seed: int) -> None:
+def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> None:
     """Each of those between lanes and the one that tells of work, or arrives at a barrier for its warp."""
-    lines = SOURCE.read_text().splitlines()
+    lines = (SOURCES / source).read_text().splitlines()
     (line,) = (number for number, text in enumerate(lines, 1) if "__syncwarp();" in text and comment in text)
     place = f" {line} {lines[line - 1].index('__syncwarp') + 1}\n"
     arguments = paged.make(Case(page_size=5, lengths=((420, 120, 300), (430, 150, 300)), options=()))

@@ -1,6 +1,6 @@
 """What an int8 matmul of few tokens waits for, by its machine code: fences, atomics and the loads of parts.
 
-For each GPU that the library has machine code for. See also csrc/int8_matmul/work.h, which counts the trips.
+For each GPU that the library has machine code for. See also csrc/scheduler/choose_stream_k.h, which counts the trips.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, the rows of a tile, and FASTATTN_CACHE, the cache's
-// format.
+// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, the rows of a tile, and FASTATTN_CACHE, the
+// cache's format.
 #include "decode/split_sm80.cuh"
 
 namespace fastattn {

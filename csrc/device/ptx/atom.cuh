@@ -1,4 +1,4 @@
-// atom: read, modify and write in one piece.
+// atom: read, modify and write atomically.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: atom".
 #pragma once
 

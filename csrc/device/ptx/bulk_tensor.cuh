@@ -26,7 +26,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t destination, co
         : "memory");
 }
 
-// The same into all CTAs of the cluster whose bits are set, at the same address in each, whose own barrier gets the bytes.
+// The same into all CTAs of the cluster whose bits are set, at the same address in each, whose own barrier gets the
+// bytes.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast(uint32_t destination, const void* tensor_map,
                                                                   int32_t x0, int32_t x1, uint32_t barrier,
                                                                   uint16_t ctas) {

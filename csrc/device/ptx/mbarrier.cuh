@@ -1,5 +1,5 @@
-// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. A phase completes when both are there.
-// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. A phase completes when both are
+// there. PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of any CTA of the cluster: see mapa. Its scope is the CTA, as who arrives has written nothing that another CTA
-// reads: that of the cluster would be a fence of all memory, for which every warp waits.
+// At a barrier of any CTA of the cluster: see mapa. Its scope is the CTA, as who arrives has written nothing that
+// another CTA reads: that of the cluster would be a fence of all memory, for which every warp waits.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,4 +1,5 @@
-// prefetch: brings a line of global memory into a cache. PTX ISA, "Data Movement and Conversion Instructions: prefetch".
+// prefetch: brings a line of global memory into a cache. PTX ISA, "Data Movement and Conversion Instructions:
+// prefetch".
 #pragma once
 
 namespace fastattn::ptx {

@@ -15,9 +15,9 @@ __device__ __forceinline__ void red_release_add_s32(int32_t* global, int32_t val
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// The larger one of two floats, which PTX has for integers alone. The bits of a float that is not negative are larger than
-// those of any smaller float, as signed integers. Those of a negative float are smaller than those of any smaller float, as
-// unsigned integers; and any float that is not negative has smaller ones still.
+// The larger one of two floats, which PTX has for integers alone. The bits of a float that is not negative are larger
+// than those of any smaller float, as signed integers. Those of a negative float are smaller than those of any smaller
+// float, as unsigned integers; and any float that is not negative has smaller ones still.
 __device__ __forceinline__ void red_max_f32(float value, float* global) {
     const uint32_t bits = __float_as_uint(value);
     if (bits >> 31 == 0) {

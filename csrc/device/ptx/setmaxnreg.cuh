@@ -1,4 +1,5 @@
-// setmaxnreg: a warpgroup gives registers back to its CTA, or takes more. PTX ISA, "Miscellaneous Instructions: setmaxnreg".
+// setmaxnreg: a warpgroup gives registers back to its CTA, or takes more. PTX ISA, "Miscellaneous Instructions:
+// setmaxnreg".
 #pragma once
 
 namespace fastattn::ptx {

@@ -1,8 +1,9 @@
-// wgmma: products of a warpgroup (four warps, 64 rows), which run while it goes on. PTX ISA, "Asynchronous Warpgroup Level
-// Matrix Multiply-Accumulate Instructions".
+// wgmma: products of a warpgroup (four warps, 64 rows), which run while it goes on. PTX ISA, "Asynchronous Warpgroup
+// Level Matrix Multiply-Accumulate Instructions".
 //
 // Sums of a thread: d[4 * n + e] is element [16 * warp + lane / 4 + 8 * (e / 2)][8 * n + 2 * (lane % 4) + e % 2], as in
-// mma.m16n8k16. Until the group that a product belongs to has been waited for, nobody may touch its sums or its operand A.
+// mma.m16n8k16. Until the group that a product belongs to has been waited for, nobody may touch its sums or its operand
+// A.
 #pragma once
 
 #include <cstdint>
@@ -82,8 +83,8 @@ __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
 #define FASTATTN_ALL_SUMS_128 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_64(d, 64)
 
 // m64nNk16 of 16-bit operands into fp32: d = A * B, or d += A * B. ss: A from shared memory, [M, K] and [N, K] with K
-// contiguous. ss_columns: the same from [K, M] and [K, N], with M and N contiguous. rs: A from registers, and B, [K, N] in
-// shared memory, with N contiguous. rs_rows: the same with B [N, K], K contiguous.
+// contiguous. ss_columns: the same from [K, M] and [K, N], with M and N contiguous. rs: A from registers, and B, [K, N]
+// in shared memory, with N contiguous. rs_rows: the same with B [N, K], K contiguous.
 template <int kN, DataType kDataType>
 struct Wgmma;
 
@@ -150,8 +151,8 @@ FASTATTN_WGMMA_OF_BOTH(256, 128, 129, 130, 131, 132, 133)
 #define FASTATTN_ALL_INTEGERS_96 FASTATTN_ALL_INTEGERS_64, FASTATTN_INTEGERS_32(d, 64)
 #define FASTATTN_ALL_INTEGERS_128 FASTATTN_ALL_INTEGERS_96, FASTATTN_INTEGERS_32(d, 96)
 
-// m64nNk32 of int8 operands into int32. ss: both from shared memory, [M, K] and [N, K] with K contiguous, the only way that
-// there is for them.
+// m64nNk32 of int8 operands into int32. ss: both from shared memory, [M, K] and [N, K] with K contiguous, the only way
+// that there is for them.
 template <int kN>
 struct WgmmaS8;
 

@@ -10,7 +10,7 @@
 namespace fastattn {
 
 // Its block of the cache (a page, or a contiguous sequence), negative if the token is absent, and its row there.
-struct TokenPlace {
+struct TokenLocation {
     int32_t block, row;
 
     __device__ __forceinline__ bool is_present() const { return block >= 0; }
@@ -18,8 +18,8 @@ struct TokenPlace {
 
 // Token `key` of a sequence, whose page_idx-th page holds it. `page` is what the table holds there, which may be
 // anything: a token whose page does not exist is absent.
-__device__ __forceinline__ TokenPlace place_in_page(int32_t page, int32_t num_pages, int32_t key, int32_t page_idx,
-                                                    int32_t page_rows) {
+__device__ __forceinline__ TokenLocation location_in_page(int32_t page, int32_t num_pages, int32_t key,
+                                                          int32_t page_idx, int32_t page_rows) {
     return {page < num_pages ? page : -1, key - page_idx * page_rows};
 }
 

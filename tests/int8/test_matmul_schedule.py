@@ -1,5 +1,5 @@
-"""The native plan of the int8 matmul, csrc/int8_matmul/work.h, compiled for the host: which part of which tile each CTA
-takes, and what a model of a GPU says of it over all numbers of tokens."""
+"""Tests the schedule of the int8 matmul, csrc/scheduler/stream_k.h, compiled for the host: which steps of which tile
+a CTA takes, and how long a model of a GPU takes for it over all numbers of tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from instances import rows_of
 from native_build.tools import find_cxx
 
-pytestmark = pytest.mark.xdist_group("matmul_plan")
+pytestmark = pytest.mark.xdist_group("matmul_schedule")
 
-SOURCE = Path(__file__).with_name("matmul_plan.cpp")
+SOURCE = Path(__file__).with_name("matmul_schedule.cpp")
 CSRC = SOURCE.parents[2] / "csrc"
 CTAS_PER_SM = 2
 INT_MAX = 2**31 - 1
@@ -39,7 +39,9 @@ class Gpu(NamedTuple):
         return CTAS_PER_SM * self.num_sms
 
 
-TEAM_BLOCK_MS = sorted({tokens for tokens, grouped, _ in rows_of("int8_matmul/instances/gemm_sm90.cu") if not grouped})
+CLUSTER_BLOCK_MS = sorted(
+    {tokens for tokens, grouped, _ in rows_of("int8_matmul/instances/gemm_sm90.cu") if not grouped}
+)
 A100, H200 = Gpu(80, 108, 1024, 13, 47), Gpu(90, 132, 1280, 19.9, 23.4)
 RTX4090 = Gpu(89, 128, 256, 3.1, 24)
 
@@ -56,25 +58,25 @@ class Sizes(NamedTuple):
     depth: int
 
 
-class Plan(NamedTuple):
-    token_tiles: int
-    output_tiles: int
+class Schedule(NamedTuple):
+    m_tiles: int
+    n_tiles: int
     steps: int
-    shared_tiles: int
-    num_ranges: int
+    split_tiles: int
+    num_splits: int
     num_ctas: int
     num_slots: int
 
 
-class Piece(NamedTuple):
+class WorkTile(NamedTuple):
     cta: int
     tile: int
-    token_tile: int
-    output_tile: int
+    m_tile: int
+    n_tile: int
     begin_step: int
     end_step: int
-    num_parts: int
-    part: int
+    num_partials: int
+    partial: int
     slot: int
 
 
@@ -87,9 +89,9 @@ class HopperChoice(NamedTuple):
 class Library:
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
-        self.loaded.matmul_pieces.restype = ctypes.c_int64
+        self.loaded.matmul_work_tiles.restype = ctypes.c_int64
         self.loaded.simulated_clocks.restype = ctypes.c_double
-        self.loaded.team_pieces.restype = ctypes.c_int64
+        self.loaded.cluster_work_tiles.restype = ctypes.c_int64
         self.loaded.fastest_on_hopper.restype = ctypes.c_double
 
     def fastest_tile(self, sizes: Sizes, gpu: Gpu, is_forward: bool = True) -> Tile:
@@ -97,16 +99,16 @@ class Library:
         self.loaded.fastest_tile_of(_ints(sizes), int(is_forward), gpu.arch, gpu.num_sms, found)
         return Tile(*found)
 
-    def plan(self, sizes: Sizes, tile: Tile, resident_ctas: int, arch: int = 80) -> Plan:
-        """On a GPU with the rates of an A100, as in `pieces`, or another."""
+    def schedule(self, sizes: Sizes, tile: Tile, resident_ctas: int, arch: int = 80) -> Schedule:
+        """On a GPU with the rates of an A100, as in `work_tiles`, or another."""
         facts = (ctypes.c_int64 * 7)()
-        self.loaded.matmul_plan_facts(_ints(sizes), _ints(tile), _ints((arch, resident_ctas)), facts)
-        return Plan(*facts)
+        self.loaded.matmul_schedule_facts(_ints(sizes), _ints(tile), _ints((arch, resident_ctas)), facts)
+        return Schedule(*facts)
 
-    def pieces(self, sizes: Sizes, tile: Tile, resident_ctas: int, first_cta: int, end_cta: int) -> list[Piece]:
+    def work_tiles(self, sizes: Sizes, tile: Tile, resident_ctas: int, first_cta: int, end_cta: int) -> list[WorkTile]:
         most = (end_cta - first_cta) * (4 + 2 * (resident_ctas + 1))
         rows = np.zeros((min(most, 200_000), 9), dtype=np.int64)
-        found = self.loaded.matmul_pieces(
+        found = self.loaded.matmul_work_tiles(
             _ints(sizes),
             _ints(tile),
             _ints((A100.arch, resident_ctas)),
@@ -114,19 +116,21 @@ class Library:
             end_cta,
             ctypes.c_void_p(rows.ctypes.data),
         )
-        return [Piece(*row) for row in rows[:found].tolist()]
+        return [WorkTile(*row) for row in rows[:found].tolist()]
 
     def clocks(self, sizes: Sizes, tile: Tile, gpu: Gpu, clocks: tuple[float, ...]) -> float:
         c_gpu, c_clocks = _ints((gpu.arch, gpu.resident_ctas)), (ctypes.c_double * 6)(*clocks)
         found: float = self.loaded.simulated_clocks(_ints(sizes), _ints(tile), c_gpu, c_clocks)
         return found
 
-    def team_pieces(self, sizes: Sizes, tile_tokens: int, resident_teams: int) -> tuple[Plan, list[Piece]]:
-        """On Hopper; the plan's "CTAs" are teams."""
+    def cluster_work_tiles(
+        self, sizes: Sizes, tile_tokens: int, resident_clusters: int
+    ) -> tuple[Schedule, list[WorkTile]]:
+        """On Hopper; the schedule's "CTAs" are clusters."""
         rows, facts = np.zeros((200_000, 9), dtype=np.int64), (ctypes.c_int64 * 7)()
         pointer = ctypes.c_void_p(rows.ctypes.data)
-        found = self.loaded.team_pieces(_ints(sizes), tile_tokens, resident_teams, facts, pointer)
-        return Plan(*facts), [Piece(*row) for row in rows[:found].tolist()]
+        found = self.loaded.cluster_work_tiles(_ints(sizes), tile_tokens, resident_clusters, facts, pointer)
+        return Schedule(*facts), [WorkTile(*row) for row in rows[:found].tolist()]
 
     def fastest_on_hopper(self, sizes: Sizes, num_sms: int) -> HopperChoice:
         """Among the tiles of both architectures."""
@@ -141,12 +145,12 @@ def _ints(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int32]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    target = tmp_path_factory.mktemp("plan") / "plan.so"
+    target = tmp_path_factory.mktemp("schedule") / "schedule.so"
     block_ms = sorted({block_m for block_m, _ in rows_of("int8_matmul/instances/gemm_sm80.cu")})
     command = [
         *find_cxx(os.environ),
         f"-DBLOCK_MS={','.join(map(str, block_ms))}",
-        f"-DTEAM_BLOCK_MS={','.join(map(str, TEAM_BLOCK_MS))}",
+        f"-DTEAM_BLOCK_MS={','.join(map(str, CLUSTER_BLOCK_MS))}",
         "-std=c++20",
         "-O1",
         "-shared",
@@ -169,52 +173,54 @@ STEPS = [1, 2, 5, 8, 31, 64, 1000]
 @pytest.mark.parametrize("resident_ctas", [1, 2, 8, 264])
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=str)
 def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, resident_ctas: int) -> None:
-    for token_tiles, output_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
-        sizes = Sizes(token_tiles * tile.tokens - 3, output_tiles * tile.outputs - 8, steps * tile.depth - 16)
-        plan = library.plan(sizes, tile, resident_ctas)
-        assert (plan.token_tiles, plan.output_tiles, plan.steps) == (token_tiles, output_tiles, steps)
-        pieces = library.pieces(sizes, tile, resident_ctas, 0, plan.num_ctas)
-        taken: dict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            taken[piece.tile].append(piece)
-        assert sorted(taken) == list(range(token_tiles * output_tiles))
-        positions = {(piece.token_tile, piece.output_tile) for piece in pieces}
-        assert positions == set(itertools.product(range(token_tiles), range(output_tiles)))
-        for parts in taken.values():
-            edges = [0, *(step for piece in parts for step in (piece.begin_step, piece.end_step)), steps]
+    for m_tiles, n_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
+        sizes = Sizes(m_tiles * tile.tokens - 3, n_tiles * tile.outputs - 8, steps * tile.depth - 16)
+        schedule = library.schedule(sizes, tile, resident_ctas)
+        assert (schedule.m_tiles, schedule.n_tiles, schedule.steps) == (m_tiles, n_tiles, steps)
+        work_tiles = library.work_tiles(sizes, tile, resident_ctas, 0, schedule.num_ctas)
+        taken: dict[int, list[WorkTile]] = defaultdict(list)
+        for work_tile in work_tiles:
+            taken[work_tile.tile].append(work_tile)
+        assert sorted(taken) == list(range(m_tiles * n_tiles))
+        positions = {(work_tile.m_tile, work_tile.n_tile) for work_tile in work_tiles}
+        assert positions == set(itertools.product(range(m_tiles), range(n_tiles)))
+        for partials in taken.values():
+            edges = [0, *(step for work_tile in partials for step in (work_tile.begin_step, work_tile.end_step)), steps]
             assert edges[::2] == edges[1::2]  # each begins where the one before ends, in the order of the CTAs
-            assert [(piece.part, piece.num_parts) for piece in parts] == [(i, len(parts)) for i in range(len(parts))]
-        slots = [piece.slot for piece in pieces if piece.num_parts > 1]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < plan.num_slots for slot in slots)
+            assert [(work_tile.partial, work_tile.num_partials) for work_tile in partials] == [
+                (i, len(partials)) for i in range(len(partials))
+            ]
+        slots = [work_tile.slot for work_tile in work_tiles if work_tile.num_partials > 1]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
 
 
 @pytest.mark.parametrize("resident_ctas", [2, 8, 216, 264])
 def test_ranges_are_equal_and_whole_tiles_fill_the_gpu(library: Library, resident_ctas: int) -> None:
     for tile, tiles, steps in itertools.product((SMALL, LARGE), (*COUNTS, 300, 1000), STEPS):
         sizes = Sizes(1, tiles * tile.outputs, steps * tile.depth)
-        plan = library.plan(sizes, tile, resident_ctas)
+        schedule = library.schedule(sizes, tile, resident_ctas)
         lengths: dict[int, int] = defaultdict(int)
-        for piece in library.pieces(sizes, tile, resident_ctas, 0, plan.num_ctas):
-            lengths[piece.cta] += piece.end_step - piece.begin_step
-        ranges = [lengths[cta] for cta in range(plan.num_ranges)]
-        assert all(lengths[cta] == steps for cta in range(plan.num_ranges, plan.num_ctas))
-        if ranges:
-            assert max(ranges) - min(ranges) <= 1 and min(ranges) * tile.depth >= 256
-            assert plan.num_ranges <= resident_ctas and plan.num_slots <= 2 * resident_ctas
-            assert (tiles - plan.shared_tiles) % resident_ctas == 0
-            assert max(ranges) <= 2 * steps  # the rest of a wave, and one more
+        for work_tile in library.work_tiles(sizes, tile, resident_ctas, 0, schedule.num_ctas):
+            lengths[work_tile.cta] += work_tile.end_step - work_tile.begin_step
+        splits = [lengths[cta] for cta in range(schedule.num_splits)]
+        assert all(lengths[cta] == steps for cta in range(schedule.num_splits, schedule.num_ctas))
+        if splits:
+            assert max(splits) - min(splits) <= 1 and min(splits) * tile.depth >= 256
+            assert schedule.num_splits <= resident_ctas and schedule.num_slots <= 2 * resident_ctas
+            assert (tiles - schedule.split_tiles) % resident_ctas == 0
+            assert max(splits) <= 2 * steps  # the rest of a wave, and one more
 
 
 def test_large_matmuls_share_little(library: Library) -> None:
-    """At most two waves of tiles, of two parts each where ranges are longer than tiles."""
+    """At most two waves of tiles, of two partials each where splits are longer than tiles."""
     for tokens in range(1024, 8193, 128):
         sizes = Sizes(tokens, 8192, 8192)
-        plan = library.plan(sizes, LARGE, 264)
-        assert plan.shared_tiles < 2 * 264
-        if plan.shared_tiles > 264:
-            pieces = library.pieces(sizes, LARGE, 264, 0, plan.num_ranges)
-            assert max(piece.num_parts for piece in pieces) <= 2
-            assert max(sum(piece.cta == cta for piece in pieces) for cta in (0, 100, 263)) <= 3
+        schedule = library.schedule(sizes, LARGE, 264)
+        assert schedule.split_tiles < 2 * 264
+        if schedule.split_tiles > 264:
+            work_tiles = library.work_tiles(sizes, LARGE, 264, 0, schedule.num_splits)
+            assert max(work_tile.num_partials for work_tile in work_tiles) <= 2
+            assert max(sum(work_tile.cta == cta for work_tile in work_tiles) for cta in (0, 100, 263)) <= 3
 
 
 @pytest.mark.parametrize(
@@ -235,57 +241,59 @@ def test_hostile_sizes(library: Library, sizes: Sizes) -> None:
         gpu = A100._replace(num_sms=num_sms)
         tile = library.fastest_tile(sizes, gpu, is_forward)
         resident_ctas = gpu.resident_ctas
-        plan = library.plan(sizes, tile, resident_ctas)
-        token_tiles, output_tiles = -(-sizes.tokens // tile.tokens), -(-sizes.outputs // tile.outputs)
-        assert plan.num_ctas == token_tiles * output_tiles - plan.shared_tiles + plan.num_ranges
-        for first, end in ((0, min(plan.num_ctas, 2000)), (plan.num_ctas - 1, plan.num_ctas)):
+        schedule = library.schedule(sizes, tile, resident_ctas)
+        m_tiles, n_tiles = -(-sizes.tokens // tile.tokens), -(-sizes.outputs // tile.outputs)
+        assert schedule.num_ctas == m_tiles * n_tiles - schedule.split_tiles + schedule.num_splits
+        for first, end in ((0, min(schedule.num_ctas, 2000)), (schedule.num_ctas - 1, schedule.num_ctas)):
             if end > INT_MAX:
                 continue  # no grid is that large: the launch is refused
-            for piece in library.pieces(sizes, tile, resident_ctas, first, end):
-                assert 0 <= piece.token_tile < token_tiles and 0 <= piece.output_tile < output_tiles
-                assert 0 <= piece.begin_step <= piece.end_step <= plan.steps
-                assert piece.num_parts <= resident_ctas and piece.slot < plan.num_slots
+            for work_tile in library.work_tiles(sizes, tile, resident_ctas, first, end):
+                assert 0 <= work_tile.m_tile < m_tiles and 0 <= work_tile.n_tile < n_tiles
+                assert 0 <= work_tile.begin_step <= work_tile.end_step <= schedule.steps
+                assert work_tile.num_partials <= resident_ctas and work_tile.slot < schedule.num_slots
 
 
 def test_tiles_of_a_wave_share_weights(library: Library) -> None:
     """All tokens pass over eight blocks of weights before the next ones are loaded."""
     sizes = Sizes(10 * 128, 20 * 128, 640)
-    plan = library.plan(sizes, LARGE, 1)
-    pieces = library.pieces(sizes, LARGE, 1, 0, plan.num_ctas)
-    assert [piece.output_tile // 8 for piece in pieces] == [0] * 80 + [1] * 80 + [2] * 40
+    schedule = library.schedule(sizes, LARGE, 1)
+    work_tiles = library.work_tiles(sizes, LARGE, 1, 0, schedule.num_ctas)
+    assert [work_tile.n_tile // 8 for work_tile in work_tiles] == [0] * 80 + [1] * 80 + [2] * 40
 
 
-# --- What each team takes, on Hopper ----------------------------------------------------------------------------------
+# --- What each cluster takes, on Hopper -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("resident_teams", [1, 3, 8, 66])
+@pytest.mark.parametrize("resident_clusters", [1, 3, 8, 66])
 @pytest.mark.parametrize("tokens", [64, 256])
-def test_teams_take_every_step_of_every_tile_once(library: Library, tokens: int, resident_teams: int) -> None:
-    """Whatever their number; parts of tiles first, which others wait for."""
+def test_clusters_take_every_step_of_every_tile_once(library: Library, tokens: int, resident_clusters: int) -> None:
+    """Whatever their number; partials of tiles first, which others wait for."""
     tile = Tile(tokens, 256, 64)
-    for token_tiles, output_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
-        sizes = Sizes(token_tiles * tile.tokens - 3, output_tiles * tile.outputs - 8, steps * tile.depth - 16)
-        plan, pieces = library.team_pieces(sizes, tokens, resident_teams)
-        assert (plan.token_tiles, plan.output_tiles, plan.steps) == (token_tiles, output_tiles, steps)
-        assert plan.num_ctas <= resident_teams
-        assert {piece.cta for piece in pieces} == set(range(plan.num_ctas))  # no team without work
-        taken: dict[int, list[Piece]] = defaultdict(list)
-        of_team: dict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            taken[piece.tile].append(piece)
-            of_team[piece.cta].append(piece)
-        assert sorted(taken) == list(range(token_tiles * output_tiles))
-        positions = {(piece.token_tile, piece.output_tile) for piece in pieces}
-        assert positions == set(itertools.product(range(token_tiles), range(output_tiles)))
-        for parts in taken.values():
-            edges = [0, *(step for piece in parts for step in (piece.begin_step, piece.end_step)), steps]
+    for m_tiles, n_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
+        sizes = Sizes(m_tiles * tile.tokens - 3, n_tiles * tile.outputs - 8, steps * tile.depth - 16)
+        schedule, work_tiles = library.cluster_work_tiles(sizes, tokens, resident_clusters)
+        assert (schedule.m_tiles, schedule.n_tiles, schedule.steps) == (m_tiles, n_tiles, steps)
+        assert schedule.num_ctas <= resident_clusters
+        assert {work_tile.cta for work_tile in work_tiles} == set(range(schedule.num_ctas))  # no cluster without work
+        taken: dict[int, list[WorkTile]] = defaultdict(list)
+        by_cluster: dict[int, list[WorkTile]] = defaultdict(list)
+        for work_tile in work_tiles:
+            taken[work_tile.tile].append(work_tile)
+            by_cluster[work_tile.cta].append(work_tile)
+        assert sorted(taken) == list(range(m_tiles * n_tiles))
+        positions = {(work_tile.m_tile, work_tile.n_tile) for work_tile in work_tiles}
+        assert positions == set(itertools.product(range(m_tiles), range(n_tiles)))
+        for partials in taken.values():
+            edges = [0, *(step for work_tile in partials for step in (work_tile.begin_step, work_tile.end_step)), steps]
             assert edges[::2] == edges[1::2]
-            assert [(piece.part, piece.num_parts) for piece in parts] == [(i, len(parts)) for i in range(len(parts))]
-        slots = [piece.slot for piece in pieces if piece.num_parts > 1]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < plan.num_slots for slot in slots)
-        for own in of_team.values():
-            tiles = [piece.tile for piece in own]
-            assert tiles == sorted(tiles)  # the shared tiles are the first ones
+            assert [(work_tile.partial, work_tile.num_partials) for work_tile in partials] == [
+                (i, len(partials)) for i in range(len(partials))
+            ]
+        slots = [work_tile.slot for work_tile in work_tiles if work_tile.num_partials > 1]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
+        for own in by_cluster.values():
+            tiles = [work_tile.tile for work_tile in own]
+            assert tiles == sorted(tiles)  # the split tiles are the first ones
 
 
 # --- A model of its time ----------------------------------------------------------------------------------------------
@@ -293,14 +301,14 @@ def test_teams_take_every_step_of_every_tile_once(library: Library, tokens: int,
 # N, K of linear layers.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
-# A prediction, to test the partition and not speed: tiles_sm80.h counts 512 clocks of HMMA on an A100 for 128 tokens
-# per 32 k. Dequantisation counts as a clock for 64 weights; a piece of work as 3000 clocks beside its steps; parts of
-# a sum as three trips to L2, and each as its bytes. work.h chooses by the same figures and a formula; here the schedule
-# is played through, slot by slot.
+# A prediction, to test the partition and not speed: 512 clocks of HMMA on an A100 for 128 tokens and 32 k.
+# Dequantisation counts as a clock for 64 weights; a work tile as 3000 clocks beside its steps; partials of a sum as
+# three trips to L2, and each as its bytes. choose_stream_k.h chooses by the same figures and a formula; here the
+# schedule is played through, slot by slot.
 DEQUANTISED, PIECE, SHARED, TRIP, BYTES_OF_A_TOKEN = 64, 3000, 600, 300, 12
 
 
-def parts_of_step(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, float]:
+def clocks_of_parts(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, float]:
     """Clocks of a CTA that has its SM for itself, of two that share it, and of a CTA's bytes, if it had the GPU's
     memory and L2 for itself."""
     weights = tile.outputs * tile.depth
@@ -313,21 +321,21 @@ def parts_of_step(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, floa
 
 def clocks_of_step(tile: Tile, gpu: Gpu, tokens: int, ctas: int) -> float:
     """While so many run."""
-    alone, together, from_memory = parts_of_step(tile, gpu, tokens)
+    alone, together, from_memory = clocks_of_parts(tile, gpu, tokens)
     return max(together if ctas > gpu.num_sms else alone, from_memory * ctas)
 
 
 def predicted_clocks(library: Library, sizes: Sizes, gpu: Gpu, is_forward: bool) -> float:
     tile = library.fastest_tile(sizes, gpu, is_forward)
-    part = BYTES_OF_A_TOKEN * min(sizes.tokens, tile.tokens)
-    return library.clocks(sizes, tile, gpu, (*parts_of_step(tile, gpu, sizes.tokens), PIECE, SHARED + TRIP, part))
+    partial = BYTES_OF_A_TOKEN * min(sizes.tokens, tile.tokens)
+    return library.clocks(sizes, tile, gpu, (*clocks_of_parts(tile, gpu, sizes.tokens), PIECE, SHARED + TRIP, partial))
 
 
 @pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "gradient"])
 @pytest.mark.parametrize("gpu", [A100, RTX4090], ids=["A100", "RTX4090"])
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) -> None:
-    """More tokens do not take less time, but for 3.5 %, which one plan loses and another does not.
+    """More tokens do not take less time, but for 3.5 %, which one schedule loses and another does not.
 
     Throughput falls where tiles need 16 tokens more, or a row of tiles comes, whose weights are dequantised again: most
     from 128 to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens. An RTX
@@ -366,24 +374,24 @@ def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
         assert library.fastest_tile(Sizes(8192, n, k), H200).tokens == 128
 
 
-def test_the_parts_of_few_tokens_are_the_best_number(library: Library) -> None:
-    """Of all numbers of equal parts, which are added up 16 at a time."""
+def test_the_splits_of_few_tokens_are_the_best_number(library: Library) -> None:
+    """Compares all numbers of equal splits, whose partials are added up 16 at a time."""
     for gpu, (outputs, depth) in itertools.product(
         (A100, H200), ((1024, 8192), (512, 8192), (1024, 4096), (2048, 8192))
     ):
-        plan = library.plan(Sizes(1, outputs, depth), SMALL, gpu.resident_ctas, gpu.arch)
+        schedule = library.schedule(Sizes(1, outputs, depth), SMALL, gpu.resident_ctas, gpu.arch)
         tiles = outputs // SMALL.outputs
 
-        def clocks(parts: int, gpu: Gpu = gpu, tiles: int = tiles, steps: int = plan.steps) -> float:
-            step = clocks_of_step(SMALL, gpu, 1, tiles * parts)
-            collecting = SHARED + -(-parts // 16) * TRIP + BYTES_OF_A_TOKEN * (parts - 1)
-            return step * steps / parts + PIECE + (parts > 1) * collecting
+        def clocks(partials: int, gpu: Gpu = gpu, tiles: int = tiles, steps: int = schedule.steps) -> float:
+            step = clocks_of_step(SMALL, gpu, 1, tiles * partials)
+            collecting = SHARED + -(-partials // 16) * TRIP + BYTES_OF_A_TOKEN * (partials - 1)
+            return step * steps / partials + PIECE + (partials > 1) * collecting
 
-        longest = plan.steps // 2  # parts of 256 of K, of which all but the first trips to memory are hidden
+        longest = schedule.steps // 2  # partials of 256 of K, of which all but the first trips to memory are hidden
         best = min(range(1, min(longest, gpu.resident_ctas // tiles) + 1), key=clocks)
-        assert (plan.shared_tiles, plan.num_ranges) == (tiles, best * tiles)
-    h200 = library.plan(Sizes(1, 1024, 8192), SMALL, H200.resident_ctas, H200.arch)
-    assert 8 <= h200.num_ranges // h200.shared_tiles <= 16  # more would load no faster, and be added in another trip
+        assert (schedule.split_tiles, schedule.num_splits) == (tiles, best * tiles)
+    h200 = library.schedule(Sizes(1, 1024, 8192), SMALL, H200.resident_ctas, H200.arch)
+    assert 8 <= h200.num_splits // h200.split_tiles <= 16  # more would load no faster, and be added in another trip
 
 
 def test_larger_tiles_than_hold_all_tokens_need_no_look(library: Library) -> None:
@@ -442,8 +450,8 @@ def test_few_tokens_stay_with_the_kernels_for_sm_80(library: Library) -> None:
 def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
     """By the planner's own prediction: more tokens never take less time.
 
-    Throughput falls where another row of tiles comes and teams begin to share: most where tiles have just filled the
-    GPU once (1024 tokens of 4096 outputs are 64 tiles for 66 teams); by a tenth at most among many tokens.
+    Throughput falls where another row of tiles comes and clusters begin to share: most where tiles have just filled the
+    GPU once (1024 tokens of 4096 outputs are 64 tiles for 66 clusters); by a tenth at most among many tokens.
     """
     clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
@@ -453,15 +461,15 @@ def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("n, k", LAYERS)
-def test_teams_are_kept_busy(library: Library, n: int, k: int) -> None:
-    """From 1024 tokens on, the team with the most steps has at most a twentieth and four steps more than the mean."""
+def test_clusters_are_kept_busy(library: Library, n: int, k: int) -> None:
+    """From 1024 tokens on, no cluster has more than a twentieth and four steps more than the mean."""
     for m in range(1024, 8193, 256):
         sizes = Sizes(m, n, k)
         best = library.fastest_on_hopper(sizes, H200.num_sms)
         assert best.uses_wgmma
-        plan, pieces = library.team_pieces(sizes, best.tile.tokens, H200.num_sms // 2)
+        schedule, work_tiles = library.cluster_work_tiles(sizes, best.tile.tokens, H200.num_sms // 2)
         steps: dict[int, int] = defaultdict(int)
-        for piece in pieces:
-            steps[piece.cta] += piece.end_step - piece.begin_step
+        for work_tile in work_tiles:
+            steps[work_tile.cta] += work_tile.end_step - work_tile.begin_step
         mean = sum(steps.values()) / (H200.num_sms // 2)
-        assert max(steps.values()) <= 1.05 * mean + 4, (m, best.tile, plan)
+        assert max(steps.values()) <= 1.05 * mean + 4, (m, best.tile, schedule)

@@ -1,7 +1,8 @@
-// Counters of one launch, in memory that nobody has to zero, as in arrivals.cuh; for CTAs that count as soon as they start,
-// so that opening a counter before would be one more trip. Each adds, and sees whether that was this launch's number.
+// Counts within one launch, in memory that nobody has to zero, as in arrivals.cuh; for CTAs that count as soon as they
+// start, so that opening a counter before would be one more trip. Each adds, and sees whether that was this launch's
+// number.
 //
-// What arrivals.cuh says of tokens, replays and streams holds here too; beyond that:
+// What arrivals.cuh says of launch IDs, replays and streams holds here too; beyond that:
 // - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen
 //   all others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and that leaves 0. No
 //   thread is within count() then, so that none can put the launch's number back.
@@ -14,17 +15,18 @@
 
 #include "device/ptx/atom.cuh"
 #include "device/ptx/ld_acquire.cuh"
-#include "host/launch_token.h"
+#include "scheduler/launch_id.h"
 
 namespace fastattn {
 
 struct LaunchCounter {
     uint64_t* value;
-    uint64_t token;
+    uint64_t launch_id;
 
-    __device__ __forceinline__ LaunchCounter(uint64_t* value, uint64_t token) : value(value), token(token) {}
+    __device__ __forceinline__ LaunchCounter(uint64_t* value, uint64_t launch_id)
+        : value(value), launch_id(launch_id) {}
 
-    __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == token; }
+    __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == launch_id; }
 
     // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
     // before is seen by every thread that later waits or counts in this way. Otherwise it only gets a number that no
@@ -35,8 +37,8 @@ struct LaunchCounter {
             const uint64_t found = kOrdered ? ptx::atom_add_acq_rel_b64(value, 1) : ptx::atom_add_relaxed_b64(value, 1);
             if (is_ours(found)) return static_cast<uint32_t>(found & kLaunchCountMask);
             for (uint64_t expected = found + 1; !is_ours(expected);) {
-                const uint64_t now = kOrdered ? ptx::atom_cas_acq_rel_b64(value, expected, token + 1)
-                                              : ptx::atom_cas_relaxed_b64(value, expected, token + 1);
+                const uint64_t now = kOrdered ? ptx::atom_cas_acq_rel_b64(value, expected, launch_id + 1)
+                                              : ptx::atom_cas_relaxed_b64(value, expected, launch_id + 1);
                 if (now == expected) return 0;
                 expected = now;
             }
@@ -45,7 +47,7 @@ struct LaunchCounter {
 
     // Waits until so many have counted, and no more ever will.
     __device__ __forceinline__ void wait(uint32_t expected) const {
-        while (ptx::ld_acquire_b64(value) != token + expected) {
+        while (ptx::ld_acquire_b64(value) != launch_id + expected) {
         }
     }
 };

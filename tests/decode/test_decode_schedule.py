@@ -1,4 +1,4 @@
-"""The native split plan of flash-decoding, csrc/decode/split_plan.h, compiled for the host: what each CTA takes."""
+"""Tests the splits of flash-decoding, csrc/scheduler/decode_splits.h, compiled for the host: what each CTA takes."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from hypothesis import strategies as st
 
 from native_build.tools import find_cxx
 
-pytestmark = pytest.mark.xdist_group("decode_plan")
+pytestmark = pytest.mark.xdist_group("decode_schedule")
 
-SOURCE = Path(__file__).with_name("decode_plan.cpp")
+SOURCE = Path(__file__).with_name("decode_schedule.cpp")
 BLOCK_KEYS = 64
 H200_CTAS = 2 * 132
 
 
-class Share(NamedTuple):
-    """What a CTA takes of a tile at once."""
+class Run(NamedTuple):
+    """The splits of a tile that a CTA goes through at once."""
 
     cta: int
     sequence: int
     tile: int
     first_key: int
     end_key: int
-    spans: int
-    part: int  # of the tile's, that it goes into
-    num_parts: int
-    own_parts: int  # of these are the CTA's
+    num_splits: int
+    partial: int  # the tile's partial that it goes into
+    num_partials: int
+    own_partials: int  # how many of these are the CTA's
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     num_ctas: int
     num_slots: int
     num_counters: int
-    share: int
-    shares: list[Share]
+    run: int
+    runs: list[Run]
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    target = tmp_path_factory.mktemp("plan") / "plan.so"
+    target = tmp_path_factory.mktemp("schedule") / "schedule.so"
     command = [*find_cxx(os.environ), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCE.parents[2] / 'csrc'}"]
     subprocess.run([*command, str(SOURCE), "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
-    library.decode_plan.restype = ctypes.c_int64
-    library.decode_merges.restype = ctypes.c_bool
+    library.decode_schedule.restype = ctypes.c_int64
+    library.decode_combines.restype = ctypes.c_bool
     return library
 
 
 class Call(NamedTuple):
-    """What a plan is made of. ``resident``: how many CTAs run at a time."""
+    """The arguments of a schedule. ``resident``: how many CTAs run at a time."""
 
     lengths: list[int]
     capacity: int = 1 << 17
@@ -88,20 +88,20 @@ class Call(NamedTuple):
         return len(self.lengths) * self.heads * self.row_tiles
 
 
-def plan_of(library: ctypes.CDLL, lengths: list[int], **changes: Any) -> Plan:
+def schedule_of(library: ctypes.CDLL, lengths: list[int], **changes: Any) -> Schedule:
     call = Call(lengths, **changes)
     facts = (ctypes.c_int64 * 4)()
     most = 4 * (call.tiles * max(1, min(call.capacity, 1 << 17) // BLOCK_KEYS + 2))
-    rows = torch.empty(max(most, 1), 9, dtype=torch.int64)  # gigabytes at most, of which the plan writes few
-    found = library.decode_plan(*call.arguments(), facts, ctypes.c_void_p(rows.data_ptr()))
-    return Plan(*facts, [Share(*row) for row in rows[:found].tolist()])
+    rows = torch.empty(max(most, 1), 9, dtype=torch.int64)  # gigabytes at most, of which the schedule writes few
+    found = library.decode_schedule(*call.arguments(), facts, ctypes.c_void_p(rows.data_ptr()))
+    return Schedule(*facts, [Run(*row) for row in rows[:found].tolist()])
 
 
-def merges_of(library: ctypes.CDLL, lengths: list[int], *, seed: int = 0, **changes: Any) -> list[list[int]]:
-    """By sequence, for each tile a hash of the order in which its parts are merged."""
+def combines_of(library: ctypes.CDLL, lengths: list[int], *, seed: int = 0, **changes: Any) -> list[list[int]]:
+    """Returns, by sequence, for each tile a hash of the order in which its partials are combined."""
     call = Call(lengths, **changes)
     results = (ctypes.c_uint64 * max(call.tiles, 1))()
-    assert library.decode_merges(*call.arguments(), seed, results)
+    assert library.decode_combines(*call.arguments(), seed, results)
     per_sequence = call.heads * call.row_tiles
     return [list(results[i * per_sequence : (i + 1) * per_sequence]) for i in range(len(lengths))]
 
@@ -114,58 +114,60 @@ CHOICES = [{}, {"splits": 1}, {"splits": 5}, {"splits": 10**6}, {"invariant": Tr
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]) -> None:
     for left, new, tiles in ((-1, 0, 1), (300, 3, 1), (0, 40, 2)):
-        plan = plan_of(library, lengths, left=left, new=new, queries=2, heads=2, row_tiles=tiles, **choice)
-        taken: dict[tuple[int, int], list[Share]] = defaultdict(list)
-        for share in plan.shares:
-            taken[share.sequence, share.tile].append(share)
+        schedule = schedule_of(library, lengths, left=left, new=new, queries=2, heads=2, row_tiles=tiles, **choice)
+        taken: dict[tuple[int, int], list[Run]] = defaultdict(list)
+        for run in schedule.runs:
+            taken[run.sequence, run.tile].append(run)
         assert set(taken) == set(itertools.product(range(len(lengths)), range(2 * tiles)))
-        for (sequence, _), shares in taken.items():
+        for (sequence, _), runs in taken.items():
             total = min(lengths[sequence] + new, 1 << 17)
             first = max(total - 2 - left, 0) if left >= 0 else 0
             first = min(first, min(lengths[sequence], 1 << 17)) if new else first
-            edges = [first, *(key for share in shares for key in (share.first_key, share.end_key)), total]
+            edges = [first, *(key for run in runs for key in (run.first_key, run.end_key)), total]
             assert edges[::2] == edges[1::2]  # each begins where the one before ends
-            assert all(share.end_key % BLOCK_KEYS == 0 for share in shares[:-1])
-            assert [(share.part, share.num_parts) for share in shares] == [(i, len(shares)) for i in range(len(shares))]
+            assert all(run.end_key % BLOCK_KEYS == 0 for run in runs[:-1])
+            assert [(run.partial, run.num_partials) for run in runs] == [(i, len(runs)) for i in range(len(runs))]
 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_parts_are_merged_whichever_cta_comes_last(
+def test_partials_are_combined_whichever_cta_comes_last(
     library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]
 ) -> None:
-    """Each CTA finds in its slots what belongs there, and a tile's parts are merged in one order."""
+    """Each CTA finds in its slots what belongs there, and a tile's partials are combined in one order."""
     for resident, tiles in ((1, 1), (7, 2), (64, 1), (264, 1), (264, 2)):
         call = {"heads": 2, "row_tiles": tiles, "resident": resident, **choice}
-        orders = [merges_of(library, lengths, seed=seed, **call) for seed in range(5)]
+        orders = [combines_of(library, lengths, seed=seed, **call) for seed in range(5)]
         assert all(order == orders[0] for order in orders)
 
 
-def test_shares_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
+def test_ctas_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
     """Ragged lengths fill the GPU as equal ones do: each CTA but the last ones takes as many blocks."""
     for lengths in ([131072], [50, 131072], [1000, 2000, 30000, 70000], [4096] * 32, list(range(1, 9000, 97))):
-        plan = plan_of(library, lengths)
+        schedule = schedule_of(library, lengths)
         blocks: dict[int, int] = defaultdict(int)
-        for share in plan.shares:
-            blocks[share.cta] += share.spans
+        for run in schedule.runs:
+            blocks[run.cta] += run.num_splits
         total = sum(blocks.values())
-        assert plan.num_ctas == H200_CTAS and plan.share == max(2, -(-total // H200_CTAS))
-        assert all(count == plan.share for cta, count in blocks.items() if cta < max(blocks))
-        assert plan.num_slots <= 2 * H200_CTAS
+        assert schedule.num_ctas == H200_CTAS and schedule.run == max(2, -(-total // H200_CTAS))
+        assert all(count == schedule.run for cta, count in blocks.items() if cta < max(blocks))
+        assert schedule.num_slots <= 2 * H200_CTAS
 
 
 def test_shapes_alone_decide_the_launch(library: ctypes.CDLL) -> None:
     """Of a CUDA graph: other lengths need neither another grid nor more memory."""
     for choice in CHOICES:
-        plans = [plan_of(library, lengths, capacity=4096, **choice) for lengths in ([0, 0], [4096, 1], [77, 4000])]
-        assert len({plan[:3] for plan in plans}) == 1
-        assert all(share.cta < plan.num_ctas for plan in plans for share in plan.shares)
+        schedules = [
+            schedule_of(library, lengths, capacity=4096, **choice) for lengths in ([0, 0], [4096, 1], [77, 4000])
+        ]
+        assert len({schedule[:3] for schedule in schedules}) == 1
+        assert all(run.cta < schedule.num_ctas for schedule in schedules for run in schedule.runs)
 
 
 def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
-    """A CTA takes one block where all parts of a tile are merged at once, else two at least."""
+    """A CTA takes one block where all partials of a tile are combined at once, else two at least."""
     for capacity in (4096, 1 << 17):
-        for length, parts, ctas in (
+        for length, partials, ctas in (
             (1, 1, 8),
             (128, 1, 8),
             (129, 3, 24),
@@ -173,63 +175,63 @@ def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
             (1025, 9, 68),
             (2048, 16, 128),
         ):
-            shares = plan_of(library, [length], capacity=capacity).shares
-            assert {share.num_parts for share in shares} == {parts}
-            assert max(share.cta for share in shares) + 1 == ctas
-        assert all(share.num_parts == 1 for share in plan_of(library, [100] * 4, capacity=capacity).shares)
-    assert plan_of(library, [1024], capacity=1024).num_ctas == 8 * 16
-    assert plan_of(library, [128], capacity=128).num_ctas == 8
+            runs = schedule_of(library, [length], capacity=capacity).runs
+            assert {run.num_partials for run in runs} == {partials}
+            assert max(run.cta for run in runs) + 1 == ctas
+        assert all(run.num_partials == 1 for run in schedule_of(library, [100] * 4, capacity=capacity).runs)
+    assert schedule_of(library, [1024], capacity=1024).num_ctas == 8 * 16
+    assert schedule_of(library, [128], capacity=128).num_ctas == 8
 
 
 def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:
-    """Neither the batch nor the GPU nor the capacity changes the cut of a sequence's keys, or the order of merging."""
+    """Neither the batch nor the GPU nor the capacity changes the splits of a sequence, or the order of combining."""
 
     def cuts(lengths: list[int], sequence: int, **call: int) -> list[tuple[int, int, int]]:
-        shares = plan_of(library, lengths, invariant=True, **call).shares
-        return [(share.tile, share.first_key, share.end_key) for share in shares if share.sequence == sequence]
+        runs = schedule_of(library, lengths, invariant=True, **call).runs
+        return [(run.tile, run.first_key, run.end_key) for run in runs if run.sequence == sequence]
 
     for length in (1, 1024, 5000, 20000, 70000, 131072):
         alone = cuts([length], 0, resident=16)
         assert len(alone) == 8 * -(-length // 1024)
         assert alone == cuts([3, length, 70000], 1) == cuts([length], 0, capacity=1 << 20)
-        (order,) = merges_of(library, [length], invariant=True, resident=16)
+        (order,) = combines_of(library, [length], invariant=True, resident=16)
         assert len(set(order)) == 1  # one tile's as another's
         for resident, seed in itertools.product((1, 2, 5, 37, 216, 264, 1000), range(2)):
             call = {"invariant": True, "resident": resident, "seed": seed}
-            assert merges_of(library, [length], **call) == [order]
-            assert merges_of(library, [3, length, 70000, 4100], **call)[1] == order
-            assert merges_of(library, [9000, length], capacity=1 << 20, **call)[1] == order
-        assert merges_of(library, [length] * 64, invariant=True) == [order] * 64
+            assert combines_of(library, [length], **call) == [order]
+            assert combines_of(library, [3, length, 70000, 4100], **call)[1] == order
+            assert combines_of(library, [9000, length], capacity=1 << 20, **call)[1] == order
+        assert combines_of(library, [length] * 64, invariant=True) == [order] * 64
 
 
 def test_batch_invariant_fits_the_machine(library: ctypes.CDLL) -> None:
     """Its CTAs are as many as run at a time; each has two slots more where a capacity doubles."""
     for batch, capacity, heads in ((64, 1 << 17, 8), (1, 1 << 17, 8), (3000, 4096, 8), (64, 1 << 24, 64)):
-        plan = plan_of(library, [0] * batch, capacity=capacity, heads=heads, invariant=True)
+        schedule = schedule_of(library, [0] * batch, capacity=capacity, heads=heads, invariant=True)
         levels = (capacity // 1024 - 1).bit_length()
-        assert plan.num_ctas == H200_CTAS
-        assert plan.num_slots == H200_CTAS * 2 * levels and plan.num_counters == 6 * H200_CTAS
-    slots = plan_of(library, [0] * 64, capacity=1 << 17, invariant=True).num_slots
+        assert schedule.num_ctas == H200_CTAS
+        assert schedule.num_slots == H200_CTAS * 2 * levels and schedule.num_counters == 6 * H200_CTAS
+    slots = schedule_of(library, [0] * 64, capacity=1 << 17, invariant=True).num_slots
     assert (
         slots * 16 * (128 + 2) * 4 < 32 << 20
     )  # bytes of 16 rows of 128 values: 537 MB with a slot for each 1024 keys
-    few = plan_of(library, [0], capacity=4096, heads=2, invariant=True)
-    assert few.num_ctas == 8  # not more than there are spans
+    few = schedule_of(library, [0], capacity=4096, heads=2, invariant=True)
+    assert few.num_ctas == 8  # not more than there are splits
 
 
 @pytest.mark.parametrize("splits", (1, 2, 7, 300))
 def test_requested_splits_are_met(library: ctypes.CDLL, splits: int) -> None:
     """As far as there are blocks, and blocks divide."""
     for length in (1, 1000, 20000):
-        shares = plan_of(library, [length], splits=splits, heads=1).shares
+        runs = schedule_of(library, [length], splits=splits, heads=1).runs
         blocks = -(-length // BLOCK_KEYS)
-        assert len(shares) == -(-blocks // -(-blocks // splits)) <= splits
+        assert len(runs) == -(-blocks // -(-blocks // splits)) <= splits
 
 
 def test_lengths_out_of_range(library: ctypes.CDLL) -> None:
     for length in (-1, -(2**31), 2**31 - 1):
-        (share,) = plan_of(library, [length], capacity=64, heads=1, new=3, left=2**30, queries=2**30 - 1).shares
-        assert 0 <= share.first_key <= share.end_key <= 64
+        (run,) = schedule_of(library, [length], capacity=64, heads=1, new=3, left=2**30, queries=2**30 - 1).runs
+        assert 0 <= run.first_key <= run.end_key <= 64
 
 
 # --- Any batch --------------------------------------------------------------------------------------------------------
@@ -244,16 +246,16 @@ any_batch = settings(max_examples=60, deadline=None, suppress_health_check=list(
 
 @any_batch
 @given(lengths=ANY_LENGTHS, heads=st.sampled_from([1, 2, 8]), resident=ANY_GPU)
-def test_any_batch_is_dealt_evenly(library: ctypes.CDLL, lengths: list[int], heads: int, resident: int) -> None:
+def test_any_batch_is_split_evenly(library: ctypes.CDLL, lengths: list[int], heads: int, resident: int) -> None:
     """The busiest CTA has 3 % more than the mean at most, or a block; and a CTA cuts no tile but its first and last."""
-    plan = plan_of(library, lengths, capacity=MILLION, heads=heads, resident=resident)
+    schedule = schedule_of(library, lengths, capacity=MILLION, heads=heads, resident=resident)
     blocks: dict[int, int] = defaultdict(int)
-    for share in plan.shares:
-        blocks[share.cta] += share.spans
-    mean = sum(blocks.values()) / plan.num_ctas
+    for run in schedule.runs:
+        blocks[run.cta] += run.num_splits
+    mean = sum(blocks.values()) / schedule.num_ctas
     assert max(blocks.values()) <= max(1.03 * mean, mean + 1, 2)
-    assert len(plan.shares) <= len(lengths) * heads + len(blocks) - 1
-    assert sum(share.end_key - share.first_key for share in plan.shares) == heads * sum(lengths)
+    assert len(schedule.runs) <= len(lengths) * heads + len(blocks) - 1
+    assert sum(run.end_key - run.first_key for run in schedule.runs) == heads * sum(lengths)
 
 
 @any_batch
@@ -261,10 +263,10 @@ def test_any_batch_is_dealt_evenly(library: ctypes.CDLL, lengths: list[int], hea
 def test_any_batch_leaves_a_sequence_its_bits(
     library: ctypes.CDLL, lengths: list[int], data: st.DataObject, resident: int
 ) -> None:
-    """With batch_invariant: the cut of its keys, and the order in which its parts are merged, are as alone."""
+    """With batch_invariant: its splits, and the order in which its partials are combined, are as alone."""
     chosen = data.draw(st.integers(0, len(lengths) - 1))
     call = {"capacity": MILLION, "heads": 1, "invariant": True, "resident": resident}
-    of_all = [each for each in plan_of(library, lengths, **call).shares if each.sequence == chosen]
-    alone = plan_of(library, [lengths[chosen]], **call).shares
+    of_all = [each for each in schedule_of(library, lengths, **call).runs if each.sequence == chosen]
+    alone = schedule_of(library, [lengths[chosen]], **call).runs
     assert [(each.first_key, each.end_key) for each in of_all] == [(each.first_key, each.end_key) for each in alone]
-    assert merges_of(library, lengths, **call)[chosen] == merges_of(library, [lengths[chosen]], **call)[0]
+    assert combines_of(library, lengths, **call)[chosen] == combines_of(library, [lengths[chosen]], **call)[0]

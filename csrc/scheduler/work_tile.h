@@ -1,4 +1,5 @@
-// In which order the CTAs of an attention kernel take the tiles of query rows.
+// The order in which the CTAs of an attention kernel take work tiles: tiles of query rows, or of keys in the backward
+// pass.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +10,14 @@
 
 namespace fastattn {
 
-struct HeadTile {
+struct WorkTile {
     int32_t batch, head, position;
 };
 
-// CTAs start in the order of their index. Heads form groups whose data fit in the L2 cache together; groups come one
-// after the other. Within a group, the first tiles of all heads come before all second tiles, and so on. Long tiles are
-// to be the first ones of their heads, so that short ones are left at the end, when SMs run out of work.
-FASTATTN_HOST_DEVICE HeadTile head_tile(uint32_t cta, uint32_t batch, uint32_t heads, uint32_t heads_per_group,
+// The work tile of a CTA; CTAs start in the order of their index. Heads form groups whose data fit in the L2 cache
+// together, and groups come one after the other. Within a group, the first tiles of all heads come before all second
+// tiles, and so on. Callers put long tiles first, so that short ones are left at the end, when SMs run out of work.
+FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t heads, uint32_t heads_per_group,
                                         uint32_t num_tiles) {
     const uint32_t ctas_per_group = num_tiles * heads_per_group;
     const uint32_t first_head = cta / ctas_per_group * heads_per_group;  // counted over batch and heads
@@ -28,38 +29,39 @@ FASTATTN_HOST_DEVICE HeadTile head_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
-// What a group may read again and again. The L2 of an A100 and of an H100 has two partitions, each of which holds what its
-// SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes through: 16 MB of 40.
-inline int64_t kept_in_l2(int64_t l2_bytes) {
+// The bytes that a group of heads may read again and again. The L2 of an A100 and of an H100 has two partitions, each
+// of which holds what its SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes
+// through: 16 MB of 40.
+inline int64_t l2_budget(int64_t l2_bytes) {
     return l2_bytes * 2 / 5;
 }
 
-// How many query heads, counted over batch and heads, may run side by side.
+// The query heads of a group, counted over batch and heads.
 inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                int64_t l2_bytes) {
     const int64_t key_value_bytes = std::max<int64_t>(1, int64_t{4} * key.rows * key.head_dim);
-    const int64_t key_heads = std::max<int64_t>(1, kept_in_l2(l2_bytes) / key_value_bytes);
+    const int64_t key_heads = std::max<int64_t>(1, l2_budget(l2_bytes) / key_value_bytes);
     const int64_t all_heads = int64_t{query.batch} * query.heads;
     return static_cast<int32_t>(std::min(all_heads, key_heads * (query.heads / key.heads)));
 }
 
-// How many key heads may run side by side in the backward pass, where a tile of keys walks over Q, dO and dQ's sums.
+// The key heads of a group in the backward pass, where a tile of keys goes through Q, dO and dQ's sums.
 inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                    int64_t l2_bytes) {
     const int64_t group_size = query.heads / std::max(key.heads, 1);
     const int64_t walked_bytes = std::max<int64_t>(1, int64_t{8} * query.rows * query.head_dim * group_size);
     const int64_t all_heads = int64_t{key.batch} * key.heads;
     return static_cast<int32_t>(
-        std::clamp<int64_t>(kept_in_l2(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
+        std::clamp<int64_t>(l2_budget(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
 }
 
-// The same where num_sms CTAs claim tiles of block_n keys: they have tiles of several heads at a time if a head has few, and
-// fewer wait at the end if long tiles of all these come first. With turns all heads run side by side: CTAs that follow each
-// other then add to different sums.
+// The key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles, CTAs
+// have tiles of several heads at a time, and fewer are idle at the end if the long tiles of all these heads come first.
+// In ordered addition all heads form one group: CTAs that follow each other then add to different sums.
 inline int32_t claimed_key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
-                                           int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool has_turns) {
+                                           int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool is_ordered) {
     const int64_t all_heads = int64_t{key.batch} * key.heads;
-    if (has_turns) return static_cast<int32_t>(all_heads);
+    if (is_ordered) return static_cast<int32_t>(all_heads);
     const int64_t at_a_time = 2 * int64_t{num_sms} / std::max(ceil_div(key.rows, block_n), 1);
     return static_cast<int32_t>(
         std::min(all_heads, std::max<int64_t>(at_a_time, key_heads_per_group(query, key, l2_bytes))));

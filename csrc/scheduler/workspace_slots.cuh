@@ -1,4 +1,4 @@
-// The workspace in which CTAs leave parts of tiles for each other: four columns of a row at a time.
+// The workspace slots in which CTAs leave partials for each other: four columns of a row at a time.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace fastattn {
 
 // Slots of kBlockM rows. value_dim is a multiple of 4.
 template <int kBlockM>
-struct PartSlots {
-    const PartWorkspace& workspace;
+struct WorkspaceSlots {
+    const PartialWorkspace& workspace;
     int32_t value_dim;
 
-    // What other CTAs have written stands in L2.
+    // Reads L2, where what other CTAs have written stands.
     __device__ __forceinline__ float2 load_sums(int64_t slot, int row) const {
         return __ldcg(reinterpret_cast<const float2*>(workspace.sums) + slot * kBlockM + row);
     }
@@ -24,7 +24,7 @@ struct PartSlots {
         return __ldcg(reinterpret_cast<const float4*>(values_of(slot, row) + column));
     }
 
-    __device__ __forceinline__ RowPart load(int64_t slot, int row, int column) const {
+    __device__ __forceinline__ RowPartial load(int64_t slot, int row, int column) const {
         const float2 sums = load_sums(slot, row);
         return {sums.x, sums.y, load_values(slot, row, column)};
     }
@@ -33,9 +33,9 @@ struct PartSlots {
         reinterpret_cast<float2*>(workspace.sums)[slot * kBlockM + row] = {max, sum};
     }
 
-    __device__ __forceinline__ void store(int64_t slot, int row, int column, const RowPart& part) const {
-        if (column == 0) store_sums(slot, row, part.max, part.sum);
-        if (column < value_dim) *reinterpret_cast<float4*>(values_of(slot, row) + column) = part.values;
+    __device__ __forceinline__ void store(int64_t slot, int row, int column, const RowPartial& partial) const {
+        if (column == 0) store_sums(slot, row, partial.max, partial.sum);
+        if (column < value_dim) *reinterpret_cast<float4*>(values_of(slot, row) + column) = partial.values;
     }
 
     __device__ __forceinline__ float* values_of(int64_t slot, int row) const {

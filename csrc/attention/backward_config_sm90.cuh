@@ -1,0 +1,157 @@
+// The backward kernel for Hopper: its config, shared memory and launch. See backward_key_value_sm90.cuh for how its
+// warps work together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "attention/backward.h"
+#include "attention/backward_work_sm90.cuh"
+#include "attention/query_gradient.h"
+#include "attention/tiles_sm90.h"
+#include "device/ptx/fence.cuh"
+#include "device/ring.cuh"
+#include "device/tma_tile.cuh"
+#include "device/transposed_scores.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "host/device_facts.h"
+#include "host/launch.h"
+#include "host/params.h"
+#include "host/tensor_map.h"
+#include "scheduler/row_splits.h"
+
+namespace fastattn {
+
+struct AttentionBackwardParamsSm90 {
+    AttentionBackwardParams attention;
+    TensorMap query, grad_out, key, value;
+};
+
+template <int kHeadDim_, bool kOptions_ = false>
+struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
+    using Tile = BackwardTileSm90<kHeadDim_>;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kOptions = kOptions_;
+    static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kConsumerThreads = Tile::kNumConsumers * kWarpgroupSize;
+    static constexpr int kNumThreads = kConsumerThreads + kWarpgroupSize;
+    static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // columns of Sᵀ
+    static constexpr int kTilesK = Tile::kBlockM / kMmaK;
+    static constexpr int kTilesD = kHeadDim / kMmaN;
+    static constexpr int kKeyOwners = Tile::kNumConsumers;  // each has kConsumerKeys of the tile's keys for itself
+    static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
+    using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
+    using GradOutTile = RowTile;
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim, kPanelDims>;  // a panel of dQ takes a block of K
+    using ValueTile = TmaTile<Tile::kBlockN, kHeadDim>;
+    using Terms =
+        std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
+    static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
+
+    // A consumer computes a panel of dQ, 64 rows by 64 dims, in each step: with 64 dims from its own keys, else from
+    // the keys of all consumers, which exchange dS.
+    static constexpr int kQueryPanels = KeyTile::kNumBlocks;
+    static constexpr bool kExchangesGradients = kQueryPanels > 1;
+    static_assert(!kExchangesGradients || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
+    static constexpr int kExchanges = kExchangesGradients ? 1 : Tile::kNumConsumers;
+    static constexpr int kExchangedKeys = Tile::kBlockN / kExchanges;
+    static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
+    using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
+
+    // The panels of dK and dV of a split tile, and the order in which a consumer passes its own: by blocks of keys.
+    static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
+    static constexpr int kKeyPanelsOfConsumer = kKeyPanels / Tile::kNumConsumers;
+    __device__ __forceinline__ static constexpr int key_panel(int consumer, int i) {
+        const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryPanels);
+        const int which = i / kQueryPanels % 2;  // dK, dV
+        return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
+    }
+    static_assert(kKeyPanels * kPanelElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
+    static_assert(kKeyPanelsOfConsumer / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_own_panel");
+
+    static_assert(kQueryPanels * kPanelElements == query_tile_elements(/*in_panels=*/true, Tile::kBlockM, kHeadDim),
+                  "the host counts as the kernel does");
+    static_assert(Tile::kBlockM == kPanelRows, "one m64n64 of dQ");
+    static_assert(Tile::kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    static_assert(Tile::kNumConsumers <= kMostConsumersOfTile, "as the host counts");
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
+                      kStartRegisters * (Tile::kNumConsumers + 1),
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+inline constexpr int kExchangeStages = 2;  // buffers of dS: with two, no barrier has to say that it has been read
+
+template <typename Config>
+struct alignas(1024) BackwardStorageSm90 {
+    uint16_t sK[Config::KeyTile::kElements];
+    uint16_t sV[Config::ValueTile::kElements];
+    uint16_t sFiniteK[Config::KeyTile::kElements];  // where K is not: K with zeros instead
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdO[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
+    float sPanel[Config::kNumConsumers][kPanelElements];                              // of dQ, dK or dV
+    typename Config::Terms terms[Config::kStages];
+    float slopes[Config::kStages];  // ALiBi slopes of the rows' heads; with options
+    int64_t dropout_seed;
+    RingBarriers<2> work;
+    RingBarriers<1> keys;
+    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<1> panels[Config::kNumConsumers];
+    uint64_t gradients_stored[Config::kExchanges][kExchangeStages];  // dS, of even and of odd steps
+    uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
+    KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
+    bool is_last[2];                    // the ring `work` has no more
+};
+
+// IDs of named barriers; 0 is that of __syncthreads().
+enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
+
+template <typename Config>
+__device__ __forceinline__ void init_barriers(BackwardStorageSm90<Config>& shared) {
+    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
+    shared.work.init(kConsumerWarps + 1 + Config::kNumConsumers);
+    shared.keys.init(kConsumerWarps);
+    shared.rows.init(kConsumerWarps);
+    for (RingBarriers<1>& panel : shared.panels) {
+        ptx::mbarrier_init(shared_address(&panel.full[0]), 4);
+        ptx::mbarrier_init(shared_address(&panel.empty[0]), 1);
+    }
+    for (auto& barriers : shared.gradients_stored) {
+        for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
+    }
+    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::fence_mbarrier_init();
+}
+
+template <typename Config, DataType kDataType>
+void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBackwardParamsSm90),
+                          const AttentionBackwardParams& params, Stream stream) {
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const auto map_of = [&](const HeadsView<const uint16_t>& view, int32_t total, auto tile) {
+        return tensor_map(view, is_packed ? total : view.rows, /*group=*/1, tile.kNumRows, tile.kBlockColumns,
+                          kDataType);
+    };
+    const int64_t first_tile = params.row_splits.first_tile;
+    const int64_t num_work_tiles = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
+                                                    params.row_splits.over_heads * params.row_splits.over_rows;
+    constexpr int64_t kMostWorkTiles = 0x7fffffff;  // CTAs go on counting behind the last one
+    if (num_work_tiles > kMostWorkTiles) {
+        throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostWorkTiles) +
+                                 " tiles of keys of all heads and sequences, got " + std::to_string(num_work_tiles));
+    }
+    const AttentionBackwardParamsSm90 all_params{
+        params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),
+        map_of(params.grad_out, params.packed.total_q, typename Config::GradOutTile{}),
+        map_of(params.key, params.packed.total_k, typename Config::KeyTile{}),
+        map_of(params.value, params.packed.total_k, typename Config::ValueTile{})};
+    const Launch launch{std::min<int64_t>(num_work_tiles, device_facts().num_sms), Config::kNumThreads,
+                        sizeof(BackwardStorageSm90<Config>)};
+    kernel.launch(function, launch, all_params, stream);
+}
+
+}  // namespace fastattn

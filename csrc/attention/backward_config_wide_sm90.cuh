@@ -1,0 +1,90 @@
+// The backward kernel for Hopper with more than 128 dims: its config and shared memory. See
+// backward_key_value_wide_sm90.cuh for how its warps work together.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_config_sm90.cuh"
+
+namespace fastattn {
+
+template <int kHeadDim_, int kValueDim_>
+struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
+    using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
+    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static constexpr bool kOptions = false;
+    static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
+    static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
+    static constexpr int kConsumerKeys = kBlockN;
+    static constexpr int kNumWarpgroups = 4;
+    static constexpr int kNumWarps = 4 * kNumWarpgroups;
+    static constexpr int kNumThreads = kNumWarpgroups * kWarpgroupSize;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kTilesM = kBlockM / kMmaN;  // columns of Sᵀ
+    static constexpr int kTilesK = kBlockM / kMmaK;
+    using RowTile = TmaTile<kBlockM, kHeadDim>;  // of Q
+    using GradOutTile = TmaTile<kBlockM, kValueDim>;
+    using KeyTile = TmaTile<kBlockN, kHeadDim>;
+    using ValueTile = TmaTile<kBlockN, kValueDim>;
+    using ScoreTile = TmaTile<kBlockN, kBlockM>;  // of dSᵀ
+    using Terms = TransposedRowTerms<kBlockM>;
+    static constexpr int kQueryPanels = RowTile::kNumBlocks;
+    static constexpr int kValuePanels = GradOutTile::kNumBlocks;
+
+    static_assert(kQueryPanels * kPanelElements == query_tile_elements(/*in_panels=*/true, kBlockM, kHeadDim),
+                  "the host counts as the kernel does");
+    static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
+    static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    // The panels of dK and dV of a split tile: those of dV stand behind as many as dK has.
+    static constexpr int kKeyPanels = 2 * kQueryPanels;
+    static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
+    static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters <=
+                      kNumWarpgroups * kStartRegisters,
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+template <int kHeadDim, int kValueDim>
+struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>> {
+    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
+    uint16_t sK[Config::KeyTile::kElements];
+    uint16_t sV[Config::ValueTile::kElements];
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
+    uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
+    uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
+    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as a thread of either warpgroup holds it
+    float sPanel[Config::kPanelStages][kPanelElements];               // of dQ, dK or dV
+    typename Config::Terms terms[Config::kStages];
+    RingBarriers<2> work;
+    RingBarriers<1> keys;
+    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<Config::kPassStages> probabilities, gradients;
+    RingBarriers<Config::kPanelStages> panels;
+    uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
+    KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
+    bool is_last[2];                    // the ring `work` has no more
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysStored };
+
+template <int kHeadDim, int kValueDim>
+__device__ __forceinline__ void init_barriers(
+    BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
+    constexpr int kWarps = 4;  // of a warpgroup
+    const auto init = [](auto& ring, int num_producers, int num_consumers) {
+        for (uint64_t& barrier : ring.full) ptx::mbarrier_init(shared_address(&barrier), num_producers);
+        for (uint64_t& barrier : ring.empty) ptx::mbarrier_init(shared_address(&barrier), num_consumers);
+    };
+    init(shared.work, 1, 3 * kWarps + 2);
+    init(shared.keys, 1, 3 * kWarps);
+    init(shared.rows, 1, 2 * kWarps);
+    init(shared.probabilities, kWarps, kWarps);
+    init(shared.gradients, kWarps, kWarps);
+    init(shared.panels, kWarps, 1);
+    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::fence_mbarrier_init();
+}
+
+}  // namespace fastattn

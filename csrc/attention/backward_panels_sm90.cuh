@@ -1,0 +1,167 @@
+// How dK, dV and dQ leave the backward kernels for Hopper: in panels of 64 rows by 64 dims, which a warp adds to sums
+// in global memory, or straight to the gradients.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_config_sm90.cuh"
+#include "attention/backward_producer_sm90.cuh"
+#include "attention/backward_work_sm90.cuh"
+#include "attention/query_gradient.h"
+#include "device/fragment.cuh"
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ptx/st_shared.cuh"
+#include "device/ring.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
+#include "scheduler/semaphore.cuh"
+
+namespace fastattn {
+
+// Called by one thread: adds a panel to sums in global memory, and waits until it has been read from shared memory.
+__device__ __forceinline__ void start_to_add(float* sums, const float* sPanel) {
+    ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPanel), kPanelElements * sizeof(float));
+    ptx::cp_async_bulk_commit_group();
+    ptx::cp_async_bulk_wait_group_read();
+}
+
+// Stores a warp's 16 rows of the panel at address sPanel: 64 columns of an accumulator from 8 * kFirstTile on, zeros
+// behind its last.
+template <int kFirstTile, int kNumTiles>
+__device__ __forceinline__ void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp,
+                                                 int lane) {
+    sPanel += accumulator_column(lane) * sizeof(float);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
+#pragma unroll
+        for (int block = 0; block < kPanelDims / kMmaN; ++block) {
+            const bool exists = kFirstTile + block < kNumTiles;
+            const auto& tile = rC[0][exists ? kFirstTile + block : kNumTiles - 1];
+            ptx::st_shared_v2_f32(sPanel + panel_offset(row, block) * sizeof(float), exists ? tile[2 * half] : 0.0f,
+                                  exists ? tile[2 * half + 1] : 0.0f);
+        }
+    }
+}
+
+// Leaves 64 columns of a gradient in the next stage of `ring`, whose panel sPanel is, to the warp that adds panels.
+// kHidesLane: hides the lane's origin from the compiler, which otherwise keeps what follows from it in registers over
+// the main loop.
+template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
+__device__ __forceinline__ void store_panel(const Ring<kStages>& ring, const float* sPanel,
+                                            const float (&rC)[1][kNumTiles][4], int warp, int lane) {
+    ring.wait_empty();
+    const int own_lane = kHidesLane ? ptx::opaque(lane) : lane;
+    store_panel_rows<kFirstTile>(shared_address(sPanel), rC, warp, own_lane);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();  // waits until every lane has stored its numbers
+    if (own_lane == 0) ring.arrive_full();
+}
+
+// Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor; or adds them to `sums`.
+template <DataType kDataType, typename Config, int kTilesD>
+__device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
+                                               const KeyWorkTile<Config>& keys, float (&rC)[1][kTilesD][4],
+                                               int first_key, int lane, float factor) {
+#pragma unroll
+    for (auto& tile : rC[0]) {
+#pragma unroll
+        for (float& number : tile) number *= factor;
+    }
+    const int32_t own_key = keys.first_key + first_key;
+    if (sums.data == nullptr) {
+        store_accumulators<kDataType>(rC, lane, view.head_dim, [&](int key) -> uint16_t* {
+            if (own_key + key >= keys.num_keys) return nullptr;
+            return row_pointer(view, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        });
+        return;
+    }
+    for_own_rows<1>(lane, [&](int, int half, int key) {
+        if (own_key + key >= keys.num_keys) return;
+        float* gRow = row_pointer(sums, keys.batch, keys.head, keys.sequence_begin + own_key + key);
+        store_exact(gRow, rC[0], half, lane, view.head_dim, AddPair{});
+    });
+}
+
+// Called by one warp for each consumer: adds the consumer's panels of dQ to the sums, and of a split tile those of dK
+// and dV. With semaphores the first keys are added first, and of a tile the first split; a CTA only ever waits for CTAs
+// that have claimed their work before it, and for itself.
+template <typename Config>
+__device__ __forceinline__ void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                           int consumer, int lane) {
+    constexpr int kPanels = Config::kQueryPanels;
+    // Each consumer has a panel of dQ, or all add to the same one after the other.
+    const int panel = Config::kExchangesGradients ? consumer : 0,
+              others_before = Config::kExchangesGradients ? 0 : consumer;
+    const bool in_order = params.semaphores != nullptr;
+    Ring<1> ring(shared.panels[consumer]);
+    const auto add = [&](float* sums) {
+        start_to_add(sums, shared.sPanel[consumer]);
+        ring.release_by_thread();
+    };
+    for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
+        if (lane != 0) return;
+        const int32_t tile = keys.first_key / Config::kBlockN;
+        keys.for_steps([&](int32_t head, int32_t row_tile) {
+            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+            ring.wait_full();
+            if (in_order) {
+                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
+                semaphore_wait(params.semaphores + sums_tile,
+                               (tile - first_tile) * Config::kNumConsumers + others_before);
+            }
+            add(params.query_sums + (sums_tile * kPanels + panel) * kPanelElements);
+            if (in_order) semaphore_release(params.semaphores + sums_tile);
+        });
+        if (!keys.is_split()) return;
+        int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kNumConsumers + consumer;
+        for (int i = 0; i < Config::kKeyPanelsOfConsumer; ++i) {
+            ring.wait_full();
+            if (in_order && i == 0) semaphore_wait(semaphore, keys.split);
+            const int64_t key_panel = Config::key_panel(consumer, i);
+            add(params.key_sums + (keys.split_tile * int64_t{Config::kKeyPanels} + key_panel) * kPanelElements);
+        }
+        if (in_order) semaphore_release(semaphore);
+    });
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+}
+
+// The same with more than 128 dims, where one warp adds all panels, and panels have a ring of kPanelStages.
+template <typename Config>
+__device__ __forceinline__ void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                           int lane) {
+    const bool in_order = params.semaphores != nullptr;
+    Ring<Config::kPanelStages> ring(shared.panels);
+    const auto add = [&](float* sums, int num_panels) {
+#pragma unroll 1
+        for (int panel = 0; panel < num_panels; ++panel, sums += kPanelElements) {
+            ring.wait_full();
+            start_to_add(sums, shared.sPanel[ring.stage]);
+            ring.release_by_thread();
+        }
+    };
+    for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
+        if (lane != 0) return;
+        const int32_t tile = keys.first_key / Config::kBlockN;
+        keys.for_steps([&](int32_t head, int32_t row_tile) {
+            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+            if (in_order) {
+                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
+                semaphore_wait(params.semaphores + sums_tile, tile - first_tile);
+            }
+            add(params.query_sums + sums_tile * (Config::kQueryPanels * kPanelElements), Config::kQueryPanels);
+            if (in_order) semaphore_release(params.semaphores + sums_tile);
+        });
+        if (!keys.is_split()) return;
+        float* const sums = params.key_sums + keys.split_tile * int64_t{Config::kKeyPanels * kPanelElements};
+        if (in_order) semaphore_wait(params.key_semaphores + keys.split_tile, keys.split);
+        add(sums, Config::kQueryPanels);
+        add(sums + Config::kQueryPanels * kPanelElements, Config::kValuePanels);
+        if (in_order) semaphore_release(params.key_semaphores + keys.split_tile);
+    });
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+}
+
+}  // namespace fastattn

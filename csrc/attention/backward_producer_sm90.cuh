@@ -1,0 +1,116 @@
+// The warps of the backward kernels for Hopper that claim work tiles, and that copy what these need.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/backward_config_sm90.cuh"
+#include "attention/backward_work_sm90.cuh"
+#include "device/bias_tile.cuh"
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ring.cuh"
+#include "device/scores.cuh"
+#include "scheduler/row_splits.h"
+
+namespace fastattn {
+
+// Calls take(keys) for each work tile that this CTA has claimed.
+template <typename Config, typename Take>
+__device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
+    for (Ring<2> ring(shared.work);;) {
+        ring.wait_full();
+        if (warp_uniform(shared.is_last[ring.stage]) != 0) return;
+        take(shared.work_tiles[ring.stage]);
+        __syncwarp();  // waits until every lane has read the work tile
+        ring.release(lane);
+    }
+}
+
+// Called by one warp: claims work tiles, and tells all other warps of them.
+template <typename Config>
+__device__ __forceinline__ void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                      int lane) {
+    const KeyTileOrder order(params, Config::kBlockN, lane);
+    for (Ring<2> ring(shared.work);; ring.advance()) {
+        if (lane == 0) ring.wait_empty();
+        bool is_last, exists;
+        do {
+            const uint32_t claimed = lane == 0 ? atomicAdd(params.num_claimed, 1) : 0;
+            const RowSplit row_split = nth_row_split(params.row_splits, __shfl_sync(0xffffffff, claimed, 0));
+            WorkTile found;
+            is_last = !order.find(found, params, row_split.tile, Config::kBlockN);
+            const bool finds = lane == 0 && !is_last && shared.work_tiles[ring.stage].find(params, row_split, found);
+            exists = __any_sync(0xffffffff, finds);
+        } while (!is_last && !exists);
+        if (lane == 0) {
+            shared.is_last[ring.stage] = is_last;
+            ring.arrive_full();
+        }
+        if (is_last) return;
+    }
+}
+
+// Called by one warp: copies what the work tiles need.
+template <typename Config>
+__device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
+                                        const AttentionBackwardParamsSm90& all_params, int lane) {
+    using RowTile = typename Config::RowTile;
+    using GradOutTile = typename Config::GradOutTile;
+    using KeyTile = typename Config::KeyTile;
+    using ValueTile = typename Config::ValueTile;
+    using Terms = typename Config::Terms;
+    constexpr int kBlockM = Config::kBlockM;
+    const AttentionBackwardParams& params = all_params.attention;
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    Ring<1> key_ring(shared.keys);
+    Ring<Config::kStages> row_ring(shared.rows);
+    uint32_t times_landed = 0;
+    for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
+        if (lane == 0) {
+            const uint32_t barrier = key_ring.acquire(KeyTile::kBytes + ValueTile::kBytes);
+            const int32_t first_key = keys.sequence_begin + keys.first_key;
+            KeyTile::load(shared_address(shared.sK), all_params.key, keys.batch, keys.head, first_key, barrier);
+            ValueTile::load(shared_address(shared.sV), all_params.value, keys.batch, keys.head, first_key, barrier);
+        }
+        key_ring.advance();
+        keys.for_steps([&](int32_t head, int32_t row_tile) {
+            const int stage = row_ring.stage;
+            const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
+            // Behind the end of a packed sequence stands the next one's data, possibly NaN.
+            const bool has_others = is_packed && num_rows < kBlockM;
+            constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
+            if (lane == 0) {
+                row_ring.wait_empty();
+                const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
+                if constexpr (Config::kOptions) {  // loads it ahead of time
+                    shared.slopes[stage] = HeadScores::slope_of(params.scores, keys.batch, head);
+                }
+                ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
+                const int32_t first = keys.rows.begin + first_row;
+                RowTile::load(shared_address(shared.sQ[stage]), all_params.query, keys.batch, head, first, barrier);
+                GradOutTile::load(shared_address(shared.sdO[stage]), all_params.grad_out, keys.batch, head, first,
+                                  barrier);
+                const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+                ptx::cp_async_bulk_shared_global(shared_address(&shared.terms[stage]),
+                                                 params.row_terms.data + block * (sizeof(Terms) / sizeof(float)),
+                                                 sizeof(Terms), barrier);
+            }
+            if constexpr (Config::kOptions) {
+                prefetch_bias(params.scores.bias, keys.batch, head, first_row, min(num_rows, kBlockM), keys.first_key,
+                              min(keys.num_keys - keys.first_key, Config::kBlockN), lane);
+            }
+            if (has_others) {
+                __syncwarp();  // waits until the barrier expects the bytes
+                ptx::mbarrier_wait_parity(shared_address(&shared.landed), times_landed++ % 2);
+                RowTile::zero_rows(shared.sQ[stage], num_rows, lane, kWarpSize);
+                GradOutTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
+                ptx::fence_proxy_async_shared();
+                __syncwarp();  // waits until every lane has written its zeros
+                if (lane == 0) row_ring.arrive_full();
+            }
+            row_ring.advance();
+        });
+    });
+}
+
+}  // namespace fastattn

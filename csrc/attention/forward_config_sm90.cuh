@@ -1,0 +1,137 @@
+// The forward kernels for Hopper: config, shared memory, barriers and launch. See forward_sm90.cuh for how their warps
+// work together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/forward_work_sm90.h"
+#include "attention/key_tiles.cuh"
+#include "attention/tiles_sm90.h"
+#include "device/largest_score.cuh"
+#include "device/ptx/cluster.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ring.cuh"
+#include "device/tma_tile.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "host/device_facts.h"
+#include "host/launch.h"
+#include "host/tensor_map.h"
+#include "scheduler/key_splits.h"
+#include "scheduler/partial_tree.h"
+
+namespace fastattn {
+
+template <int kHeadDim_, int kValueDim_, typename Tile_ = ForwardTileSm90<kHeadDim_, kValueDim_>>
+struct ForwardConfigSm90 : Tile_ {
+    using Tile = Tile_;
+    static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+    static constexpr int kBlockM = Tile::kNumConsumers * kWarpgroupM;
+    static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
+    static constexpr int kMinCtasPerSm = 1;
+    static constexpr int kConsumerThreads = Tile::kNumConsumers * kWarpgroupSize;
+    static constexpr int kNumThreads = kConsumerThreads + kWarpgroupSize;
+    static constexpr int kTilesN = Tile::kBlockN / kMmaN;
+    static constexpr int kTilesD = kValueDim / kMmaN;
+    using QueryTile = TmaTile<kWarpgroupM, kHeadDim>;  // of one warpgroup
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;
+    using ValueTile = TmaTile<Tile::kBlockN, kValueDim>;
+    static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
+    // A CTA starts with as many registers as all its threads can have alike, which comes in steps of 8.
+    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
+    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
+                      kStartRegisters * (Tile::kNumConsumers + 1),
+                  "warpgroups exchange the registers that the CTA has");
+};
+
+// How many of the producer's four warps gather rows where keys lie in small pages.
+inline constexpr int kGatheringWarps = 3;
+inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
+
+// What the producer tells the consumers of a work tile. It is in shared memory, because they have no registers for it.
+struct CtaWork {
+    RowsOfCta rows;
+    KeyTiles tiles;  // of this CTA's split
+    TilePartials partials;
+    int32_t cta;  // as `partials` count them
+
+    __device__ __forceinline__ bool is_first_split() const { return partials.first == cta; }
+};
+
+inline constexpr int kSplitWork = 2, kNoMoreWork = -1;
+
+template <typename Config>
+struct alignas(1024) ForwardStorageSm90 {
+    uint16_t sQ[Config::kNumConsumers][Config::QueryTile::kElements];
+    uint16_t sK[Config::kStages][Config::KeyTile::kElements];
+    uint16_t sV[Config::kStages][Config::ValueTile::kElements];
+    RingBarriers<1> query;
+    RingBarriers<Config::kStages> key, value;
+    GatherBarriers<Config::kStages> gathered_key, gathered_value;
+    int32_t first_bits[Config::kStages];                    // of the tiles in the ring of keys: see ColumnBits
+    int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
+    LargestScores<4 * Config::kNumConsumers> largest_scores;
+    RingBarriers<2> work;
+    CtaSteps steps;  // the producer keeps these two here, as it has few registers
+    WorkTileWalk walk;
+    CtaWork works[4];  // of the ring's two stages; from kSplitWork on, the split tiles, which are combined at the end
+    int next_work[2];  // for each stage: a slot of `works`, or kNoMoreWork
+    int num_split;     // split tiles of this CTA: at most that in which its steps begin, and that in which they end
+};
+
+// Named barriers; 0 is that of __syncthreads().
+enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
+
+// Called by one thread of the CTA. gathers: whether the gathering warps read the work tiles too.
+template <typename Config>
+__device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
+    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
+    shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 0));
+    shared.query.init(kConsumerWarps);
+    shared.key.init(kConsumerWarps * cluster_size);
+    shared.value.init(kConsumerWarps * cluster_size);
+    shared.gathered_key.init(kGatheringThreads);
+    shared.gathered_value.init(kGatheringThreads);
+    ptx::fence_mbarrier_init();
+}
+
+// Waits until every thread of the cluster has arrived.
+__device__ __forceinline__ void wait_for_cluster(int cluster_size) {
+    if (cluster_size == 1) return;
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+}
+
+template <typename Config, DataType kDataType>
+void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwardParamsSm90),
+                         const AttentionForwardParams& params, bool packs_heads, Stream stream) {
+    const DeviceFacts facts = device_facts();
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
+    // Heads that are the same memory have no stride that a map of several in a box could hold.
+    const bool may_pack = packs_heads && params.max_logits == nullptr && params.query.head_stride != 0;
+    const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
+    const bool has_boxes = box_rows(Config::kBlockN) > 0;
+    const ForwardWorkSm90 work =
+        forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToPairUnderMask : 0,
+                          may_pack, facts.num_sms);
+    const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
+    const auto map_of_keys = [&](const HeadsView<const uint16_t>& view, int32_t box_columns) {
+        const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
+        return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, box_columns, kDataType);
+    };
+    const AttentionForwardParamsSm90 all_params{
+        params,
+        work,
+        tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
+                   kWarpgroupM / packed_heads, Config::QueryTile::kBlockColumns, kDataType),
+        map_of_keys(params.key, Config::KeyTile::kBlockColumns),
+        map_of_keys(params.value, Config::ValueTile::kBlockColumns),
+        rows_of_box};
+    const int64_t most_clusters = std::max(facts.num_sms / work.cluster_size(), 1);
+    const int64_t num_clusters = work.may_split ? most_clusters : std::min<int64_t>(work.num, most_clusters);
+    const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
+                        work.cluster_size()};
+    kernel.launch(function, launch, all_params, stream);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,202 @@
+// A consumer of the forward kernels for Hopper: its side of the rings, the products that it starts, and how its rows
+// leave the CTA.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/forward_config_sm90.cuh"
+#include "attention/forward_work_sm90.h"
+#include "attention/partial_rows.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ring.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
+#include "device/tma_nonfinite.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "scheduler/combine.cuh"
+
+namespace fastattn {
+
+// Locates the rows of a CTA's tile in memory: see partial_rows.cuh.
+struct CtaRowLocator {
+    const RowsOfCta& work;
+
+    __device__ __forceinline__ int32_t num_rows() const { return work.num_rows() - work.first_row; }
+    __device__ __forceinline__ int32_t batch() const { return work.batch; }
+    __device__ __forceinline__ int32_t head_of(int row) const { return work.head_of(work.first_row + row); }
+    __device__ __forceinline__ int32_t row_in_memory(int row) const {
+        return work.rows.begin + work.row_of(work.first_row + row);
+    }
+};
+
+// One consumer: its side of the rings, and the products that it starts, each a group of wgmma.
+template <typename Config, DataType kDataType>
+struct ForwardConsumerSm90 {
+    static constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = Config::kBlockN / kMmaK;
+    using ValueTile = typename Config::ValueTile;
+
+    struct ConsumerThreads {
+        static constexpr int kCount = Config::kConsumerThreads;
+        __device__ __forceinline__ static int index() { return threadIdx.x; }
+        __device__ __forceinline__ static void sync() { ptx::bar_sync(kAllConsumers, kCount); }
+        __device__ __forceinline__ static bool sync_or(bool predicate) {
+            return ptx::bar_red_or(kAllConsumers, kCount, predicate);
+        }
+    };
+
+    ForwardStorageSm90<Config>& shared;
+    int warpgroup, lane, cluster_size;
+    uint32_t sQ;
+    uint32_t num_done = 0;  // tiles of rows
+    Ring<Config::kStages> key_ring, value_ring;
+
+    __device__ __forceinline__ ForwardConsumerSm90(ForwardStorageSm90<Config>& shared, int warpgroup, int lane,
+                                                   int cluster_size)
+        : shared(shared),
+          warpgroup(warpgroup),
+          lane(lane),
+          cluster_size(cluster_size),
+          sQ(shared_address(shared.sQ[warpgroup])),
+          key_ring(shared.key),
+          value_ring(shared.value) {}
+
+    // Waits for the producer, and returns the next work tile, or null after the last.
+    __device__ __forceinline__ const CtaWork* next_tile() const {
+        const Ring<2> ring(shared.work, num_done);
+        ring.wait_full();
+        const int slot = warp_uniform(shared.next_work[ring.stage]);
+        return slot == kNoMoreWork ? nullptr : &shared.works[slot];
+    }
+
+    __device__ __forceinline__ void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
+
+    // Releases the work tile, and Q, when the warp is done with them.
+    __device__ __forceinline__ void release_tile() {
+        __syncwarp();  // waits until every lane has read the work tile
+        Ring<2>(shared.work, num_done).release(lane);
+        ++num_done;
+    }
+
+    __device__ __forceinline__ void release_query() const { Ring<1>(shared.query, num_done).release(lane); }
+
+    __device__ __forceinline__ void start_qk(float (&rS)[1][kTilesN][4]) {
+        key_ring.wait_full();
+        ptx::wgmma_fence();
+        start_gemm_qk<kDataType, Config::kHeadDim>(
+            rS,
+            OperandDescriptor::k_major(
+                ptx::opaque(sQ)),  // hides its origin: else what follows from it takes registers in the loops
+            OperandDescriptor::k_major(shared_address(shared.sK[key_ring.stage])));
+        ptx::wgmma_commit_group();
+    }
+
+    // The first bit of the tile of keys whose product has been started last; call it before the wait for that product.
+    __device__ __forceinline__ int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
+
+    __device__ __forceinline__ void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
+        value_ring.wait_full();
+        ptx::wgmma_fence();
+        start_gemm_pv<kDataType>(
+            rO, rP, OperandDescriptor::mn_major(shared_address(shared.sV[value_ring.stage]), ValueTile::kBlockBytes));
+        ptx::wgmma_commit_group();
+    }
+
+    // Leaves kInFlight products in flight: none, or P·V of the tile before.
+    template <int kInFlight>
+    __device__ __forceinline__ void wait_qk(float (&rS)[1][kTilesN][4]) {
+        ptx::wgmma_wait_group<kInFlight>();
+        ptx::written_by_wgmma(rS);
+        key_ring.release_to_cluster(lane, cluster_size);
+    }
+
+    __device__ __forceinline__ void wait_pv(float (&rO)[1][kTilesD][4]) {
+        ptx::wgmma_wait_group<0>();
+        ptx::written_by_wgmma(rO);
+    }
+
+    __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
+
+    // Separates NaN and infinity from the next tile of V, so that masked keys have no influence: see
+    // device/nonfinite.cuh. kTogether: each consumer looks at a third or half of the tile, and waits for the others;
+    // else at all of it.
+    template <bool kTogether, typename Sees>
+    __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
+        value_ring.wait_full();
+        uint16_t* sV = shared.sV[value_ring.stage];
+        constexpr int kThreads = kTogether ? Config::kConsumerThreads : kWarpgroupSize;
+        if (!ptx::bar_red_or(kTogether ? kAllConsumers : kOneConsumer + warpgroup, kThreads,
+                             tile_has_nonfinite<kDataType, ValueTile, kThreads>(sV, threadIdx.x % kThreads))) {
+            return;
+        }
+        const auto meet_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
+        separate_nonfinite<kDataType>(rO, sV, SharedTile<ValueTile, Config::kBlockN, Config::kConsumerThreads>{sV},
+                                      sees, lane, meet_all);
+        ptx::fence_proxy_async_shared();
+        meet_all();  // waits until wgmma can read V as it is now
+    }
+
+    using PartialRowsOfTile = PartialRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2,
+                                          /*kQuadsAtOnce=*/4, CtaRowLocator>;
+
+    // Whether rows leave in fp32, by leave_in_fp32(), or rounded, by store().
+    __device__ __forceinline__ static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWork& tile) {
+        return tile.partials.count > 1 || params.exact_out.data != nullptr;
+    }
+
+    // Writes a warp's rows in fp32: a partial to the workspace, or the output.
+    template <typename Softmax>
+    __device__ __forceinline__ void leave_in_fp32(const AttentionForwardParams& params, const CtaWork& tile,
+                                                  float (&rO)[1][kTilesD][4], Softmax& softmax,
+                                                  float factor = 1.0f) const {
+        const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
+        const int first_row = warp_in_cta() * kMmaM;
+        const int own_lane =
+            ptx::opaque(lane);  // hides its origin: what follows from it would take registers in the main loops
+        if (tile.partials.count == 1) {
+            rows.store_exact_rows(first_row, rO, softmax, own_lane);
+            return;
+        }
+        const PartialRange own = tile.partials.made_by(tile.cta);
+        const PartialNode node = largest_node(own.begin, own, tile.partials.count);
+        rows.leave(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
+    }
+
+    // Called by all consumers after the last work tile: combines the split tiles of which this CTA is the last. The
+    // output is multiplied by `factor`.
+    __device__ __forceinline__ void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
+        using Storage = CombineStorage<PartialRowsOfTile, ConsumerThreads>;
+        static_assert(sizeof(Storage) <= sizeof(shared.sQ), "it overlays Q");
+#pragma unroll 1
+        for (int i = 0; i < shared.num_split; ++i) {
+            const CtaWork& tile = shared.works[kSplitWork + i];
+            const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
+            Combiner<PartialRowsOfTile, ConsumerThreads>{rows, *reinterpret_cast<Storage*>(shared.sQ), tile.partials,
+                                                         tile.partials.made_by(tile.cta)}
+                .run();
+        }
+    }
+
+    // Writes the output and the lse of a warp's rows from own_row on.
+    template <typename Softmax>
+    __device__ __forceinline__ void store(const AttentionForwardParams& params, const RowsOfCta& work, int32_t own_row,
+                                          const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
+        const int32_t rows_left = work.num_rows() - own_row;
+        store_accumulators<kDataType>(rO, lane, params.out.head_dim, [&](int row) -> uint16_t* {
+            if (row >= rows_left) return nullptr;
+            return row_pointer(params.out, work.batch, work.head_of(own_row + row),
+                               work.rows.begin + work.row_of(own_row + row));
+        });
+        for_own_rows<1>(lane, [&](int, int half, int row) {
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (!one_of_four || row >= rows_left) return;
+            row_pointer(params.lse, work.batch,
+                        work.head_of(own_row + row))[work.rows.begin + work.row_of(own_row + row)] =
+                softmax.row_lse[0][half];
+        });
+    }
+};
+
+}  // namespace fastattn

@@ -1,0 +1,165 @@
+// The producer of the forward kernels for Hopper: finds the work tiles of its CTA, tells the consumers, and copies Q, K
+// and V by TMA.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/forward_config_sm90.cuh"
+#include "attention/forward_work_sm90.h"
+#include "attention/key_tiles.cuh"
+#include "device/mask.cuh"
+#include "device/ring.cuh"
+#include "host/tensor_map.h"
+#include "scheduler/key_splits.h"
+
+namespace fastattn {
+
+// Called by the producer's first warp: finds the steps that this cluster takes.
+template <typename Config>
+__device__ __forceinline__ void find_steps(ForwardStorageSm90<Config>& shared,
+                                           const AttentionForwardParamsSm90& all_params, int lane) {
+    const ForwardWorkSm90& work = all_params.work;
+    CtaSteps steps{};
+    if (work.may_split) {
+        const uint32_t heads = work_tile_heads(all_params.attention, work);
+        steps =
+            cta_steps(work.num / heads, heads, cluster_in_grid(work), num_clusters(work), lane, [&](uint32_t entry) {
+                const RowsOfCta rows(all_params.attention, work, entry * heads, /*in_line=*/true, 0, Config::kBlockM);
+                return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
+            });
+    }
+    if (lane != 0) return;
+    shared.steps = steps;
+    shared.walk = WorkTileWalk(steps);
+    shared.num_split = 0;
+}
+
+// Called by one thread of the producer: tells of the next work tile. Does not advance the ring.
+template <typename Config>
+__device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& shared,
+                                               const AttentionForwardParamsSm90& all_params, int rank,
+                                               const Ring<2>& ring) {
+    const ForwardWorkSm90& all_work = all_params.work;
+    WorkTileWalk& walk = shared.walk;
+    const bool is_split = shared.steps.is_split;
+    const uint32_t cluster = cluster_in_grid(all_work);
+    const uint32_t tile_idx = is_split ? walk.position : nth_work_tile(walk.position, cluster, num_clusters(all_work));
+    ring.wait_empty();
+    int slot = kNoMoreWork;
+    if (is_split ? walk.left > 0 : tile_idx < all_work.num) {
+        const RowsOfCta rows(all_params.attention, all_work, tile_idx, is_split, rank, Config::kBlockM);
+        const KeyTiles tiles = rows.key_tiles(Config::kBlockN);
+        const TilePartials partials = is_split ? walk.partials(shared.steps, cluster, tiles.num_tiles())
+                                               : TilePartials{1, static_cast<int32_t>(cluster), 1};
+        slot = partials.count > 1 ? kSplitWork + shared.num_split++ : ring.stage;
+        CtaWork& work = shared.works[slot];
+        work.rows = rows;
+        work.tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
+        // CTAs of one rank combine among themselves, and are numbered in the order of their clusters.
+        const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(all_work));
+        work.partials = {partials.count, first_of_rank + partials.first, 1};
+        work.cta = first_of_rank + static_cast<int32_t>(cluster);
+        walk.advance(is_split, rows.cluster_has_rows(), tiles.num_tiles());
+    }
+    shared.next_work[ring.stage] = slot;
+    ring.arrive_full();
+}
+
+// Calls begin(work) for each work tile, then take(rows, tile) for each of its tiles of keys, in the order of the
+// consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
+template <bool kTells, typename Config, typename Begin, typename Take>
+__device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& shared,
+                                                 const AttentionForwardParamsSm90& all_params, int rank, int lane,
+                                                 Begin&& begin, Take&& take) {
+    for (Ring<2> ring(shared.work);;) {
+        if (!kTells) {
+            ring.wait_full();
+        } else if (lane == 0) {
+            tell_next_work(shared, all_params, rank, ring);
+        }
+        __syncwarp();  // waits until all lanes see the slot
+        const int slot = shared.next_work[ring.stage];
+        if (slot == kNoMoreWork) return;
+        // Reads shared memory again each time: the producer has few registers.
+        const CtaWork& work = shared.works[slot];
+        begin(work);
+        for (int32_t num_left = work.tiles.num_tiles(); num_left > 0; --num_left) {
+            take(work.rows, work.tiles.tile(num_left));
+        }
+        __syncwarp();  // waits until every lane has read the slot
+        if (kTells) {
+            ring.advance();
+        } else {
+            ring.release(lane);
+        }
+    }
+}
+
+// Called by one thread: copies Q of a work tile.
+template <typename Config>
+__device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query,
+                                           const CtaWork& work, Ring<1>& ring) {
+    using QueryTile = typename Config::QueryTile;
+    if (work.tiles.num_tiles() == 0) {  // there are no products: consumers skip Q
+        ring.wait_empty();
+        ring.arrive_full();
+        ring.advance();
+        return;
+    }
+    const uint32_t landed = ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
+#pragma unroll
+    for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
+        const RowsOfCta& rows = work.rows;
+        QueryTile::load(shared_address(shared.sQ[consumer]), query, rows.batch, rows.head >> rows.log2_packed,
+                        rows.rows.begin + rows.row_of(rows.first_row + consumer * kWarpgroupM), landed);
+    }
+    ring.advance();
+}
+
+// Called by one thread before it arrives at `full`: tells which tile of keys the stage gets, in the form in which masks
+// take it.
+template <typename Config>
+__device__ __forceinline__ void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
+                                          int32_t tile) {
+    key_ring.wait_empty();
+    shared.first_bits[key_ring.stage] = tile * ColumnBits<Config::kTilesN>::kPerTile;
+}
+
+// Called by one warp: its first lane copies Q, and each lane that has one a box of each tile of K and V. A tile is one
+// box, or in pages several, none of which lies in two pages. ahead(rows, key) runs before consumers come to a tile.
+template <typename Config, typename Ahead>
+__device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
+                                              const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
+                                              int lane, Ahead&& ahead) {
+    const AttentionForwardParams& params = all_params.attention;
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key);
+    const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
+    const int first_row = rank * rows_of_cta + own_row;
+    for_tiles_of_cta</*kTells=*/true>(
+        shared, all_params, rank, lane,
+        [&](const CtaWork& work) {
+            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        },
+        [&](const RowsOfCta& work, int32_t key_tile) {
+            const int32_t first_key = key_tile * Config::kBlockN;
+            const bool has_box = own_row < rows_of_cta;
+            const TokenLocation location = has_box ? work.location_of(params, first_key + first_row) : TokenLocation{};
+            const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
+                const uint32_t landed = ring.acquire_by_warp(tile.kBytes, lane);
+                const uint32_t rows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
+                if (has_box && cluster_size == 1) {
+                    tile.load(rows, map, location.block, work.kv_head, location.row, landed);
+                } else if (has_box) {
+                    tile.load_into_both(rows, map, location.block, work.kv_head, location.row, landed);
+                }
+            };
+            if (lane == 0) tell_tile(shared, key_ring, key_tile);
+            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
+            fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
+            key_ring.advance();
+            ahead(work, first_key);
+        });
+}
+
+}  // namespace fastattn

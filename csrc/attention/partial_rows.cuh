@@ -1,0 +1,121 @@
+// The rows that a forward kernel writes in fp32: partials, combined rows (scheduler/combine.cuh), and the output where
+// it is to be exact.
+#pragma once
+
+#include <cstdint>
+
+#include "device/finish_row.cuh"
+#include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/softmax.cuh"
+#include "device/store_rows.cuh"
+#include "device/tile_copy.cuh"
+#include "host/params.h"
+#include "scheduler/combine.cuh"
+#include "scheduler/key_splits.h"
+#include "scheduler/workspace_slots.cuh"
+
+namespace fastattn {
+
+// Locator: num_rows() of the tile that exist, batch(), head_of(row), and row_in_memory(row).
+// kSlotsPerCta: 1 where a CTA has a single split, else 2. kQuadsAtOnce: see scheduler/combine.cuh.
+template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, int kQuadsAtOnce_, typename Locator>
+struct PartialRows {
+    static constexpr int kBlockM = kBlockM_, kValueDim = kValueDim_, kLog2Nodes = 2, kQuadsAtOnce = kQuadsAtOnce_;
+
+    const AttentionForwardParams& params;
+    const Locator locator;
+    float factor = 1.0f;  // by which the output is multiplied
+
+    __device__ __forceinline__ int num_rows() const { return min(max(locator.num_rows(), 0), kBlockM); }
+
+    __device__ __forceinline__ int32_t slots_per_cta() const { return kSlotsPerCta; }
+
+    __device__ __forceinline__ WorkspaceSlots<kBlockM> slots() const {
+        return {params.partials, params.value.head_dim};
+    }
+
+    // Writes four columns of a row's result. The sink, if there is one, is in one of the partials.
+    __device__ __forceinline__ void store_result(int row, int column, const RowPartial& partial) const {
+        const RowResult result = finish_row(partial.max, partial.sum, -kInfinity);
+        const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
+        if (column == 0) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = result.lse;
+        if (column >= params.out.head_dim) return;
+        if (params.exact_out.data != nullptr) {
+            store_exact(row_pointer(params.exact_out, locator.batch(), head, row_in_memory) + column, partial.values,
+                        result.factor * factor);
+        } else {
+            store_rounded<kDataType>(row_pointer(params.out, locator.batch(), head, row_in_memory) + column,
+                                     partial.values, result.factor * factor);
+        }
+    }
+
+    // Leaves a warp's accumulators, of rows from first_row of the tile on, and their softmax, in a workspace slot.
+    template <int kTilesM, int kTilesD, typename Softmax>
+    __device__ __forceinline__ void leave(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
+                                          const Softmax& softmax, int lane) const {
+        const WorkspaceSlots<kBlockM> own_slots = slots();
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
+            const int row = first_row + warp_row;
+            const float sum = row_reduce_sum(softmax.row_sum[m][half]);
+            if (row >= num_rows()) return;
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (one_of_four) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
+            float* gValues = own_slots.values_of(slot, row);
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                const int column = d * kMmaN + accumulator_column(lane);
+                if (column >= own_slots.value_dim) continue;
+                *reinterpret_cast<float2*>(gValues + column) = {rO[m][d][2 * half], rO[m][d][2 * half + 1]};
+            }
+        });
+    }
+
+    // Writes them to the output, where that is fp32 and the CTA has had all keys of the tile.
+    template <int kTilesM, int kTilesD, typename Softmax>
+    __device__ __forceinline__ void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                                     int lane) const {
+        softmax.finish(rO, factor);
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
+            const int row = first_row + warp_row;
+            if (row >= num_rows()) return;
+            const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
+            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            if (one_of_four) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
+            float* gRow = row_pointer(params.exact_out, locator.batch(), head, row_in_memory);
+            store_exact(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
+        });
+    }
+};
+
+// The threads of a CTA that ends with one split. Nothing that follows from their index is kept in registers during the
+// main loops.
+template <int kNumThreads>
+struct LateThreadsOfCta : AllThreadsOfCta {
+    static constexpr int kCount = kNumThreads;
+    __device__ __forceinline__ static int index() { return ptx::tid_x(); }
+};
+
+// Called by all threads, whose warps have kWarpM rows each: writes the output where a tile has one split. Else leaves a
+// partial, and combines if this CTA is the last. sTile: shared memory that nobody reads any more.
+template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
+__device__ __forceinline__ void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split,
+                                                         float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                                         Tile& sTile) {
+    using Threads = LateThreadsOfCta<kNumThreads>;
+    using Storage = CombineStorage<Rows, Threads>;
+    static_assert(sizeof(Storage) <= sizeof(sTile));
+    const auto cta = static_cast<int32_t>(blockIdx.x);
+    const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
+    if (split.num_splits == 1) {
+        rows.store_exact_rows(warp * kWarpM, rO, softmax, lane);
+        return;
+    }
+    const TilePartials partials{split.num_splits, cta - split.idx, 1};
+    const PartialRange own = partials.made_by(cta);
+    rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, partials.count)), warp * kWarpM, rO,
+               softmax, lane);
+    Combiner<Rows, Threads>{rows, *reinterpret_cast<Storage*>(sTile), partials, own}.run();
+}
+
+}  // namespace fastattn

@@ -1,0 +1,339 @@
+// The common code of the Hopper kernels of the int8 matmul: a cluster of two CTAs, the ring that brings its operands,
+// and how sums in registers become the result.
+//
+// Threads of a CTA: two consumers, a warpgroup each with 64 of the CTA's 128 columns of N, and a producer warpgroup, of
+// which one thread copies by TMA and others may read what has landed. Each CTA copies its own weights, and half of the
+// input's rows into both CTAs; so a stage is empty when the consumers of both have read it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/fragment.cuh"
+#include "device/ptx/bulk_tensor.cuh"
+#include "device/ptx/cluster.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/named_barrier.cuh"
+#include "device/ptx/st_shared.cuh"
+#include "device/ring.cuh"
+#include "device/warpgroup_gemm.cuh"
+#include "host/tensor_map.h"
+#include "int8_matmul/epilogue.cuh"
+#include "int8_matmul/int8_matmul.h"
+#include "int8_matmul/tiles_sm90.h"
+#include "scheduler/arrivals.cuh"
+#include "scheduler/stream_k.h"
+
+namespace fastattn {
+
+struct ClusterParams {
+    Int8MatmulParams matmul;
+    MatrixMap weight, input;
+};
+
+inline constexpr int kConsumerThreads = 2 * kWarpgroupSize;
+inline constexpr int kAllConsumers = 1;  // a named barrier; 0 is that of __syncthreads()
+
+// A stage holds [kBlockM, 128 bytes] of the input, 128B swizzle, and then the weights.
+template <typename Tile>
+struct alignas(1024) ClusterStorage {
+    static constexpr int kInputBytes = Tile::kBlockM * 128;
+
+    char stages[Tile::kNumStages][Tile::kStageBytes];
+    float sums[Tile::kPassM * SumsLayout<kCtaN>::kRowElements];
+    RingBarriers<Tile::kNumStages> ring;
+
+    __device__ __forceinline__ uint32_t input(int stage) const { return shared_address(stages[stage]); }
+    __device__ __forceinline__ const char* weights(int stage) const { return stages[stage] + kInputBytes; }
+};
+
+__device__ __forceinline__ int32_t cluster_of_cta() {
+    return static_cast<int32_t>(blockIdx.x / kClusterSize);
+}
+
+__device__ __forceinline__ int32_t clusters_of_launch() {
+    return static_cast<int32_t>(gridDim.x / kClusterSize);
+}
+
+// Waits until every thread of the cluster has arrived.
+__device__ __forceinline__ void wait_for_cluster() {
+    __syncwarp();  // the barrier takes whole warps
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+}
+
+// Called by all threads before anybody uses the ring. In each CTA num_readers warps release a stage, and num_writers
+// threads arrive when they have filled it.
+template <typename Tile>
+__device__ __forceinline__ void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
+                                              int num_writers = 1) {
+    if (threadIdx.x == 0) {
+        shared.ring.init(kClusterSize * num_readers, num_writers);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();     // waits until the barriers are initialised
+    wait_for_cluster();  // waits until those of the other CTA are
+}
+
+// A CTA's half of a cluster's tile.
+struct CtaTile {
+    int32_t m_tile;
+    int32_t n_tile;  // in tiles of kCtaN
+
+    __device__ __forceinline__ CtaTile(const MatmulSchedule& schedule, const MatmulWorkTile& work, int rank) {
+        const TilePosition position = tile_position(schedule, work.tile);
+        m_tile = position.m_tile;
+        n_tile = position.n_tile * kClusterSize + rank;
+    }
+};
+
+// Called by one thread, the producer: calls load_weights(tile, step, destination, barrier) for each step of each work
+// tile, which starts the copies of the weights, and copies this CTA's half of the input's rows into both CTAs.
+template <typename Tile, typename LoadWeights>
+__device__ __forceinline__ void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
+                                                    int input_columns, LoadWeights&& load_weights) {
+    constexpr int kRows = Tile::kBlockM / kClusterSize;
+    const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
+    Ring<Tile::kNumStages> ring(shared.ring);
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
+         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+        const CtaTile tile(schedule, work, rank);
+        const int32_t first_m = tile.m_tile * Tile::kBlockM + rank * kRows;
+#pragma unroll 1  // unrolled it has too few registers
+        for (int32_t step = work.begin_step; step < work.end_step; ++step) {
+            const uint32_t landed = ring.acquire(Tile::kStageBytes), stage = shared.input(ring.stage);
+            load_weights(tile, step, stage + ClusterStorage<Tile>::kInputBytes, landed);
+            ptx::cp_async_bulk_tensor_2d_multicast(stage + rank * kRows * 128, &params.input.encoded,
+                                                   step * input_columns, first_m, landed, /*ctas=*/0b11);
+            ring.advance();
+        }
+    }
+}
+
+// A consumer thread's position in its CTA.
+struct ConsumerPosition {
+    static constexpr int kHalfDistance = 8;  // between a thread's two columns of N
+    int warpgroup, warp, lane, rank;
+
+    __device__ __forceinline__ int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
+
+    // The CTA's column of N that register half h of an accumulator has: see device/ptx/wgmma.cuh.
+    __device__ __forceinline__ int output(int half) const {
+        return first_of_warp() + accumulator_row(lane) + kHalfDistance * half;
+    }
+};
+
+// Operands A of a step, which a consumer decodes into registers: rW[k] for each 16 of the sum.
+template <typename Tile>
+using StepWeights = uint32_t[Tile::kBlockK / kMmaK][4];
+
+// rY += W · Xᵀ over kSumK of K from first_k on, or rY = W · Xᵀ; the products run on.
+template <DataType kDataType, int kSumK, bool kAdds, typename Tile>
+__device__ __forceinline__ void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW,
+                                               OperandDescriptor sX, int first_k = 0) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = first_k / kMmaK; k < (first_k + kSumK) / kMmaK; ++k) {
+        ptx::Wgmma<Tile::kBlockM, kDataType>::rs_rows(rY, rW[k], sX.at(k * kMmaK * 2), kAdds || k > first_k / kMmaK);
+    }
+    ptx::wgmma_commit_group();
+}
+
+// One consumer's side of the ring, where it decodes operands A. ahead: the stage that it decodes next; ring: that it
+// releases next.
+template <DataType kDataType, typename Tile>
+struct DecodingConsumer {
+    ClusterStorage<Tile>& shared;
+    int lane;
+    Ring<Tile::kNumStages> ring, ahead;
+
+    __device__ __forceinline__ DecodingConsumer(ClusterStorage<Tile>& shared, int lane)
+        : shared(shared), lane(lane), ring(shared.ring), ahead(shared.ring) {}
+
+    __device__ __forceinline__ OperandDescriptor input(int stage) const {
+        return OperandDescriptor::k_major(shared.input(stage));
+    }
+
+    __device__ __forceinline__ void release() { ring.release_to_cluster(lane, kClusterSize); }
+
+    // Adds the products of a work tile to rY. Those of two steps are in flight, but for a moment between them.
+    // decode(rW) waits for stage `ahead` and makes operands of it.
+    template <typename Decode>
+    __device__ __forceinline__ void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
+        StepWeights<Tile> rW[2];
+        const auto start = [&](const StepWeights<Tile>& rW) {
+            start_products<kDataType, Tile::kBlockK, true, Tile>(rY, rW, input(ahead.stage));
+            ahead.advance();
+        };
+        // Decodes the weights of one more step into the registers of the step before.
+        const auto step = [&](const StepWeights<Tile>& rW, StepWeights<Tile>& rBefore) {
+            start(rW);
+            ptx::wgmma_wait_group<1>();  // leaves the products of this step in flight
+            release();
+            decode(rBefore);
+        };
+
+        if (num_steps == 0) return;
+        decode(rW[0]);
+        start(rW[0]);
+        int32_t left = num_steps - 1;  // steps whose products are not started
+        if (left > 0) decode(rW[1]);
+        for (; left > 2; left -= 2) {
+            step(rW[1], rW[0]);
+            step(rW[0], rW[1]);
+        }
+        if (left == 2) {
+            step(rW[1], rW[0]);
+            start(rW[0]);
+        } else if (left == 1) {
+            start(rW[1]);
+        }
+        ptx::wgmma_wait_group<0>();  // leaves none in flight
+        ptx::written_by_wgmma(rY);
+        if (num_steps > 1) release();
+        release();
+    }
+};
+
+// Four sums of a thread.
+template <typename Sum>
+using FourSums = std::conditional_t<std::is_same_v<Sum, float>, float4, int4>;
+
+// A CTA's view of the partials of a tile's sum. Sum: float or int32_t.
+template <typename Sum>
+struct ClusterPartials {
+    SumPartials partials;
+    int own;
+    float* first;  // this thread's numbers in the first slot
+
+    __device__ __forceinline__ ClusterPartials(const MatmulEpilogue& epilogue, const MatmulWorkTile& work, int rank,
+                                               int block_m)
+        : partials{0, 1, 0}, own(0), first(nullptr) {
+        if (is_whole(epilogue.schedule, work)) return;
+        partials = sum_partials(epilogue.schedule, work.tile);
+        own = cluster_of_cta() - partials.first_cta;
+        first = epilogue.partial + rank * block_m * kCtaN + threadIdx.x * 4;
+    }
+
+    // The workspace slot of a partial. Adjacent threads have adjacent numbers, 16 bytes each.
+    template <int kBlockM>
+    __device__ __forceinline__ FourSums<Sum>* slot(int partial) const {
+        return reinterpret_cast<FourSums<Sum>*>(first + int64_t{partials.slot(partial)} * kBlockM * kClusterN);
+    }
+
+    // Returns whether this cluster is the last of the tile's clusters. Otherwise it leaves its partial, registers as
+    // they are; the last one leaves none if all others have arrived before.
+    template <int kBlockM>
+    __device__ __forceinline__ bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile,
+                                             int rank, int rows_here) const {
+        if (partials.count == 1) return true;
+        uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
+        bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, partials.count);
+        if (ptx::bar_red_or(kAllConsumers, kConsumerThreads, is_last)) return true;
+        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.token);  // while others store
+        FourSums<Sum>* own_slot = slot<kBlockM>(own);
+#pragma unroll
+        for (int i = 0; i < kBlockM / kMmaN; ++i) {
+            if (i * kMmaN < rows_here) {
+                own_slot[i * kConsumerThreads] = {rY[4 * i], rY[4 * i + 1], rY[4 * i + 2], rY[4 * i + 3]};
+            }
+        }
+        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until every thread has stored its sums
+        is_last = threadIdx.x == 0 && arrives_last(arrivals, partials.count);
+        return ptx::bar_red_or(kAllConsumers, kConsumerThreads, is_last);
+    }
+
+    // Adds up kTiles times 8 rows of M from tile `first_tile` on, in the order of the partials, so that bits repeat.
+    // Loads of one partial are all in flight at a time.
+    template <int kBlockM, int kTiles>
+    __device__ __forceinline__ void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
+                                        int rows_here) const {
+#pragma unroll
+        for (FourSums<Sum>& sum : sums) sum = {};
+#pragma unroll 1
+        for (int partial = 0; partial < partials.count; ++partial) {
+            FourSums<Sum> more[kTiles];
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                const Sum* registers = rY + (first_tile + i) * 4;
+                more[i] = {registers[0], registers[1], registers[2], registers[3]};
+                if (partial != own && (first_tile + i) * kMmaN < rows_here) {
+                    more[i] = __ldcg(slot<kBlockM>(partial) + (first_tile + i) * kConsumerThreads);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) {
+                sums[i] = {sums[i].x + more[i].x, sums[i].y + more[i].y, sums[i].z + more[i].z, sums[i].w + more[i].w};
+            }
+        }
+    }
+};
+
+// Writes a CTA's sums to the result, in the cluster that is the last of the tile's. scaled(half, row, sum) scales a sum
+// of one of the thread's two columns of N; `row` counts in the tile. Position: ConsumerPosition, or another mapping of
+// threads to columns.
+template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Scaled>
+__device__ __forceinline__ void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
+                                                 const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
+                                                 const Position& consumer, Scaled&& scaled) {
+    constexpr int kBlockM = Tile::kBlockM, kPassM = Tile::kPassM, kBatch = 4;
+    constexpr int kRowElements = SumsLayout<kCtaN>::kRowElements;
+    const CtaTile tile(epilogue.schedule, work, consumer.rank);
+    const int rows_here = min(kBlockM, epilogue.out.rows - tile.m_tile * kBlockM);
+    const ClusterPartials<Sum> partials(epilogue, work, consumer.rank, kBlockM);
+    if (!partials.template collects<kBlockM>(epilogue, rY, work.tile, consumer.rank, rows_here)) return;
+    float* sSums = shared.sums + accumulator_column(consumer.lane) * kRowElements + consumer.output(0);
+#pragma unroll
+    for (int pass = 0; pass < kBlockM / kPassM; ++pass) {
+        if (pass * kPassM >= rows_here) break;
+        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
+#pragma unroll
+        for (int batch = 0; batch < kPassM / kMmaN; batch += kBatch) {
+            const int first_tile = pass * (kPassM / kMmaN) + batch;
+            FourSums<Sum> sums[kBatch];
+            partials.template add<kBlockM>(sums, rY, first_tile, rows_here);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const Sum tile_sums[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int token = (first_tile + i) * kMmaN + accumulator_column(consumer.lane) + e;
+                    const float halves[2] = {scaled(0, token, tile_sums[e]), scaled(1, token, tile_sums[e + 2])};
+                    float* row = sSums + ((batch + i) * kMmaN + e) * kRowElements;
+                    if constexpr (Position::kHalfDistance == 1) {
+                        ptx::st_shared_v2_f32(shared_address(row), halves[0], halves[1]);
+                    } else {
+                        row[0] = halves[0];
+                        row[Position::kHalfDistance] = halves[1];
+                    }
+                }
+            }
+        }
+        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until every warp's sums are there
+        const TilePosition position{tile.m_tile * (kBlockM / kPassM) + pass, tile.n_tile};
+        for_own_chunks<kPassM, kCtaN, kConsumerThreads>(epilogue, shared.sums, position,
+                                                        [&](const ChunkSums& sums, int64_t row, int32_t column) {
+                                                            finish<kDataType>(epilogue, sums, row, column);
+                                                        });
+    }
+}
+
+// The tile of a CTA, as the library lists it. is_gradient: the result has columns of K, and a step takes some of N.
+template <typename Tile>
+constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
+    const MatmulTile tile = Tile::kMatmulTile;
+    const int32_t block_n = is_gradient ? tile.block_k : kCtaN, block_k = is_gradient ? kCtaN : tile.block_k;
+    return {{tile.block_m, block_n, block_k, Tile::kNumWarps, tile.ctas_per_sm}, tile};
+}
+
+// Launches the clusters that have work, of those that run at a time.
+template <typename Tile, typename Storage = ClusterStorage<Tile>>
+void launch_clusters(LaunchedKernel& kernel, void (*function)(ClusterParams), const ClusterParams& params,
+                     int32_t num_sms, Stream stream) {
+    const Launch launch{int64_t{kClusterSize} * num_clusters(params.matmul.epilogue.schedule, num_sms / kClusterSize),
+                        Tile::kNumThreads, sizeof(Storage), kClusterSize};
+    kernel.launch(function, launch, params, stream);
+}
+
+}  // namespace fastattn

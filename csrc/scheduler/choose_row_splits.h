@@ -1,0 +1,166 @@
+// Chooses the row splits of the backward pass (row_splits.h): those with which the last CTA is done first, by a
+// simulation of how CTAs claim tiles of keys.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <vector>
+
+#include "device/sequence.cuh"
+#include "host/device_facts.h"
+#include "host/params.h"
+#include "scheduler/row_splits.h"
+#include "scheduler/work_tile.h"
+
+namespace fastattn {
+
+// The bits of deterministic gradients must not depend on the GPU: their tiles are split as for 132 SMs.
+inline constexpr int32_t kSmsOfDeterministicSplits = 132;
+
+// What a CTA does for a work tile beside its steps, in steps: it loads K and V, and stores dK and dV, or adds those of
+// a split tile to sums, which takes twice the bytes.
+inline constexpr double kStepsPerTile = 0.75, kStepsPerSplit = 1.5;
+
+// The fraction of the time that splitting has to gain, because the sums are zeroed before the kernel and read after it.
+inline constexpr double kLeastGain = 0.05;
+
+// All that the splits depend on: equal problems have equal splits.
+struct RowSplitProblem {
+    int32_t query_rows, key_rows, group, heads, heads_per_group, window_left, window_right, query_offset, block_m,
+        block_n, num_sms, is_deterministic;
+
+    bool operator==(const RowSplitProblem&) const = default;
+
+    bool is_masked() const { return window_left >= 0 || window_right >= 0; }
+
+    // Whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at a time:
+    // under a mask, where tiles differ in length, only splits of whole query heads do not.
+    bool can_split_into(int64_t num_splits) const {
+        return group % num_splits == 0 || is_deterministic == 0 || !is_masked();
+    }
+
+    RowSplits split_into(uint32_t first_tile, int64_t num_splits) const {
+        const int64_t over_heads = group % num_splits == 0 ? num_splits : num_splits % group == 0 ? group : 1;
+        return {first_tile, static_cast<int32_t>(over_heads), static_cast<int32_t>(num_splits / over_heads)};
+    }
+};
+
+// Returns after how many steps the last CTA is done, if all begin with the first tile that is split. row_tiles[i]: how
+// many tiles of rows see tile i of keys.
+inline double steps_until_done(const RowSplitProblem& problem, const std::vector<int32_t>& row_tiles,
+                               const RowSplits& row_splits) {
+    std::priority_queue<double, std::vector<double>, std::greater<>> done(
+        std::greater<>(), std::vector<double>(static_cast<size_t>(problem.num_sms), 0.0));
+    const auto positions = static_cast<uint32_t>(row_tiles.size());
+    double last = 0.0;
+    for (uint32_t tile = row_splits.first_tile; tile < positions * problem.heads; ++tile) {
+        const int32_t seen_by =
+            row_tiles[work_tile(tile, 1, problem.heads, problem.heads_per_group, positions).position];
+        const TileRowSplits tile_splits(row_splits, tile, problem.group, seen_by);
+        for (int32_t split = 0; split < tile_splits.num(); ++split) {
+            const int32_t row_split = split % tile_splits.over_rows;
+            const int32_t rows = split_begin(seen_by, row_split + 1, tile_splits.over_rows) -
+                                 split_begin(seen_by, row_split, tile_splits.over_rows);
+            const double begin = done.top();
+            done.pop();
+            const double beside = tile_splits.num() > 1 ? kStepsPerSplit : kStepsPerTile;
+            done.push(begin + problem.group / tile_splits.over_heads * rows + beside);
+            last = std::max(last, begin + problem.group / tile_splits.over_heads * rows + beside);
+        }
+    }
+    return last;
+}
+
+inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window& window) {
+    const int64_t positions = ceil_div(problem.key_rows, problem.block_n), num_tiles = positions * problem.heads;
+    const RowSplits whole{0, 1, 1};
+    // Under a mask, four rounds of tiles leave few CTAs idle: short tiles come last.
+    if (num_tiles == 0 || (problem.is_masked() && num_tiles >= 4 * int64_t{problem.num_sms})) return whole;
+    std::vector<int32_t> row_tiles(static_cast<size_t>(positions));
+    for (int64_t i = 0; i < positions; ++i) {
+        const auto first_key = static_cast<int32_t>(i * problem.block_n);
+        const auto last_key =
+            static_cast<int32_t>(std::min<int64_t>(int64_t{first_key} + problem.block_n, problem.key_rows) - 1);
+        const int32_t begin = window.rows_of(first_key, problem.query_rows).begin / problem.block_m;
+        const int32_t end = ceil_div(window.rows_of(last_key, problem.query_rows).end, problem.block_m);
+        row_tiles[static_cast<size_t>(i)] = std::max(end - begin, 0);
+    }
+    // Unmasked, all CTAs take the rounds before the last two in the same time.
+    const int64_t full_rounds = problem.is_masked() ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
+    const auto first_tile = static_cast<uint32_t>(full_rounds * problem.num_sms);
+    const int64_t num_tiles_to_split = num_tiles - first_tile;
+    RowSplits best = whole;
+    double least = (1 - kLeastGain) * steps_until_done(problem, row_tiles, problem.split_into(first_tile, 1));
+    const int64_t most_rounds = problem.is_deterministic != 0 ? 8 : 4;
+    const int64_t longest = int64_t{*std::max_element(row_tiles.begin(), row_tiles.end())} * problem.group;
+    const int64_t most_splits =
+        std::min(most_rounds * problem.num_sms / num_tiles_to_split + 1, longest / kMinStepsOfSplit);
+    for (int64_t num_splits = 2; num_splits <= most_splits; ++num_splits) {
+        if (!problem.can_split_into(num_splits)) continue;
+        const RowSplits candidate = problem.split_into(first_tile, num_splits);
+        const double until = steps_until_done(problem, row_tiles, candidate);
+        if (until < least) best = candidate, least = until;
+    }
+    return best;
+}
+
+// The host knows no lengths of packed sequences: either no tile is split, or all are, into about twelve splits for each
+// SM. There are between `fewest` tiles and one more for each sequence and head.
+inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total_keys, int32_t key_heads) {
+    constexpr int64_t kSplitsPerSm = 12, kMostSplits = 12, kMostTilesPerSm = 6;
+    const int64_t fewest = int64_t{total_keys / problem.block_n} * key_heads;
+    if (fewest + problem.heads >= kMostTilesPerSm * problem.num_sms) return {0, 1, 1};
+    const int64_t likely = std::max<int64_t>(1, fewest + problem.heads / 2);
+    const int64_t longest = int64_t{ceil_div(problem.query_rows, problem.block_m)} * problem.group;
+    int64_t num_splits = std::min({(kSplitsPerSm * problem.num_sms + likely - 1) / likely, kMostSplits,
+                                   std::max<int64_t>(1, longest / kMinStepsOfSplit)});
+    while (!problem.can_split_into(num_splits)) --num_splits;
+    return problem.split_into(0, num_splits);
+}
+
+// Splits no tile where whole tiles fill the GPU well, else those of the last rounds. Reads params.heads_per_group.
+inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
+                                   int32_t num_sms, bool is_deterministic) {
+    const ScoreParams& scores = params.scores;
+    const RowSplitProblem problem{params.query.rows,
+                                  params.key.rows,
+                                  params.query.heads / params.key.heads,
+                                  params.key.batch * params.key.heads,
+                                  params.heads_per_group,
+                                  scores.window_left,
+                                  scores.window_right,
+                                  scores.query_offset,
+                                  block_m,
+                                  block_n,
+                                  is_deterministic ? kSmsOfDeterministicSplits : num_sms,
+                                  is_deterministic};
+    if (params.packed.cu_seqlens_k != nullptr)
+        return packed_row_splits(problem, params.packed.total_k, params.key.heads);
+    // Every layer of a model asks the same, and the search may take as long as a launch.
+    constexpr size_t kRemembered = 8;
+    struct Answer {
+        RowSplitProblem problem;
+        RowSplits splits;
+    };
+    thread_local std::array<Answer, kRemembered> answers{};
+    thread_local size_t oldest = 0;
+    for (const Answer& known : answers) {
+        if (known.problem == problem) return known.splits;
+    }
+    Answer& answer = answers[oldest++ % kRemembered];
+    answer = {problem, search_row_splits(problem, window_of(scores, problem.query_rows, problem.key_rows))};
+    return answer.splits;
+}
+
+// Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and the splits of these.
+inline void schedule_key_tiles(AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
+                               const DeviceFacts& facts, bool is_deterministic) {
+    params.heads_per_group = std::max(1, claimed_key_heads_per_group(params.query, params.key, facts.l2_bytes, block_n,
+                                                                     facts.num_sms, is_deterministic));
+    params.row_splits = choose_row_splits(params, block_m, block_n, facts.num_sms, is_deterministic);
+}
+
+}  // namespace fastattn

@@ -1,0 +1,159 @@
+// Chooses the tile and the schedule of a matmul (stream_k.h), by a formula for how long each takes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "host/sm_rates.h"
+#include "scheduler/stream_k.h"
+
+namespace fastattn {
+
+// What a schedule costs, in clocks of an SM: a formula for choosing between schedules and tiles, not a measurement. It
+// counts what comes one after the other from the first instruction of a CTA to its last store. A work tile costs
+// addresses, the first trip to memory, sums through shared memory, and trips for scale, bias and residual. A split tile
+// costs its partial's way into L2, the arrival, and a trip for each batch of partials; each partial costs its bytes.
+// The arrival counter is opened during the first trip (scheduler/arrivals.cuh).
+struct MatmulClocks {
+    double alone;            // a step's instructions, for a cluster that has its SMs for itself,
+    double together;         // or shares them
+    double loaded;           // a step's bytes, through an SM
+    double from_memory;      // a step's bytes, of all of the GPU's memory or L2
+    double work_tile;        // a work tile, beside its steps
+    double collect;          // the last CTA of a split tile: once,
+    double trip;             // for each partials_at_once partials,
+    double partial;          // and for each partial
+    int64_t clusters_apart;  // up to so many clusters have SMs for themselves
+    int64_t partials_at_once;
+
+    // A step, while so many clusters run: they share the memory.
+    double step(int64_t clusters) const {
+        return std::max(
+            {clusters > clusters_apart ? together : alone, loaded, static_cast<double>(clusters) * from_memory});
+    }
+};
+
+// The weights of a second tile of M come no faster from L2 than from DRAM. A cluster loads the rows of its tile once
+// for its CTAs.
+inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRates& rates, int32_t resident_clusters) {
+    // With mma.sync nothing of dequantising is taken to be hidden; with wgmma all but the ports of the register file.
+    // Scaling the sums of groups adds to a step in proportion to its products.
+    const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
+    const double reached = tile.uses_wgmma ? 0.9 : 1.0;
+    constexpr double kBytesOfAnSm = 32;  // that an SM loads in a clock: an assumption
+    constexpr double kAlone = 1.5;  // two CTAs of an SM take 2, as one hides some of the other's waits: an assumption
+    const double weights = static_cast<double>(tile.block_n) / tile.cluster_size * tile.block_k;  // of a CTA in a step
+    const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
+                                        : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
+    const double products = weights * tile.block_m / (reached * macs);
+    const double scaled = tile.scales_groups ? weights * tile.block_m / (tile.dequantises ? 3600 : 2400) : 0;
+    const int32_t rows = std::min(M, tile.block_m);
+    const double input_bytes =
+        static_cast<double>(rows) / tile.cluster_size * tile.block_k * (tile.dequantises ? 2 : 1);
+    const double bytes = weights + input_bytes;
+    MatmulClocks clocks;
+    clocks.clusters_apart = std::max(resident_clusters / tile.ctas_per_sm, 1);
+    const double computed = products + scaled + (tile.dequantises ? weights / dequantised_in_a_clock : 0);
+    clocks.alone = tile.ctas_per_sm > 1 ? kAlone * computed : computed;
+    clocks.together = tile.ctas_per_sm * computed;
+    clocks.loaded = bytes / std::max(kBytesOfAnSm, rates.l2_bytes);
+    clocks.from_memory =
+        std::max(weights / rates.dram_bytes, bytes / rates.l2_bytes) / static_cast<double>(clocks.clusters_apart);
+    clocks.work_tile = tile.uses_wgmma ? 3000 + 10.0 * tile.block_m : 3000;  // nothing else runs on the SM meanwhile
+    clocks.collect = tile.uses_wgmma ? 0 : 600;
+    clocks.trip = tile.uses_wgmma ? 0 : 300;
+    clocks.partial = (tile.uses_wgmma ? 600 : 0) + 12.0 * rows;  // a cluster loads one partial after the other
+    clocks.partials_at_once = rows <= 4 ? 16 : 8;
+    return clocks;
+}
+
+// The steps of the busiest CTA, in steps of a full GPU.
+inline double steps_of_full_gpu(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
+    const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles, rest = whole_tiles % resident_ctas;
+    const auto fraction = [&](int64_t ctas) { return clocks.step(ctas) / clocks.step(resident_ctas); };
+    double steps = static_cast<double>(whole_tiles / resident_ctas) * schedule.steps;
+    if (rest > 0) steps += schedule.steps * fraction(rest);
+    if (schedule.num_splits > 0) steps += fraction(schedule.num_splits) * split_steps(schedule) / schedule.num_splits;
+    return steps;
+}
+
+inline double predicted_clocks(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
+    const int64_t waves = (num_tiles(schedule) - schedule.split_tiles + resident_ctas - 1) / resident_ctas;
+    const double stepping =
+        schedule.steps == 0 ? 0 : clocks.step(resident_ctas) * steps_of_full_gpu(schedule, clocks, resident_ctas);
+    const double whole = stepping + static_cast<double>(waves) * clocks.work_tile;
+    if (schedule.num_splits == 0) return whole;
+    const int64_t partials = most_partials(schedule);
+    return whole + clocks.work_tile * static_cast<double>(most_work_tiles(schedule)) + clocks.collect +
+           clocks.trip * static_cast<double>((partials + clocks.partials_at_once - 1) / clocks.partials_at_once) +
+           clocks.partial * static_cast<double>(partials - 1);
+}
+
+// The fewest steps of a split: enough to hide all trips to memory but the first.
+inline int32_t least_steps(const MatmulTile& tile) {
+    return ceil_div(256, tile.block_k);
+}
+
+// Whether the splits are long enough, and their products stay within 32 bits.
+inline bool can_split(const MatmulSchedule& schedule, const MatmulTile& tile) {
+    const int64_t steps = int64_t{schedule.split_tiles} * schedule.steps;
+    return steps >= int64_t{least_steps(tile)} * schedule.num_splits &&
+           steps * schedule.num_splits <= INT64_C(0xffffffff);
+}
+
+// Returns the cheapest of these schedules: all tiles are whole; or those beyond the last full wave have equally many
+// splits each; or they, or they and one wave more, are cut into one split for each resident CTA.
+inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const MatmulTile& tile, const SmRates& rates,
+                                      int32_t resident_ctas) {
+    MatmulSchedule best{ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), ceil_div(K, tile.block_k), 0, 0};
+    const MatmulClocks clocks = matmul_clocks(tile, M, rates, resident_ctas);
+    const int64_t tiles = num_tiles(best);
+    const int32_t rest = static_cast<int32_t>(tiles % resident_ctas);
+    double best_clocks = predicted_clocks(best, clocks, resident_ctas);
+    const auto try_splits = [&](int32_t split_tiles, int32_t num_splits) {
+        MatmulSchedule schedule = best;
+        schedule.split_tiles = split_tiles;
+        schedule.num_splits = num_splits;
+        if (!can_split(schedule, tile)) return;
+        const double predicted = predicted_clocks(schedule, clocks, resident_ctas);
+        if (predicted >= best_clocks) return;
+        best = schedule;
+        best_clocks = predicted;
+    };
+    if (rest == 0 || best.steps == 0) return best;
+    const int32_t most_partials = std::min(resident_ctas / rest, best.steps / least_steps(tile));
+    for (int32_t partials = 2; partials <= most_partials; ++partials) try_splits(rest, rest * partials);
+    if (!tile.goes_on) return best;
+    try_splits(rest, resident_ctas);
+    if (tiles > resident_ctas) try_splits(rest + resident_ctas, resident_ctas);
+    return best;
+}
+
+struct MatmulChoice {
+    size_t index;  // the tile's; behind the last one if no tile fits
+    MatmulTile tile;
+    MatmulSchedule schedule;
+    double clocks;
+};
+
+// Returns the tile with the cheapest schedule. The tiles of a kind come by block_m in ascending order, and only the
+// first of them that holds all of M is looked at: larger ones are hardly ever cheaper.
+template <typename Tiles>
+MatmulChoice fastest_tile(int32_t M, int32_t N, int32_t K, const Tiles& tiles, const SmRates& rates, int32_t num_sms) {
+    MatmulChoice best{tiles.size(), {}, {}, std::numeric_limits<double>::infinity()};
+    bool holds_all[2] = {};  // whether a tile without wgmma, or with it, has held all of M
+    for (size_t index = 0; index < tiles.size(); ++index) {
+        const MatmulTile& tile = tiles[index];
+        const int32_t clusters = resident_clusters(tile, num_sms);
+        // A tensor map has no dimension without elements.
+        if (clusters == 0 || holds_all[tile.uses_wgmma] || (tile.uses_wgmma && K == 0)) continue;
+        holds_all[tile.uses_wgmma] = tile.block_m >= M;
+        const MatmulSchedule schedule = matmul_schedule(M, N, K, tile, rates, clusters);
+        const double predicted = predicted_clocks(schedule, matmul_clocks(tile, M, rates, clusters), clusters);
+        if (predicted < best.clocks) best = {index, tile, schedule, predicted};
+    }
+    return best;
+}
+
+}  // namespace fastattn

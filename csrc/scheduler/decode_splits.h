@@ -1,0 +1,181 @@
+// Which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, that CTAs
+// compute from the lengths in device memory.
+//
+// A work tile is the rows of a KV head of a sequence, 16 or 32 at most. Its keys are cut into splits of whole blocks.
+// The splits of all work tiles form a line, by sequence, then by tile, then by key. CTA c takes splits [c *
+// splits_per_cta, (c + 1) * splits_per_cta): the end of one tile, whole tiles, and the beginning of another. So the
+// work of CTAs differs by a split at most, however ragged the lengths are, and whatever they become in the replay of a
+// CUDA graph.
+//   balanced        a split is a block, and a CTA takes as many as the line needs.
+//   num_splits      a tile has at most so many splits of equal size, and a CTA takes one.
+//   batch_invariant a split is 1024 keys, counted from the first, and a CTA takes as many as the line needs.
+//
+// A CTA leaves a partial of each tile that others have splits of too, and these are combined in the order of
+// scheduler/partial_tree.h. As a rule all splits that a CTA has of a tile make one partial. With batch_invariant each
+// split makes one: then the partials of a sequence, and the tree that combines them, depend on this sequence alone. The
+// batch, the capacity and the size of the GPU only decide which CTA does which step. A CTA combines its own partials on
+// the way, so that few of them ever lie in memory: see slots_per_cta.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/decode_params.h"
+#include "scheduler/partial_tree.h"
+#include "scheduler/work_tile.h"
+
+namespace fastattn {
+
+// How many nodes of 16 rows are combined side by side, four levels of the tree at once: one level at a time would wait
+// for memory four times as often.
+inline constexpr int kLog2CombinedNodes = 4, kCombinedNodes = 1 << kLog2CombinedNodes;
+
+// A sequence's tokens before and after the append, and the first key on which anything depends.
+struct CachedSequence {
+    int32_t before, total, first_key;
+};
+
+FASTATTN_HOST_DEVICE CachedSequence cached_sequence(const SequenceShape& shape, int32_t length) {
+    CachedSequence sequence;
+    const int32_t positive = length > 0 ? length : 0;
+    sequence.before = positive < shape.capacity ? positive : shape.capacity;
+    const int32_t room = shape.capacity - sequence.before;
+    sequence.total = sequence.before + (shape.num_new < room ? shape.num_new : room);
+    const int64_t first = int64_t{sequence.total} - shape.num_queries - shape.window_left;
+    sequence.first_key = shape.window_left < 0 || first < 0 ? 0 : static_cast<int32_t>(first);
+    // New tokens are written also where no query sees them.
+    if (shape.num_new > 0 && sequence.before < sequence.first_key) sequence.first_key = sequence.before;
+    return sequence;
+}
+
+// The splits of one tile: split i is blocks [first_block + i * blocks_per_split, …); the last one may be shorter.
+struct TileSplits {
+    int32_t first_block, blocks_per_split, num_splits;
+};
+
+FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const CachedSequence& sequence,
+                                            int32_t block_keys) {
+    TileSplits splits;
+    splits.first_block = sequence.first_key / block_keys;
+    const int32_t num_blocks = ceil_div(sequence.total, block_keys) - splits.first_block;
+    splits.blocks_per_split =
+        schedule.splits_per_tile > 0 ? ceil_div(num_blocks, schedule.splits_per_tile) : schedule.blocks_per_split;
+    if (splits.blocks_per_split < 1) splits.blocks_per_split = 1;
+    splits.num_splits = ceil_div(num_blocks, splits.blocks_per_split);
+    if (splits.num_splits < 1) splits.num_splits = 1;  // some CTA has to write the result of no keys
+    return splits;
+}
+
+// How many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials. That
+// pays where tiles have one split, because nothing is combined, and where they have more than a CTA takes at least, but
+// no more than are combined at once.
+FASTATTN_HOST_DEVICE int64_t splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
+    const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
+    const bool combines_at_once = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
+                                  total_splits <= kCombinedNodes * schedule.num_tiles;
+    const int64_t least = combines_at_once || total_splits <= schedule.num_tiles ? 1 : schedule.min_splits_per_cta;
+    return balanced > least ? balanced : least;
+}
+
+// The splits [first, first + count) of a tile that a CTA goes through at once, and the keys of these that exist.
+struct SplitRun {
+    int32_t tile_idx, first, count;
+    int32_t begin_key, end_key;
+};
+
+// The sequence's tiles start at first_split on the line. The CTA goes on from `split`, and ends at end_split.
+FASTATTN_HOST_DEVICE SplitRun split_run(const SplitSchedule& schedule, const TileSplits& splits,
+                                        const CachedSequence& sequence, int32_t block_keys, int64_t first_split,
+                                        int64_t split, int64_t end_split) {
+    SplitRun run;
+    run.tile_idx = static_cast<int32_t>((split - first_split) / splits.num_splits);
+    run.first = static_cast<int32_t>(split - first_split - int64_t{run.tile_idx} * splits.num_splits);
+    const int64_t left_of_tile = splits.num_splits - run.first, left_of_cta = end_split - split;
+    run.count = static_cast<int32_t>(left_of_tile < left_of_cta ? left_of_tile : left_of_cta);
+    if (schedule.splits_are_partials) run.count = 1;
+    const int32_t begin = (splits.first_block + run.first * splits.blocks_per_split) * block_keys;
+    const int32_t end = (splits.first_block + (run.first + run.count) * splits.blocks_per_split) * block_keys;
+    run.begin_key = begin > sequence.first_key ? begin : sequence.first_key;
+    run.end_key = end < sequence.total ? end : sequence.total;
+    return run;
+}
+
+// The sequence's tiles start at first_split on the line.
+FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, const TileSplits& splits,
+                                                int64_t first_split, int32_t tile_idx, int64_t splits_per_cta) {
+    const int64_t first = first_split + int64_t{tile_idx} * splits.num_splits;
+    if (schedule.splits_are_partials) return {splits.num_splits, first, splits_per_cta};
+    const int64_t first_cta = first / splits_per_cta, last_cta = (first + splits.num_splits - 1) / splits_per_cta;
+    return {static_cast<int32_t>(last_cta - first_cta) + 1, first_cta, 1};
+}
+
+// The most blocks of keys that a tile of any length can have.
+inline int32_t most_blocks(const SequenceShape& shape, int32_t block_keys) {
+    const int32_t all = ceil_div(shape.capacity, block_keys);
+    if (shape.window_left < 0) return all;
+    // Seen or new keys are the last ones. They touch one block more than they fill where they begin inside of one.
+    const int64_t keys = std::max<int64_t>(int64_t{shape.window_left} + shape.num_queries, shape.num_new);
+    return static_cast<int32_t>(std::min<int64_t>(all, (keys + block_keys - 2) / block_keys + 1));
+}
+
+// Two for each level below the root of a tree of so many partials.
+inline int32_t slots_for_partials(int32_t most_partials) {
+    int32_t levels = 1;
+    while (int64_t{1} << levels < most_partials) ++levels;
+    return 2 * levels;
+}
+
+inline int64_t num_slots(const SplitSchedule& schedule) {
+    return int64_t{schedule.num_ctas} * schedule.slots_per_cta;
+}
+
+// Arrival counters of the nodes to be combined: kCombineRounds for each CTA.
+inline int64_t num_counters(const SplitSchedule& schedule) {
+    return int64_t{schedule.num_ctas} * kCombineRounds;
+}
+
+// resident_ctas: how many CTAs run on the GPU at a time. num_splits = 0: as many as balance the work.
+inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
+                                    int32_t block_keys, int64_t num_splits, bool batch_invariant,
+                                    int32_t resident_ctas) {
+    constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; 16 rows written and read are 3 % of that
+    constexpr int32_t kMinBlocks = 2;         // both are on their way before the first is used
+    const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
+    SplitSchedule schedule{};
+    schedule.tiles_per_sequence = kv_heads * row_tiles;
+    schedule.blocks_per_split = 1;
+    schedule.min_splits_per_cta = 1;
+    const int64_t tiles = int64_t{batch} * schedule.tiles_per_sequence;
+    schedule.num_tiles = tiles;
+    int64_t num_ctas;
+    if (num_splits > 0) {
+        schedule.splits_per_tile = static_cast<int32_t>(std::min<int64_t>(num_splits, blocks));
+        schedule.slots_per_cta = 1;
+        num_ctas = tiles * schedule.splits_per_tile;
+    } else if (batch_invariant) {
+        schedule.splits_are_partials = true;
+        schedule.blocks_per_split = kInvariantKeys / block_keys;
+        const int32_t splits = ceil_div(blocks, schedule.blocks_per_split);
+        schedule.slots_per_cta = slots_for_partials(splits);
+        num_ctas = std::min<int64_t>(resident_ctas, tiles * splits);
+    } else {
+        schedule.min_splits_per_cta = kMinBlocks;
+        schedule.slots_per_cta = 2;
+        num_ctas = tiles;
+        if (blocks > kMinBlocks) {
+            num_ctas =
+                std::max((tiles * blocks + kMinBlocks - 1) / kMinBlocks, tiles * std::min(blocks, kCombinedNodes));
+        }
+        num_ctas = std::min<int64_t>(num_ctas, resident_ctas);
+    }
+    schedule.num_ctas = static_cast<int32_t>(std::min<int64_t>(num_ctas, 0x3fffffff));
+    return schedule;
+}
+
+// Whether a tile can have several splits: else nothing is combined.
+inline bool can_be_split(const SplitSchedule& schedule, const SequenceShape& shape, int32_t block_keys) {
+    const int32_t blocks = most_blocks(shape, block_keys);
+    return schedule.splits_per_tile > 0 ? schedule.splits_per_tile > 1 : blocks > schedule.blocks_per_split;
+}
+
+}  // namespace fastattn

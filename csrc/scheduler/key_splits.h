@@ -1,0 +1,243 @@
+// How the CTAs of attention's forward pass split the keys of work tiles where whole tiles would leave CTAs idle: 17 to
+// 512 queries over a long cache, or packed sequences of unlike lengths.
+//
+// A work tile is a tile of query rows. (On Hopper a cluster takes it, and "CTA" means a cluster in this file.) Its
+// steps are the tiles of keys that its rows see. The steps of all work tiles form a line, ordered by sequence, then by
+// rows, then by head. CTA c takes steps [c * per_cta, (c + 1) * per_cta): the end of one work tile, whole ones, and the
+// beginning of another. So the work of CTAs differs by a step at most. On sm_80 a CTA ends with one work tile, and
+// takes all of it or one of its equal splits. Each split leaves a partial, and scheduler/combine.cuh combines the
+// partials of a work tile.
+//
+// Each CTA computes its split from the lengths in device memory, so that the replay of a CUDA graph splits new lengths
+// anew.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/host_device.h"
+#include "host/params.h"
+#include "scheduler/partial_tree.h"
+#ifdef __CUDACC__
+#include "attention/key_tiles.cuh"
+#include "device/fragment.cuh"
+#include "device/reduce.cuh"
+#endif
+
+namespace fastattn {
+
+// What combining the partials of a work tile costs, in steps: a CTA writes and reads fp32 rows through L2. Splits are
+// not shorter, and splitting has to save more.
+inline constexpr int32_t kCombineCost = 4;
+// CTAs that have more whole work tiles than this are balanced already, and whole tiles keep keys in the L2 cache.
+inline constexpr uint32_t kTilesOfSplitCta = 2;
+// A warp counts at most so many entries (sequences times tiles of rows), 32 in each lane.
+inline constexpr uint32_t kMostEntries = 1024;
+// Workspace slots of each CTA that runs at a time. A persistent CTA needs 2: it leaves one partial of each work tile
+// (see partial_tree.h). A CTA that ends with its split needs 1, and up to three times as many are launched.
+inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesOfSplitCta;
+
+// The most steps that a work tile of block_m rows has, as far as the host knows.
+inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m, int32_t block_n) {
+    const int64_t all_steps = ceil_div(params.key.rows, block_n);
+    const int64_t left = params.scores.window_left, right = params.scores.window_right;
+    if (left < 0 || right < 0) return all_steps;
+    return std::min(all_steps, (left + right + block_m) / block_n + 2);
+}
+
+// Whether CTAs may find that splitting pays. The host knows no lengths of packed sequences, but that they have at least
+// as many work tiles as all rows together fill. num_entries counts the work tiles of adjacent heads as one.
+inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
+                              int64_t num_work_tiles, int64_t num_entries, int64_t num_ctas) {
+    if (most_steps(params, block_m, block_n) <= kCombineCost) return false;
+    const int64_t most_work_tiles = kTilesOfSplitCta * num_ctas;
+    if (params.packed.cu_seqlens_q == nullptr) return num_work_tiles <= most_work_tiles;
+    const int64_t group = params.query.heads / params.key.heads;
+    const int64_t filled = params.packed.total_q * group / block_m * params.key.heads;
+    return num_entries <= kMostEntries && filled <= most_work_tiles;
+}
+
+// Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. Counts
+// no more work tiles for each CTA than any kernel does: packed heads make the fewest tiles, and two CTAs of a cluster
+// share one.
+inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
+                              int64_t num_ctas) {
+    const int64_t group = params.query.heads / params.key.heads;
+    const int64_t packed_tiles = (params.query.rows * group + block_m - 1) / block_m;
+    const int64_t entries = std::min<int64_t>(packed_tiles, ceil_div(params.query.rows, block_m)) * params.query.batch;
+    if (!splitting_may_pay(params, block_m, block_n, packed_tiles * params.query.batch * params.key.heads, entries / 2,
+                           num_ctas)) {
+        return 0;
+    }
+    const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
+    const int64_t splits = (tiles * most_steps(params, block_m, block_n) + kCombineCost - 1) / kCombineCost;
+    // Where tiles fill the GPU, CTAs may come in pairs, which number their CTAs otherwise.
+    const int64_t ctas_with_partials = tiles >= num_ctas ? num_ctas : std::min(num_ctas, splits);
+    return ctas_with_partials * kMostSlotsPerCta * block_m;
+}
+
+// The steps that a persistent CTA takes. It is in shared memory, where every warp finds it.
+struct CtaSteps {
+    bool is_split;      // false: work tiles are taken whole
+    uint32_t tile_idx;  // the work tile in which the CTA's steps begin
+    int32_t step;       // where they begin in it
+    int32_t count;      // steps of this CTA
+    int32_t per_cta;    // steps of every CTA
+};
+
+// The one split that a CTA takes: all of a work tile, or the idx-th of its num_splits equal splits.
+struct KeySplit {
+    int32_t is_split, exists;  // not bool: the struct is copied as a whole, and has no bytes that nobody writes
+    uint32_t tile_idx;
+    int32_t idx, num_splits;
+};
+
+#ifdef __CUDACC__
+// Sums a count over all entries: each lane of a warp sums adjacent ones. An entry is the work tiles of adjacent heads,
+// which all have equally many steps.
+struct EntryScan {
+    uint32_t first, end;  // entries of this lane
+    int64_t own, upto;    // their sum, and the sum up to this lane's last entry
+    int64_t all;          // the sum of all lanes
+
+    template <typename CountOf>
+    __device__ __forceinline__ EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
+        const uint32_t per_lane = (num_entries + kWarpSize - 1) / kWarpSize;
+        first = min(lane * per_lane, num_entries);
+        end = min(first + per_lane, num_entries);
+        for (uint32_t entry = first; entry < end; ++entry) own += count_of(entry);
+        upto = warp_inclusive_sum(own, lane);
+        all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
+    }
+
+    // The entry in which number `index` of the count lies, 0 <= index < all, and how many of the entry come before it.
+    struct Position {
+        uint32_t entry;
+        int64_t before;
+    };
+
+    template <typename CountOf>
+    __device__ __forceinline__ Position find(int64_t index, CountOf&& count_of) const {
+        Position position{first, index - (upto - own)};
+        const bool is_owner = position.before >= 0 && index < upto;
+        if (is_owner) {
+            for (int64_t count; position.before >= (count = count_of(position.entry)); ++position.entry)
+                position.before -= count;
+        }
+        const int owner = __ffs(__ballot_sync(0xffffffff, is_owner)) - 1;
+        return {__shfl_sync(0xffffffff, position.entry, owner), __shfl_sync(0xffffffff, position.before, owner)};
+    }
+};
+
+template <typename StepsOf>
+__device__ __forceinline__ uint32_t count_work_tiles(const EntryScan& scan, uint32_t heads, StepsOf&& steps_of) {
+    uint32_t num_work_tiles = 0;
+    for (uint32_t entry = scan.first; entry < scan.end; ++entry) num_work_tiles += steps_of(entry) > 0 ? heads : 0;
+    return __reduce_add_sync(0xffffffff, num_work_tiles);
+}
+
+// Called by one warp. Returns the steps of each CTA if work tiles are split, or 0 where that does not pay.
+// steps_of(entry): the steps of each of its work tiles, 0 where there are no rows. A work tile whose rows see no key
+// has one step: some CTA has to write its zeros.
+template <typename StepsOf>
+__device__ __forceinline__ int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas,
+                                                 StepsOf&& steps_of) {
+    const uint32_t num_work_tiles = count_work_tiles(steps, heads, steps_of);
+    int32_t longest = 0;
+    for (uint32_t entry = steps.first; entry < steps.end; ++entry) longest = max(longest, steps_of(entry));
+    longest = __reduce_max_sync(0xffffffff, longest);
+    if (num_work_tiles == 0 || num_work_tiles > kTilesOfSplitCta * num_ctas) return 0;
+    // The steps of the CTA with the most, with and without splits.
+    const int64_t most_split = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kCombineCost});
+    const int64_t rounds = (num_work_tiles + num_ctas - 1) / num_ctas;
+    const int64_t most_whole = max(int64_t{longest}, rounds * steps.all / num_work_tiles);
+    return most_split + kCombineCost < most_whole ? static_cast<int32_t>(most_split) : 0;
+}
+
+// Called by one warp of a persistent CTA.
+template <typename StepsOf>
+__device__ __forceinline__ CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
+                                              int lane, StepsOf&& steps_of) {
+    const auto steps_of_entry = [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; };
+    const EntryScan steps(num_entries, lane, steps_of_entry);
+    CtaSteps own{};
+    own.per_cta = steps_per_cta(steps, heads, num_ctas, steps_of);
+    own.is_split = own.per_cta > 0;
+    const int64_t begin = int64_t{cta} * own.per_cta;
+    if (!own.is_split || begin >= steps.all) return own;
+    own.count = static_cast<int32_t>(min(int64_t{own.per_cta}, steps.all - begin));
+    const auto [entry, before] = steps.find(begin, steps_of_entry);
+    const int32_t tile_steps = steps_of(entry);
+    own.tile_idx = entry * heads + static_cast<uint32_t>(before / tile_steps);
+    own.step = static_cast<int32_t>(before % tile_steps);
+    return own;
+}
+
+// Called by one warp of a CTA that takes one split and ends. A work tile has splits in proportion to its steps, rounded
+// down, so that num_ctas CTAs run all of them at a time, and one split at least.
+template <typename StepsOf>
+__device__ __forceinline__ KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
+                                              int lane, StepsOf&& steps_of) {
+    const EntryScan steps(num_entries, lane, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
+    if (steps_per_cta(steps, heads, num_ctas, steps_of) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
+    const auto splits_of_tile = [&](uint32_t entry) {
+        const int32_t tile_steps = steps_of(entry);
+        const auto proportional = static_cast<int32_t>(int64_t{tile_steps} * num_ctas / steps.all);
+        return tile_steps == 0 ? 0 : max(min(proportional, tile_steps / kCombineCost), 1);
+    };
+    const auto splits_of_entry = [&](uint32_t entry) { return int64_t{splits_of_tile(entry)} * heads; };
+    const EntryScan splits(num_entries, lane, splits_of_entry);
+    if (splits.all == count_work_tiles(steps, heads, steps_of)) return {false, cta < num_entries * heads, cta, 0, 1};
+    if (cta >= splits.all) return {};
+    const auto [entry, before] = splits.find(cta, splits_of_entry);
+    const int32_t num_splits = splits_of_tile(entry), split = static_cast<int32_t>(before);
+    return {true, true, entry * heads + split / num_splits, split % num_splits, num_splits};
+}
+
+// The steps of a split of a work tile whose rows see num_tiles tiles of keys.
+__device__ __forceinline__ Steps steps_of(const KeySplit& split, int32_t num_tiles) {
+    const auto left_before = [&](int32_t idx) {
+        return num_tiles - static_cast<int32_t>(int64_t{num_tiles} * idx / split.num_splits);
+    };
+    return {left_before(split.idx), left_before(split.idx + 1)};
+}
+
+// Goes through the work tiles of a persistent CTA.
+struct WorkTileWalk {
+    uint32_t position;   // the work tile; without splits, how many the CTA has taken before
+    int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
+
+    __device__ __forceinline__ explicit WorkTileWalk(const CtaSteps& own)
+        : position(own.tile_idx), step(own.step), left(own.count) {}
+
+    // num_tiles: tiles of keys that the rows of this work tile see.
+    __device__ __forceinline__ Steps steps(bool is_split, int32_t num_tiles) const {
+        if (!is_split) return {num_tiles, 0};
+        const int32_t begin = max(num_tiles - step, 0);
+        return {begin, max(begin - left, 0)};
+    }
+
+    __device__ __forceinline__ void advance(bool is_split, bool has_rows, int32_t num_tiles) {
+        if (!is_split) {
+            ++position;
+            return;
+        }
+        const int32_t tile_steps = has_rows ? max(num_tiles, 1) : 0, taken = min(tile_steps - step, left);
+        left -= taken;
+        step += taken;
+        if (step == tile_steps) {
+            step = 0;
+            ++position;
+        }
+    }
+
+    // The partials of this work tile, from where it begins and ends relative to the first step of CTA `cta`.
+    __device__ __forceinline__ TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
+        const int32_t first = own.count - left - step, last = first + max(num_tiles, 1) - 1;
+        const int32_t ctas_before = first < 0 ? ceil_div(-first, own.per_cta) : 0;
+        return {ctas_before + last / own.per_cta + 1, static_cast<int32_t>(cta) - ctas_before, 1};
+    }
+};
+#endif
+
+}  // namespace fastattn

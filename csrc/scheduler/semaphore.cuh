@@ -1,0 +1,53 @@
+// Orders the additions of several CTAs to the same sums, so that their bits repeat: a semaphore is a number in global
+// memory, zero before the launch, that counts who has added. CTAs claim their work in that order, so that each only
+// ever waits for CTAs that run already.
+#pragma once
+
+#include <cstdint>
+
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/fence.cuh"
+#include "device/ptx/ld_acquire.cuh"
+#include "device/ptx/red.cuh"
+
+namespace fastattn {
+
+// The semaphore of threads that add by themselves: those of a CTA, or some with thread 0, which wait for each other in
+// barrier(). Without an address, additions come in any order.
+struct Semaphore {
+    int32_t* address;
+
+    // Waits until num_before CTAs have added, or more: sequences that overlap share tiles.
+    template <typename Barrier>
+    __device__ __forceinline__ void wait(int32_t num_before, Barrier&& barrier) const {
+        if (address == nullptr) return;
+        if (threadIdx.x == 0) {
+            while (ptx::ld_acquire_s32(address) < num_before) {
+            }
+        }
+        barrier();
+    }
+
+    template <typename Barrier>
+    __device__ __forceinline__ void release(Barrier&& barrier) const {
+        if (address == nullptr) return;
+        barrier();  // waits until every thread has added
+        if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
+    }
+};
+
+// Waits until num_before others have added. Called by one thread, which then adds by bulk copies.
+__device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int32_t num_before) {
+    while (ptx::ld_acquire_s32(semaphore) < num_before) {
+    }
+    ptx::fence_proxy_async();
+}
+
+// Waits until all that this thread has added is in memory, and lets the next one add.
+__device__ __forceinline__ void semaphore_release(int32_t* semaphore) {
+    ptx::cp_async_bulk_wait_group();
+    ptx::fence_proxy_async();
+    ptx::red_release_add_s32(semaphore, 1);
+}
+
+}  // namespace fastattn
