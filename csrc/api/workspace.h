@@ -11,8 +11,7 @@
 
 namespace fastattn {
 
-// Divides one tensor's memory among several arrays, since each allocation costs host time at every call. Arrays are
-// taken twice: without memory, which gives the size, and then with it.
+// Divides one tensor's memory among several arrays, since each allocation costs host time at every call.
 class WorkspaceArena {
   public:
     explicit WorkspaceArena(float* memory) : memory_(memory) {}
@@ -35,21 +34,29 @@ class WorkspaceArena {
     int64_t taken_ = 0;
 };
 
+// Allocates the arrays that take(arena) takes. It is called twice: without memory, which gives the size, and then with
+// it.
+template <typename Take>
+Tensor make_workspace(const Tensor& query, bool is_zero, Take&& take) {
+    WorkspaceArena sizes(nullptr);
+    take(sizes);
+    Tensor workspace = is_zero ? torch::stable::new_zeros(query, {sizes.taken()}, ScalarType::Float)
+                               : torch::stable::new_empty(query, {sizes.taken()}, ScalarType::Float);
+    WorkspaceArena arena(static_cast<float*>(workspace.data_ptr()));
+    take(arena);
+    return workspace;
+}
+
 // Allocates partials of `rows` rows, and arrival counters, for one launch. The tensor has to live until the kernel is
 // started.
 inline Tensor make_partial_workspace(PartialWorkspace& partials, const Tensor& query, int64_t rows, int64_t value_dim,
                                      int64_t counters) {
-    const auto allocate = [&](float* memory) {
-        WorkspaceArena arena(memory);
+    partials.launch_id = launch_id();
+    return make_workspace(query, /*is_zero=*/false, [&](WorkspaceArena& arena) {
         partials.values = arena.take(rows * value_dim);
         partials.sums = arena.take(rows * 2);
         partials.arrivals = arena.take<uint64_t>(counters);
-        return arena.taken();
-    };
-    Tensor workspace = torch::stable::new_empty(query, {allocate(nullptr)}, ScalarType::Float);
-    allocate(static_cast<float*>(workspace.data_ptr()));
-    partials.launch_id = launch_id();
-    return workspace;
+    });
 }
 
 }  // namespace fastattn

@@ -43,9 +43,6 @@ struct ScoresPosition {
     int lane;
     float slope;
     int64_t dropout_seed;
-
-    // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
-    __device__ __forceinline__ SeenRows seen_rows() const { return keys.seen_rows(first_key, row_tile, lane); }
 };
 
 // A block is: prepare(), wait for S, probabilities(), start_gradients(), wait for dP, gradients().
@@ -70,7 +67,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         if (position.is_full) {
             to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         } else {
-            seen = position.seen_rows();
+            seen = position.keys.seen_rows(position.first_key, position.row_tile, position.lane);
             to_probabilities<true>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         }
         Types::to_operand(rP16, rS);
@@ -121,7 +118,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
 
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
-        seen = position.is_full ? SeenRows::all() : position.seen_rows();
+        seen = position.is_full ? SeenRows::all()
+                                : position.keys.seen_rows(position.first_key, position.row_tile, position.lane);
         some_probabilities(rP16, rS, terms);
     }
 
