@@ -101,7 +101,7 @@ struct ForwardOptionsTileSm80 {
     static constexpr int kMinCtasPerSm = 1;
 };
 
-// The backward kernel on small tiles: with options, from 192 dims on, and where the wide tiles below do not fit. Its
+// The backward kernel on small tiles: with options, from 192 dims on, and where the large tiles below do not fit. Its
 // products have three shapes, and the warps divide each in their own way: S and dP by kRowWarpsOfS times the rest along
 // the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by kRowWarpsOfQ times the rest: 32x32 of S a
 // warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time and dQ for 32 columns of a warp, or dK
@@ -129,7 +129,7 @@ struct BackwardTileSm80 {
     static constexpr int kMinCtasPerSm = kNumWarps == 8 ? 1 : 2;
 };
 
-// The backward kernel without options on wide tiles of keys, up to 128 dims: half of the additions to dQ's sums for
+// The backward kernel without options on large tiles of keys, up to 128 dims: half of the additions to dQ's sums for
 // each key, and P stays in registers. A warp has 32 keys, of all dims of dV (value warps) or of dK (key warps); both,
 // or 64 rows of S at a time, would not fit in its registers at 128 dims. From 96 dims on the tiles take more than the
 // 99 KB of some GPUs.
@@ -138,7 +138,7 @@ struct BackwardTileSm80 {
 // that a full step executes in the middle of a head; loops: all that stands in both loops, masks and ends of heads
 // included.
 //
-// Wide backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB
+// Large backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB
 //                      32           396    702    80        32    40    8        128         66
 //                      64           532    942   160        32    68   16        192         98
 //                      96           638   1120   240        32    96   24        241        130
@@ -148,7 +148,7 @@ struct BackwardTileSm80 {
 // take 563 and 891 instructions at 64 and 128 dims. Two value warps for each 32 keys (12 warps in all), and Pᵀ·dO after
 // dSᵀ is in shared memory, gained nothing in a simulation.
 template <int kHeadDim>
-struct BackwardWideTileSm80 {
+struct BackwardLargeTileSm80 {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 128;
     static constexpr int kNumWarps = 8;

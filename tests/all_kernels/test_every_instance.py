@@ -69,6 +69,6 @@ def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [96, 128])
 def test_every_instance_for_little_shared_memory(dim: int, dtype: torch.dtype) -> None:
-    """There is no room for wide tiles of keys."""
+    """There is no room for large tiles of keys."""
     with device.emulated(80, shared_memory_bytes=99 << 10):
         check_attention(dim, 0.0, dtype)

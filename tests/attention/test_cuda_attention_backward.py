@@ -513,14 +513,14 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 @each_dtype
 @pytest.mark.parametrize("head_dim", [head_dim for head_dim in HEAD_DIMS if head_dim <= 128])
 def test_little_shared_memory(head_dim: int, dtype: torch.dtype) -> None:
-    """Up to 64 dims the wide tiles of keys fit; above, the kernel with small tiles takes their place."""
+    """Up to 64 dims the large tiles of keys fit; above, the kernel with small tiles takes their place."""
     with device.emulated(80, shared_memory_bytes=99 * 1024):
         for window in ((-1, -1), CAUSAL):
             case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=window, shape=(1, 4, 2, 150, 200))
             with launches.recorded() as found:
                 check(case)
             (launched,) = (each for each in found if "attention_backward_key_value" in each.report.kernel)
-            assert ("_wide_" in launched.report.kernel) == (head_dim <= 64)
+            assert ("_large_" in launched.report.kernel) == (head_dim <= 64)
             assert launched.report.shared_bytes <= 99 * 1024
 
 
@@ -532,7 +532,7 @@ def recorded(case: Case, kernel: str) -> Any:
     with launches.recorded() as found:
         run(case)
     (launched,) = (
-        each for each in found if re.search(rf"attention_backward_{kernel}(_wide)?_sm80", each.report.kernel)
+        each for each in found if re.search(rf"attention_backward_{kernel}(_large)?_sm80", each.report.kernel)
     )
     return launched
 
@@ -560,7 +560,7 @@ def test_tiles_that_no_row_sees_are_not_visited() -> None:
     """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
     (work,) = recorded(case, "key_value").report.tensor_core.values()
-    tile = native.TILES["attention_backward_key_value_wide_sm80"]["64"]
+    tile = native.TILES["attention_backward_key_value_large_sm80"]["64"]
     num_tiles = -(-1000 // tile["block_n"])
     rows = tile["block_n"] + tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
     assert work.multiply_adds <= 5 * num_tiles * rows * tile["block_n"] * 64
@@ -770,12 +770,12 @@ def test_every_instance_is_launched() -> None:
         "backward_slope_sums_sm80": [],
     }
     listed = {name for name in instances.kernels_of("attention") if name.startswith("backward") and "sm80" in name}
-    assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_wide_sm80"}
+    assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_large_sm80"}
     for name, values in axes.items():
         assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name
-    # Without options: wide tiles of keys up to 128 dims, and others too where these need much shared memory.
-    wide = [(head_dim, dtype) for head_dim in HEAD_DIMS if head_dim <= 128 for dtype in instances.DTYPES]
+    # Without options: large tiles of keys up to 128 dims, and others too where these need much shared memory.
+    large = [(head_dim, dtype) for head_dim in HEAD_DIMS if head_dim <= 128 for dtype in instances.DTYPES]
     plain = [(head_dim, False, dtype) for head_dim in HEAD_DIMS if head_dim > 64 for dtype in instances.DTYPES]
     options = [(head_dim, True, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES]
-    assert instances.rows_of("attention/instances/backward_key_value_wide_sm80.cu") == sorted(wide)
+    assert instances.rows_of("attention/instances/backward_key_value_large_sm80.cu") == sorted(large)
     assert instances.rows_of("attention/instances/backward_key_value_sm80.cu") == sorted(plain + options)

@@ -18,7 +18,7 @@ NUM_TILES = 8
 # (architecture, head dims, keys of a tile, kernel)
 SCHEDULERS = [
     (80, (192, 192), 32, "attention_backward_key_value_sm80"),
-    (80, (64, 64), 128, "attention_backward_key_value_wide_sm80"),
+    (80, (64, 64), 128, "attention_backward_key_value_large_sm80"),
     pytest.param(90, (64, 64), 256, "attention_backward_key_value_sm90", marks=NEEDS_HOPPER),
     pytest.param(90, (192, 128), 64, "attention_backward_key_value_wide_sm90", marks=NEEDS_HOPPER),
 ]

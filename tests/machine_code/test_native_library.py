@@ -52,7 +52,7 @@ INT8_INSTANCES = sorted(
 )
 S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # of the matmul with int8 activations
 KEY_VALUE_INSTANCES = rows_of("attention/instances/backward_key_value_sm80.cu")  # True: with options
-WIDE_INSTANCES = rows_of("attention/instances/backward_key_value_wide_sm80.cu")
+LARGE_INSTANCES = rows_of("attention/instances/backward_key_value_large_sm80.cu")
 # Template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
     (
@@ -184,9 +184,9 @@ def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
     return (int(match[1]), match[3] == "1", DTYPES[int(match[2])]) if match else None
 
 
-def wide_instance(symbol: str) -> tuple[int, str] | None:
-    """(head dim, dtype) of a mangled attention_backward_key_value_wide_sm80, None for any other symbol."""
-    match = re.search(r"attention_backward_key_value_wide_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
+def large_instance(symbol: str) -> tuple[int, str] | None:
+    """(head dim, dtype) of a mangled attention_backward_key_value_large_sm80, None for any other symbol."""
+    match = re.search(r"attention_backward_key_value_large_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
@@ -240,8 +240,8 @@ def key_value_kernels() -> dict[tuple[int, bool, str], KernelFacts]:
 
 
 @functools.cache
-def wide_kernels() -> dict[tuple[int, str], KernelFacts]:
-    return {instance: facts for name, facts in machine_code().items() if (instance := wide_instance(name)) is not None}
+def large_kernels() -> dict[tuple[int, str], KernelFacts]:
+    return {instance: facts for name, facts in machine_code().items() if (instance := large_instance(name)) is not None}
 
 
 @functools.cache
@@ -304,12 +304,12 @@ def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", WIDE_INSTANCES, ids=str)
-def test_loops_of_wide_backward_are_what_the_tile_table_states(instance: tuple[int, str]) -> None:
+@pytest.mark.parametrize("instance", LARGE_INSTANCES, ids=str)
+def test_loops_of_large_backward_are_what_the_tile_table_states(instance: tuple[int, str]) -> None:
     """One loop for the value warps, which have the exponentials, and one for the key warps, which add to global memory.
     Neither role touches local memory, and both together multiply as often as a step of four warps needs."""
     head_dim, dtype = instance
-    kernel, stated = wide_kernels()[instance], stated_counts("Wide backward")[head_dim]
+    kernel, stated = large_kernels()[instance], stated_counts("Large backward")[head_dim]
     assert kernel.registers <= stated["registers"]
     assert kernel.local_in_loops + kernel.local_outside == kernel.stack_bytes == 0
     values, keys = sorted(
@@ -541,7 +541,7 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
 @with_sm80_kernels
 def test_every_backward_instance_is_there() -> None:
     assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
-    assert sorted(wide_kernels()) == WIDE_INSTANCES
+    assert sorted(large_kernels()) == LARGE_INSTANCES
     assert sorted(backward_kernels(), key=str) == BACKWARD_INSTANCES
 
 
@@ -596,7 +596,7 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     assert sorted(filter(None, map(append_instance, entries))) == APPEND_INSTANCES
     assert sorted(filter(None, map(dequantize_instance, entries))) == DEQUANTIZE_INSTANCES
     assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
-    assert sorted(filter(None, map(wide_instance, entries))) == WIDE_INSTANCES
+    assert sorted(filter(None, map(large_instance, entries))) == LARGE_INSTANCES
     assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
 
 
@@ -619,7 +619,7 @@ def test_sm80_kernels_have_machine_code_for_sm90() -> None:
     those for sm_90a have no options."""
     names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
     of_sm80 = [instance for instance in ALL_INSTANCES if instance.architecture == "80"]
-    backward = ("backward_key_value", "backward_key_value_wide", "backward_query")
+    backward = ("backward_key_value", "backward_key_value_large", "backward_query")
     replaced = ("forward", "forward_options", *backward)
     files = {f"attention/instances/{name}_sm80.cu" for name in replaced}
     assert {each.source for each in of_sm80 if "sm_90" not in each.code} == files

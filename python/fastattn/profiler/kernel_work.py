@@ -198,6 +198,7 @@ _DECODING: dict[str, Callable[[OperatorCall], Work | None]] = {
 _BACKWARD: dict[str, Callable[[OperatorCall], Work | None]] = {
     "attention_backward_rows_sm": _native_rows,
     "attention_backward_key_value_sm": _native_key_value,
+    "attention_backward_key_value_large_sm": _native_key_value,
     "attention_backward_key_value_wide_sm": _native_key_value,
     "attention_backward_query_sm": _native_query,
     "attention_backward_sinks_sm": _native_sinks,

@@ -1,4 +1,4 @@
-// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on wide tiles of keys: dK, dV, and dQ in fp32 sums.
+// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on large tiles of keys: dK, dV, and dQ in fp32 sums.
 //
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
@@ -41,8 +41,8 @@
 namespace fastattn {
 
 template <int kHeadDim_>
-struct BackwardWideConfigSm80 : BackwardWideTileSm80<kHeadDim_> {
-    using Tile = BackwardWideTileSm80<kHeadDim_>;
+struct BackwardLargeConfigSm80 : BackwardLargeTileSm80<kHeadDim_> {
+    using Tile = BackwardLargeTileSm80<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kRoleWarps = Tile::kNumWarps / 2;  // key warps come first
     static constexpr int kKeyThreads = kRoleWarps * kWarpSize, kNumThreads = Tile::kNumWarps * kWarpSize;
@@ -62,7 +62,7 @@ struct BackwardWideConfigSm80 : BackwardWideTileSm80<kHeadDim_> {
 };
 
 template <typename Config>
-struct alignas(128) BackwardWideStorageSm80 {
+struct alignas(128) BackwardLargeStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kRowElements];         // swizzled; holds dK at the end
     uint16_t sV[Config::kBlockN * Config::kRowElements];         // swizzled; holds dV at the end
     uint16_t sQ[2][Config::kBlockM * Config::kRowElements];      // swizzled
@@ -79,9 +79,9 @@ inline constexpr int kStepBarrier = 1;     // all warps
 inline constexpr int kKeyWarpBarrier = 2;  // key warps
 
 template <int kHeadDim, DataType kDataType>
-struct BackwardWideSm80 {
-    using Config = BackwardWideConfigSm80<kHeadDim>;
-    using Storage = BackwardWideStorageSm80<Config>;
+struct BackwardLargeSm80 {
+    using Config = BackwardLargeConfigSm80<kHeadDim>;
+    using Storage = BackwardLargeStorageSm80<Config>;
     using KeyGrid = typename Config::KeyGrid;
     using QueryGrid = typename Config::QueryGrid;
     static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kRowElements = Config::kRowElements;
@@ -303,13 +303,13 @@ struct BackwardWideSm80 {
 };
 
 template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(BackwardWideConfigSm80<kHeadDim>::kNumThreads,
-                                  BackwardWideConfigSm80<kHeadDim>::kMinCtasPerSm)
-    attention_backward_key_value_wide_sm80(const __grid_constant__ AttentionBackwardParams params) {
-    using Kernel = BackwardWideSm80<kHeadDim, kDataType>;
+__global__ void __launch_bounds__(BackwardLargeConfigSm80<kHeadDim>::kNumThreads,
+                                  BackwardLargeConfigSm80<kHeadDim>::kMinCtasPerSm)
+    attention_backward_key_value_large_sm80(const __grid_constant__ AttentionBackwardParams params) {
+    using Kernel = BackwardLargeSm80<kHeadDim, kDataType>;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
-    using Tile = BackwardWideTileSm80<kHeadDim>;
+    using Tile = BackwardLargeTileSm80<kHeadDim>;
     static_assert(Tile::kFitsEverywhere ? has_room_for(Tile::kMinCtasPerSm, sizeof(shared))
                                         : sizeof(shared) <= kLargeSharedBytesPerCta);
 
@@ -328,12 +328,12 @@ __global__ void __launch_bounds__(BackwardWideConfigSm80<kHeadDim>::kNumThreads,
 }
 
 template <int kHeadDim, DataType kDataType>
-void launch_attention_backward_key_value_wide_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
-                                                   Stream stream) {
-    using Config = BackwardWideConfigSm80<kHeadDim>;
+void launch_attention_backward_key_value_large_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                                    Stream stream) {
+    using Config = BackwardLargeConfigSm80<kHeadDim>;
     const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
-    const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardWideStorageSm80<Config>)};
-    kernel.launch(attention_backward_key_value_wide_sm80<kHeadDim, kDataType>, launch, params, stream);
+    const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardLargeStorageSm80<Config>)};
+    kernel.launch(attention_backward_key_value_large_sm80<kHeadDim, kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn
