@@ -6,7 +6,7 @@
 // head. Its warps have two roles, for dK and dV together would not fit in a warp's registers; a warp of either
 // role has 32 keys, and an SM's tensor core a warp of each:
 //
-//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, as operand A of dV;
+//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, operand A of dV;
 //                 dSᵀ goes to shared memory
 //   key warps     dK, dQ (and its sums to global memory) from dSᵀ in shared memory; they also copy Q, dO and row terms
 //

@@ -9,8 +9,8 @@
 //   factors       a warp makes 16-bit factors of a step's scales (scale_factors_sm90.cuh) in the same stage
 //   token sums    a warp adds up the tokens of dY, where a bias wants its gradient (token_sums_sm90.cuh)
 //
-//   ring, stages          full: W and dY have landed, factors are made    empty: all readers in both CTAs have read them
-//   W, dY, fac.  kStages  before W becomes 16-bit floats                  after the products
+//   ring, stages          full: W and dY have landed, factors are made   empty: all readers in both CTAs have read them
+//   W, dY, fac.  kStages  before W becomes 16-bit floats                 after the products
 //
 // A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits, so
 // that a lane gets two columns at two n, which are neighbours in the sum: rows g and g + 8 of wgmma's operand A are

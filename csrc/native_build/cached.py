@@ -34,7 +34,7 @@ DAYS_UNUSED = 60
 
 
 def folder() -> Path | None:
-    """Where results are kept; None where nobody says so and there is no home."""
+    """Returns the cache's folder, or None where nobody names one and there is no home."""
     if given := os.environ.get("FASTATTN_CACHE"):
         return Path(given)
     try:
@@ -44,7 +44,7 @@ def folder() -> Path | None:
 
 
 def include_folders(command: Sequence[str]) -> list[Path]:
-    """Those of -I, in their order."""
+    """Returns the folders of -I, in their order."""
     found = [argument[2:] for argument in command if argument.startswith("-I") and argument != "-I"]
     found += [command[i + 1] for i, argument in enumerate(command[:-1]) if argument == "-I"]
     return [Path(each) for each in found]
@@ -89,7 +89,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def kept(place: Path) -> bytes | None:
-    """What is kept in ``place``; None where nothing is, or a part of it."""
+    """Returns the content that ``place`` keeps, or None where there is none, or not all of it."""
     try:
         content = zlib.decompress(place.read_bytes())
         os.utime(place)  # it was used: see `forget_unused`

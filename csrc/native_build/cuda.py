@@ -18,7 +18,7 @@ from native_build.instances import Instance
 
 
 def this_site_packages() -> list[str]:
-    """Where this Python finds installed packages, most specific first."""
+    """Returns the folders where this Python finds installed packages, most specific first."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), *user]
 

@@ -1,4 +1,4 @@
-"""What ends a build."""
+"""The error that ends a build."""
 
 from __future__ import annotations
 

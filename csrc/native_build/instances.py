@@ -62,7 +62,7 @@ def macro_text(value: object) -> str:
 
 
 def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
-    """Of a key of the instance table, (name, text) for each value, or for each list where there are several names."""
+    """Returns (name, text) for each value of a key of the instance table, or for each list of several names."""
     each = names.split()
     lists = [value if isinstance(value, list) else [value] for value in values]
     if wrong := [value for value in lists if len(value) != len(each)]:

@@ -54,7 +54,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """All that decides what a native library becomes. ``toolkit`` is None in a build without CUDA kernels.
+    """Decides what a native library becomes. ``toolkit`` is None in a build without CUDA kernels.
 
     Every library takes its kernels and most other objects from the same ``output``, where each is compiled once: the
     object of a kernel has PTX alone, with the lines of its source, and a second one has ``code`` of the instance in its
@@ -80,7 +80,7 @@ class NativeBuild:
 
     @property
     def architectures(self) -> list[str]:
-        """Those that kernels in the library are written for."""
+        """The architectures that kernels in the library are written for."""
         return list(self.code)
 
     @property
@@ -97,7 +97,7 @@ class NativeBuild:
         return self.output / self.variant / LIBRARY_NAME
 
     def description(self) -> dict[str, object]:
-        """What ``fastattn_build_info()`` of the library returns, as JSON."""
+        """Returns what ``fastattn_build_info()`` of the library returns, before it is JSON."""
         nvcc = self.toolkit.version if self.toolkit else None
         return {
             "version": self.version,

@@ -28,7 +28,7 @@ WGMMA_ADVICE = re.compile(r"^.*\(C75\d\d\).*\b(?:serialized|injected)\b.*$", re.
 
 
 def entries(container: bytes) -> bytes:
-    """What a container holds, headers and all."""
+    """Returns the entries of a container, headers and all."""
     magic, _, header_bytes, num_bytes = CONTAINER.unpack_from(container)
     if magic != MAGIC:
         raise SystemExit("nvcc wrote device code in a container that fastattn's build does not know")

@@ -14,7 +14,7 @@ from native_build.errors import WITHOUT_CUDA, BuildError
 
 @dataclass(frozen=True)
 class Target:
-    """What FASTATTN_ARCHS can name: GPUs, and the code to embed for them where a kernel has such code."""
+    """A target that FASTATTN_ARCHS can name: GPUs, and the code to embed for them where a kernel has such code."""
 
     name: str
     code: tuple[str, ...]
@@ -29,7 +29,7 @@ TARGETS = (
 
 
 def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
-    """Those of this machine's GPUs, times ten, as nvidia-smi tells."""
+    """Returns the compute capabilities of this machine's GPUs, times ten, as nvidia-smi tells."""
     tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if tool is None:
         raise BuildError("FASTATTN_ARCHS=native: there is no nvidia-smi here to ask for this machine's GPUs.")
