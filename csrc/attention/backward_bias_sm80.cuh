@@ -59,7 +59,7 @@ class BiasTiles {
   public:
     BiasTile owned;  // 0 along dims of 1
 
-    __device__ __forceinline__ BiasTiles(const AttentionBackwardParams& params, uint32_t cta)
+    FASTATTN_DEVICE BiasTiles(const AttentionBackwardParams& params, uint32_t cta)
         : params_(params), window_(window_of(params.scores, params.query.rows, params.key.rows)) {
         const BiasGradientView& bias = params.grad_bias;
         owned.key_tile = take(cta, ceil_div(bias.keys, kBlockN));
@@ -76,32 +76,32 @@ class BiasTiles {
         }
     }
 
-    __device__ __forceinline__ BiasTile first() const {
+    FASTATTN_DEVICE BiasTile first() const {
         const bool is_empty = begin_row_tile_ >= end_row_tile_ || owned.head == end_head();
         return seen_from({is_empty ? end_batch() : owned.batch, owned.head, begin_row_tile_, 0});
     }
 
     // Past the last tile it is one that they do not contain.
-    __device__ __forceinline__ BiasTile after(BiasTile tile) const {
+    FASTATTN_DEVICE BiasTile after(BiasTile tile) const {
         ++tile.key_tile;
         return seen_from(tile);
     }
 
-    __device__ __forceinline__ bool contains(const BiasTile& tile) const { return tile.batch < end_batch(); }
+    FASTATTN_DEVICE bool contains(const BiasTile& tile) const { return tile.batch < end_batch(); }
 
   private:
     const AttentionBackwardParams& params_;
     const Window window_;
     int32_t begin_row_tile_, end_row_tile_;
 
-    __device__ __forceinline__ static int32_t take(uint32_t& cta, uint32_t num) {
+    FASTATTN_DEVICE static int32_t take(uint32_t& cta, uint32_t num) {
         const auto index = static_cast<int32_t>(cta % num);
         cta /= num;
         return index;
     }
 
     // The tile itself if some row sees some of it, else the next such tile.
-    __device__ __forceinline__ BiasTile seen_from(BiasTile tile) const {
+    FASTATTN_DEVICE BiasTile seen_from(BiasTile tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;
             const int32_t last_row = min(first_row + kBlockM, params_.query.rows) - 1;
@@ -120,18 +120,18 @@ class BiasTiles {
         return tile;
     }
 
-    __device__ __forceinline__ int32_t end_head() const {
+    FASTATTN_DEVICE int32_t end_head() const {
         return params_.grad_bias.heads == 1 ? params_.query.heads : owned.head + 1;
     }
-    __device__ __forceinline__ int32_t end_batch() const {
+    FASTATTN_DEVICE int32_t end_batch() const {
         return params_.grad_bias.batch == 1 ? params_.query.batch : owned.batch + 1;
     }
 };
 
 // Sums along the dims that the bias does not have, and stores what is left. All threads of the CTA take part.
 template <typename Config>
-__device__ __forceinline__ void store_gradients(const BiasGradientView& view, const BiasTile& owned,
-                                                float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
+FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTile& owned,
+                                     float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
     const bool sums_rows = view.rows == 1, sums_keys = view.keys == 1;

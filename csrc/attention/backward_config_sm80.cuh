@@ -25,15 +25,15 @@ struct HeadDimGrid {
 
     using Accumulators = float[kTilesM][kTilesD][4];
 
-    __device__ __forceinline__ static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
-    __device__ __forceinline__ static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
+    FASTATTN_DEVICE static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
+    FASTATTN_DEVICE static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
 
     // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side
     // by side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds, in
     // kTiles tiles from kFirst on.
     template <int kFirst, int kTiles, typename Number, typename Function>
-    __device__ __forceinline__ static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp,
-                                                        int lane, Function&& function) {
+    FASTATTN_DEVICE static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp, int lane,
+                                             Function&& function) {
         constexpr int kBlocksPerRow = kHeadDim / kMmaK, kBlockElements = kMmaM * kMmaK;
         sums += (first_row(warp) / kMmaM * kBlocksPerRow + first_column(warp) / kMmaK) * kBlockElements + lane;
 #pragma unroll
@@ -52,8 +52,8 @@ struct HeadDimGrid {
     // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row): where a row is, or
     // null.
     template <typename RowAt>
-    __device__ __forceinline__ static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim,
-                                                  int warp, int lane) {
+    FASTATTN_DEVICE static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim, int warp,
+                                       int lane) {
         // What follows from them would take registers in the main loop.
         const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
         for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
@@ -71,8 +71,7 @@ struct HeadDimGrid {
 
     // Rounds a warp's accumulators, times factor, to 16 bits into [kRows, kHeadDim] in shared memory.
     template <DataType kDataType>
-    __device__ __forceinline__ static void stage(uint16_t* sTile, const Accumulators& rC, float factor, int warp,
-                                                 int lane) {
+    FASTATTN_DEVICE static void stage(uint16_t* sTile, const Accumulators& rC, float factor, int warp, int lane) {
         using Layout = Swizzle<kHeadDim>;
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll

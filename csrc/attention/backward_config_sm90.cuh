@@ -65,7 +65,7 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     // The panels of dK and dV of a split tile, and the order in which a consumer passes its own: by blocks of keys.
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
     static constexpr int kKeyPanelsOfConsumer = kKeyPanels / Tile::kNumConsumers;
-    __device__ __forceinline__ static constexpr int key_panel(int consumer, int i) {
+    FASTATTN_DEVICE static constexpr int key_panel(int consumer, int i) {
         const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryPanels);
         const int which = i / kQueryPanels % 2;  // dK, dV
         return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
@@ -112,7 +112,7 @@ struct alignas(1024) BackwardStorageSm90 {
 enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
 
 template <typename Config>
-__device__ __forceinline__ void init_barriers(BackwardStorageSm90<Config>& shared) {
+FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
     shared.work.init(kConsumerWarps + 1 + Config::kNumConsumers);
     shared.keys.init(kConsumerWarps);

@@ -70,8 +70,7 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
 enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysStored };
 
 template <int kHeadDim, int kValueDim>
-__device__ __forceinline__ void init_barriers(
-    BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
+FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
     constexpr int kWarps = 4;  // of a warpgroup
     const auto init = [](auto& ring, int num_producers, int num_consumers) {
         for (uint64_t& barrier : ring.full) ptx::mbarrier_init(shared_address(&barrier), num_producers);

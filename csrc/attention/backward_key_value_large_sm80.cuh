@@ -92,16 +92,15 @@ struct BackwardLargeSm80 {
     const Work& work;
     int role_warp, lane;
 
-    __device__ __forceinline__ int32_t num_tiles() const { return max(work.end_tile - work.begin_tile, 0); }
-    __device__ __forceinline__ int32_t num_steps() const { return num_tiles() * (work.end_head - work.first_head); }
+    FASTATTN_DEVICE int32_t num_tiles() const { return max(work.end_tile - work.begin_tile, 0); }
+    FASTATTN_DEVICE int32_t num_steps() const { return num_tiles() * (work.end_head - work.first_head); }
 
-    __device__ __forceinline__ static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
-    __device__ __forceinline__ static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
+    FASTATTN_DEVICE static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
+    FASTATTN_DEVICE static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
 
     // A warp's 32 rows of dK or dV, where K's or V's were; or added to `sums`.
-    __device__ __forceinline__ void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
-                                          uint16_t* sTile, const typename KeyGrid::Accumulators& rC,
-                                          float factor) const {
+    FASTATTN_DEVICE void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums, uint16_t* sTile,
+                               const typename KeyGrid::Accumulators& rC, float factor) const {
         const int32_t first_in_memory = work.keys.begin + work.first_key;
         if (sums.data != nullptr) {
             const auto row_at = [&](int row) -> float* {
@@ -119,7 +118,7 @@ struct BackwardLargeSm80 {
                                              view.head_dim);
     }
 
-    __device__ __forceinline__ void run_value_warp() const {
+    FASTATTN_DEVICE void run_value_warp() const {
         using Scores = TransposedScores<Config::kTilesM, Config::kTilesN>;
         const int warp_key = role_warp * Config::kWarpN;
         const SwizzledBlocks<kHeadDim> sK(shared.sK + warp_key * kRowElements, ldmatrix_lane(lane));
@@ -168,7 +167,7 @@ struct BackwardLargeSm80 {
         store(params.grad_value, params.sum_value, shared.sV, rdV, 1.0f);
     }
 
-    __device__ __forceinline__ void run_key_warp() const {
+    FASTATTN_DEVICE void run_key_warp() const {
         using KeyLoader = TileLoader<kBlockN, kHeadDim, Config::kKeyThreads>;
         using RowLoader = TileLoader<kBlockM, kHeadDim, Config::kKeyThreads, /*kDirection=*/1>;
         const auto load_keys = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {

@@ -61,24 +61,20 @@ struct BackwardConsumerSm90 {
     uint32_t num_steps = 0;  // steps that this consumer is done with
     uint32_t num_tiles = 0;  // tiles of keys
 
-    __device__ __forceinline__ BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp,
-                                                    int lane)
+    FASTATTN_DEVICE BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp, int lane)
         : shared(shared), warpgroup(warpgroup), warp(warp), lane(lane) {}
 
     // A warp's first key of a block of 64, in the CTA's tile.
-    __device__ __forceinline__ int first_key(int block) const {
+    FASTATTN_DEVICE int first_key(int block) const {
         return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
     }
 
     // Opaque, else what follows from it for each product takes registers in the loop.
-    __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
-        return ptx::opaque(shared_address(sTile));
-    }
+    FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
     // rC = a block of own K or V · (Q or dO)ᵀ.
     template <typename OwnTile, bool kAdds = false>
-    __device__ __forceinline__ void start_scores(Scores& rC, const uint16_t* sKeys, int block,
-                                                 const uint16_t* sRows) const {
+    FASTATTN_DEVICE void start_scores(Scores& rC, const uint16_t* sKeys, int block, const uint16_t* sRows) const {
         const int first_row = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kHeadDim, OwnTile, RowTile, kAdds>(
@@ -88,50 +84,48 @@ struct BackwardConsumerSm90 {
     }
 
     // rC += A · (Q or dO).
-    __device__ __forceinline__ void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
+    FASTATTN_DEVICE void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
         ptx::wgmma_fence();
         start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::mn_major(address_of(sRows), RowTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
     // The step that is computed, and the next.
-    __device__ __forceinline__ Ring<Config::kStages> rows(int ahead = 0) const {
+    FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
-    __device__ __forceinline__ int stage() const { return rows().stage; }
+    FASTATTN_DEVICE int stage() const { return rows().stage; }
 
-    __device__ __forceinline__ void release_rows() {
+    FASTATTN_DEVICE void release_rows() {
         rows().release(lane);
         ++num_steps;
     }
 
     // dS of a step passes through one of two buffers in shared memory. Nobody still reads what a buffer held: every
     // warp had waited for its dQ of two steps ago before it stored dS of the step between.
-    __device__ __forceinline__ int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
-    __device__ __forceinline__ uint16_t* exchanged() const {
-        return shared.sdS[exchange()][num_steps % kExchangeStages];
-    }
-    __device__ __forceinline__ uint32_t exchange_barrier() const {
+    FASTATTN_DEVICE int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
+    FASTATTN_DEVICE uint16_t* exchanged() const { return shared.sdS[exchange()][num_steps % kExchangeStages]; }
+    FASTATTN_DEVICE uint32_t exchange_barrier() const {
         return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
     }
 
     // dSᵀ of a block of keys.
-    __device__ __forceinline__ void store_gradients(const ScoresAsA& rdS, int block) const {
+    FASTATTN_DEVICE void store_gradients(const ScoresAsA& rdS, int block) const {
         const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
         const uint32_t sdS = shared_address(exchanged());
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) ptx::stmatrix_x4(sdS + ScoreTile::offset(key, 2 * k + lane / 16), rdS[k]);
     }
 
-    __device__ __forceinline__ void pass_gradients() const {
+    FASTATTN_DEVICE void pass_gradients() const {
         ptx::fence_proxy_async_shared();
         __syncwarp();  // waits until every lane has stored its dS
         if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
     }
 
     // Starts this consumer's panel of dQ = dS · K. Waits until all of its dS has been stored.
-    __device__ __forceinline__ void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
+    FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
         const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes
                                                            : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
@@ -145,7 +139,7 @@ struct BackwardConsumerSm90 {
     // Leaves 64 columns of a gradient to the warp that adds panels. num_before: how many panels were left before, or an
     // even number less.
     template <int kFirstTile, bool kInLoop, int kNumTiles>
-    __device__ __forceinline__ void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
+    FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
         // With 64 dims, and with options, no register is left for what follows from the lane; else computing it anew
         // costs more.
@@ -153,12 +147,12 @@ struct BackwardConsumerSm90 {
         store_panel<kFirstTile, !kHasRegisters>(ring, shared.sPanel[warpgroup], rC, warp, lane);
     }
 
-    __device__ __forceinline__ void store_query_panel(const QueryPanel& rdQ) const {
+    FASTATTN_DEVICE void store_query_panel(const QueryPanel& rdQ) const {
         store_own_panel<0, /*kInLoop=*/true>(rdQ, num_steps);
     }
 
     // dK and dV of a block of keys, after its steps.
-    __device__ __forceinline__ void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
+    FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
         for_constant<Config::kQueryPanels>([&](auto panel) {
             store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(rdK, num_steps + panel.value);
         });
@@ -170,7 +164,7 @@ struct BackwardConsumerSm90 {
 
     // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a
     // key has a dS that is not finite, and so a dQ, unless its score is -infinity. All consumers.
-    __device__ __forceinline__ const uint16_t* finite_keys() const {
+    FASTATTN_DEVICE const uint16_t* finite_keys() const {
         const int thread = threadIdx.x;
         const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);
         const bool some = ptx::bar_red_or(kAllBackwardConsumers, Config::kConsumerThreads, has_nonfinite);

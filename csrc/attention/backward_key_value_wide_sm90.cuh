@@ -62,17 +62,15 @@ struct BackwardChainSm90 {
     uint32_t num_key_panels = 0;  // panels of dK and dV that all chains have left
 
     // Opaque, else what follows from it for each product takes registers in the loop.
-    __device__ __forceinline__ static uint32_t address_of(const uint16_t* sTile) {
-        return ptx::opaque(shared_address(sTile));
-    }
+    FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
     // The step that is computed, and the next.
-    __device__ __forceinline__ Ring<Config::kStages> rows(int ahead = 0) const {
+    FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
     // S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
-    __device__ __forceinline__ void start_scores(Scores& rX, int stage) const {
+    FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
         if constexpr (!kOfValues) start_with_delta(rX, shared.terms[stage].minus_delta, lane);
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kSumDims, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
@@ -82,7 +80,7 @@ struct BackwardChainSm90 {
     }
 
     // dV += P·dO, or dK += dS·Q.
-    __device__ __forceinline__ void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
+    FASTATTN_DEVICE void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
         // 256 dims at once are more registers than an instruction may have in a CTA of 512 threads.
         constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
         const int stage = rows().stage;
@@ -97,13 +95,12 @@ struct BackwardChainSm90 {
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ Ring<Config::kPassStages> passed(const RingBarriers<Config::kPassStages>& ring) const {
+    FASTATTN_DEVICE Ring<Config::kPassStages> passed(const RingBarriers<Config::kPassStages>& ring) const {
         return Ring<Config::kPassStages>(ring, num_steps);
     }
 
     // S becomes P, in 16 bits, and is passed on.
-    __device__ __forceinline__ void finish_probabilities(Scores& rS, ScoresAsA& rP, const SeenRows& columns,
-                                                         bool is_full) const {
+    FASTATTN_DEVICE void finish_probabilities(Scores& rS, ScoresAsA& rP, const SeenRows& columns, bool is_full) const {
         const float* shift_log2 = shared.terms[rows().stage].shift_log2;
         const float scale_log2 = params.scores.scale * kLog2E;
         if (is_full) {
@@ -125,8 +122,7 @@ struct BackwardChainSm90 {
     }
 
     // dP - delta becomes dS, in 16 bits, and is passed on.
-    __device__ __forceinline__ void finish_gradients(Scores& rdP, ScoresAsA& rdS, const SeenRows& columns,
-                                                     bool is_full) const {
+    FASTATTN_DEVICE void finish_gradients(Scores& rdP, ScoresAsA& rdS, const SeenRows& columns, bool is_full) const {
         Ring<Config::kPassStages> from = passed(shared.probabilities);
         from.wait_full();
         const uint4* const sP = &shared.sP[from.stage][0][warp * kWarpSize + lane];
@@ -158,8 +154,8 @@ struct BackwardChainSm90 {
         if (lane == 0) to.arrive_full();
     }
 
-    __device__ __forceinline__ void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA,
-                                                int32_t row_tile, bool is_full) const {
+    FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
+                                     bool is_full) const {
         SeenRows columns{};
         if (!is_full) columns = keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane);
         if constexpr (kOfValues) {
@@ -169,7 +165,7 @@ struct BackwardChainSm90 {
         }
     }
 
-    __device__ __forceinline__ void run() {
+    FASTATTN_DEVICE void run() {
         Ring<1> key_ring(shared.keys);
         for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             Gradient rG;
@@ -229,7 +225,7 @@ struct BackwardChainSm90 {
     }
 
     // Leaves dK or dV to the warp that adds panels, after the panels that come before.
-    __device__ __forceinline__ void store_panels(const Gradient& rG) {
+    FASTATTN_DEVICE void store_panels(const Gradient& rG) {
         constexpr int kBefore = kOfValues ? Config::kQueryPanels : 0;
         constexpr int kPanels = kOfValues ? Config::kValuePanels : Config::kQueryPanels;
         // Waits until the chain before has filled its last panel.
@@ -259,7 +255,7 @@ struct BackwardQueryChainSm90 {
     int warp, lane;
 
     // Whether K has what 0 in dS would not silence, where masks hide keys from rows.
-    __device__ __forceinline__ bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
+    FASTATTN_DEVICE bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
         if (keys.are_all_full()) return false;
         const int thread = warp * kWarpSize + lane;
         const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
@@ -268,7 +264,7 @@ struct BackwardQueryChainSm90 {
 
     // Writes a block of K, with zeros for what is not finite, to a panel, which dQ overwrites later. Why this is right:
     // see BackwardConsumerSm90::finite_keys().
-    __device__ __forceinline__ const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
+    FASTATTN_DEVICE const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
         static_assert(KeyTile::kBlockBytes <= kPanelElements * sizeof(float), "it fits");
 #pragma unroll 1
         for (int i = warp * kWarpSize + lane; i < KeyTile::kBlockBytes / 4; i += kWarpgroupSize) {
@@ -280,7 +276,7 @@ struct BackwardQueryChainSm90 {
         return reinterpret_cast<const uint16_t*>(sPanel);
     }
 
-    __device__ __forceinline__ void start_panel(QueryPanel& rdQ, const uint16_t* sdS, const uint16_t* sBlock) const {
+    FASTATTN_DEVICE void start_panel(QueryPanel& rdQ, const uint16_t* sdS, const uint16_t* sBlock) const {
         ptx::wgmma_fence();
         start_gemm_columns<kDataType, Config::kBlockN>(
             rdQ, OperandDescriptor::mn_major(shared_address(sdS), Config::ScoreTile::kBlockBytes),
@@ -288,7 +284,7 @@ struct BackwardQueryChainSm90 {
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void run() {
+    FASTATTN_DEVICE void run() {
         Ring<1> key_ring(shared.keys);
         Ring<Config::kPassStages> gradients(shared.gradients);
         uint32_t num_panels = 0;  // panels that all chains have left

@@ -21,7 +21,7 @@
 namespace fastattn {
 
 // Called by one thread: adds a panel to sums in global memory, and waits until it has been read from shared memory.
-__device__ __forceinline__ void start_to_add(float* sums, const float* sPanel) {
+FASTATTN_DEVICE void start_to_add(float* sums, const float* sPanel) {
     ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPanel), kPanelElements * sizeof(float));
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read();
@@ -30,8 +30,7 @@ __device__ __forceinline__ void start_to_add(float* sums, const float* sPanel) {
 // Stores a warp's 16 rows of the panel at address sPanel: 64 columns of an accumulator from 8 * kFirstTile on, zeros
 // behind its last.
 template <int kFirstTile, int kNumTiles>
-__device__ __forceinline__ void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp,
-                                                 int lane) {
+FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     sPanel += accumulator_column(lane) * sizeof(float);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -50,8 +49,8 @@ __device__ __forceinline__ void store_panel_rows(uint32_t sPanel, const float (&
 // kHidesLane: hides the lane's origin from the compiler, which otherwise keeps what follows from it in registers over
 // the main loop.
 template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
-__device__ __forceinline__ void store_panel(const Ring<kStages>& ring, const float* sPanel,
-                                            const float (&rC)[1][kNumTiles][4], int warp, int lane) {
+FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float* sPanel, const float (&rC)[1][kNumTiles][4],
+                                 int warp, int lane) {
     ring.wait_empty();
     const int own_lane = kHidesLane ? ptx::opaque(lane) : lane;
     store_panel_rows<kFirstTile>(shared_address(sPanel), rC, warp, own_lane);
@@ -62,9 +61,9 @@ __device__ __forceinline__ void store_panel(const Ring<kStages>& ring, const flo
 
 // Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor; or adds them to `sums`.
 template <DataType kDataType, typename Config, int kTilesD>
-__device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
-                                               const KeyWorkTile<Config>& keys, float (&rC)[1][kTilesD][4],
-                                               int first_key, int lane, float factor) {
+FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
+                                    const KeyWorkTile<Config>& keys, float (&rC)[1][kTilesD][4], int first_key,
+                                    int lane, float factor) {
 #pragma unroll
     for (auto& tile : rC[0]) {
 #pragma unroll
@@ -89,8 +88,8 @@ __device__ __forceinline__ void store_key_rows(const HeadsView<uint16_t>& view, 
 // and dV. With semaphores the first keys are added first, and of a tile the first split; a CTA only ever waits for CTAs
 // that have claimed their work before it, and for itself.
 template <typename Config>
-__device__ __forceinline__ void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
-                                           int consumer, int lane) {
+FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                int consumer, int lane) {
     constexpr int kPanels = Config::kQueryPanels;
     // Each consumer has a panel of dQ, or all add to the same one after the other.
     const int panel = Config::kExchangesGradients ? consumer : 0,
@@ -130,8 +129,7 @@ __device__ __forceinline__ void add_panels(BackwardStorageSm90<Config>& shared, 
 
 // The same with more than 128 dims, where one warp adds all panels, and panels have a ring of kPanelStages.
 template <typename Config>
-__device__ __forceinline__ void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
-                                           int lane) {
+FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const bool in_order = params.semaphores != nullptr;
     Ring<Config::kPanelStages> ring(shared.panels);
     const auto add = [&](float* sums, int num_panels) {

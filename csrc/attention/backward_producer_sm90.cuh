@@ -16,7 +16,7 @@ namespace fastattn {
 
 // Calls take(keys) for each work tile that this CTA has claimed.
 template <typename Config, typename Take>
-__device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
+FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
         ring.wait_full();
         if (warp_uniform(shared.is_last[ring.stage]) != 0) return;
@@ -28,8 +28,7 @@ __device__ __forceinline__ void for_work(BackwardStorageSm90<Config>& shared, in
 
 // Called by one warp: claims work tiles, and tells all other warps of them.
 template <typename Config>
-__device__ __forceinline__ void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
-                                      int lane) {
+FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
         if (lane == 0) ring.wait_empty();
@@ -52,8 +51,8 @@ __device__ __forceinline__ void claim(BackwardStorageSm90<Config>& shared, const
 
 // Called by one warp: copies what the work tiles need.
 template <typename Config>
-__device__ __forceinline__ void produce(BackwardStorageSm90<Config>& shared,
-                                        const AttentionBackwardParamsSm90& all_params, int lane) {
+FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const AttentionBackwardParamsSm90& all_params,
+                             int lane) {
     using RowTile = typename Config::RowTile;
     using GradOutTile = typename Config::GradOutTile;
     using KeyTile = typename Config::KeyTile;

@@ -27,9 +27,9 @@ inline constexpr int kQueryThreadsSm90 = 256;
 // Rounds factor · sums into `gradient`, or adds it to `total`: 64 rows from first_in_memory on, of which num_rows
 // exist.
 template <int kHeadDim, DataType kDataType>
-__device__ __forceinline__ void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total,
-                                            int32_t batch, int32_t head, int64_t first_in_memory, int32_t num_rows,
-                                            const float* sums, float factor) {
+FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total, int32_t batch,
+                                 int32_t head, int64_t first_in_memory, int32_t num_rows, const float* sums,
+                                 float factor) {
     constexpr int kQuad = 4, kQuadsPerRow = kPanelDims / kQuad;
     constexpr int kElements = query_tile_elements(/*in_panels=*/true, kPanelRows, kHeadDim);
 #pragma unroll 4

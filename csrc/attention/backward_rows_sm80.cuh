@@ -42,14 +42,12 @@ struct BackwardRowsConfigSm80 {
 
     // Half an ulp of an lse of 1024 is 6e-5, an eighth of fp16's rounding of P.
     static constexpr float kLargeLse = 1024.0f;
-    __device__ __forceinline__ static bool is_large(float lse) {
-        return fabsf(lse) > kLargeLse && fabsf(lse) < kInfinity;
-    }
+    FASTATTN_DEVICE static bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < kInfinity; }
 };
 
 // The sum of the products of two times 8 elements.
 template <DataType kDataType>
-__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+FASTATTN_DEVICE float dot(const uint4& a, const uint4& b) {
     const uint32_t pairs_a[4] = {a.x, a.y, a.z, a.w}, pairs_b[4] = {b.x, b.y, b.z, b.w};
     float sum = 0.0f;
 #pragma unroll
@@ -62,9 +60,8 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 
 // sSums[row] = rowsum(dO * O), for the num_rows rows that begin at gGrad and gOut.
 template <typename Config, DataType kDataType>
-__device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride,
-                                             const uint16_t* gOut, int64_t out_stride, int32_t num_rows,
-                                             int32_t head_dim) {
+FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride, const uint16_t* gOut,
+                                  int64_t out_stride, int32_t num_rows, int32_t head_dim) {
     constexpr int kRowsPerThread = Config::kRowsPerThread;
     // A row has a power of two of lanes, at most 8: then a warp reads 128 bytes of each of 4 rows.
     const int num_chunks = head_dim / kChunkElements;
@@ -96,9 +93,9 @@ __device__ __forceinline__ void sum_products(float* sSums, const uint16_t* gGrad
 // A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them.
 // rows: those of the tile, from first_row of the sequence on; keys: all.
 template <typename Config>
-__device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
-                                              typename Config::Gemm& gemm, const HeadScores& scores, GemmRows rows,
-                                              GemmRows keys, int32_t head_dim, int32_t first_row) {
+FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
+                                   typename Config::Gemm& gemm, const HeadScores& scores, GemmRows rows, GemmRows keys,
+                                   int32_t head_dim, int32_t first_row) {
     constexpr int kBlockN = Config::kBlockN, kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
     const int lane = threadIdx.x % kWarpSize;
     const int32_t begin_tile = scores.window.keys_of(first_row).begin / kBlockN;
@@ -123,9 +120,8 @@ __device__ __forceinline__ void gather_scores(OnlineSoftmax<Config::kTilesM, /*k
 }
 
 // Writes the terms of one row for the kernels for Hopper: see RowTermsView. Called by one thread.
-__device__ __forceinline__ void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
-                                                int32_t first_in_memory, int32_t row, float shift, float delta,
-                                                float log2_sum) {
+FASTATTN_DEVICE void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
+                                     int32_t first_in_memory, int32_t row, float shift, float delta, float log2_sum) {
     const bool with_options = params.row_terms.with_options;
     const int32_t block_m = params.row_terms.block_m;
     const int32_t tile =

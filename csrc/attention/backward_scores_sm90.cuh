@@ -20,13 +20,13 @@ struct BackwardScoresTypes {
     using Scores = float[1][Config::kTilesM][4];     // [64 keys, kBlockM rows]
     using ScoresAsA = uint32_t[Config::kTilesK][4];  // the same in 16 bits
 
-    __device__ __forceinline__ static void to_operand(ScoresAsA& rA, const Scores& rC) {
+    FASTATTN_DEVICE static void to_operand(ScoresAsA& rA, const Scores& rC) {
         tiles_to_operand<Config::kTilesM>(rA, rC[0]);
     }
 
     // The same of some tiles.
     template <int kTiles>
-    __device__ __forceinline__ static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
+    FASTATTN_DEVICE static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<kDataType>(rA[k], tiles[2 * k], tiles[2 * k + 1]);
     }
@@ -56,13 +56,12 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     ScoresPosition<Config> position;
     SeenRows seen{};
 
-    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPosition<Config>& position)
-        : position(position) {}
+    FASTATTN_DEVICE explicit BackwardScoresSm90(const ScoresPosition<Config>& position) : position(position) {}
 
-    __device__ __forceinline__ void prepare() {}
+    FASTATTN_DEVICE void prepare() {}
 
     // rS = S becomes P; and rP16.
-    __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+    FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         const float scale_log2 = position.params.scores.scale * kLog2E;
         if (position.is_full) {
             to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, position.lane);
@@ -74,12 +73,12 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     }
 
     // What the products of dP are added to.
-    __device__ __forceinline__ void start_gradients(Scores& rdP, const Terms& terms) const {
+    FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
         start_with_delta(rdP, terms.minus_delta, position.lane);
     }
 
     // rdP, to which the products have been added, becomes dS.
-    __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
+    FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
         if (position.is_full) {
             to_score_gradients<false>(rdP, rP, seen);
         } else {
@@ -102,10 +101,9 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     uint32_t kept = 0;  // see Dropout::kept_of_transposed
     typename Options::BiasPairs bias_pairs;
 
-    __device__ __forceinline__ explicit BackwardScoresSm90(const ScoresPosition<Config>& position)
-        : position(position) {}
+    FASTATTN_DEVICE explicit BackwardScoresSm90(const ScoresPosition<Config>& position) : position(position) {}
 
-    __device__ __forceinline__ void prepare() {
+    FASTATTN_DEVICE void prepare() {
         const ScoreParams& params = position.params.scores;
         const HeadScores scores = head_scores();
         options(scores).load_bias(bias_pairs);
@@ -117,14 +115,14 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
-    __device__ __forceinline__ void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+    FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all()
                                 : position.keys.seen_rows(position.first_key, position.row_tile, position.lane);
         some_probabilities(rP16, rS, terms);
     }
 
     // With dropout delta comes later: it is not multiplied by the factor.
-    __device__ __forceinline__ void start_gradients(Scores& rdP, const Terms& terms) const {
+    FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
         if (has_dropout()) {
             Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });
         } else {
@@ -133,7 +131,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 
     // rP: as probabilities() leaves it.
-    __device__ __forceinline__ void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
+    FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
             const float factor = position.params.scores.dropout_factor;
 #pragma unroll
@@ -156,7 +154,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
   private:
     // Makes P of the columns from tile kFirst on, kTilesAtOnce tiles at a time.
     template <int kFirst = 0>
-    __device__ __forceinline__ void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+    FASTATTN_DEVICE void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         constexpr int kEnd = kFirst + Options::kTilesAtOnce;
         const HeadScores scores = head_scores();
         typename Options::SoftcapGradients rSoftcapGradient;
@@ -189,23 +187,23 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         if constexpr (kEnd < Config::kTilesM) some_probabilities<kEnd>(rP16, rS, terms);
     }
 
-    __device__ __forceinline__ bool has_dropout() const { return position.params.scores.dropout_seed != nullptr; }
-    __device__ __forceinline__ bool hides() const {
+    FASTATTN_DEVICE bool has_dropout() const { return position.params.scores.dropout_seed != nullptr; }
+    FASTATTN_DEVICE bool hides() const {
         return !position.is_full || position.params.scores.bias.kind != BiasView::Kind::kNone;
     }
-    __device__ __forceinline__ bool is_kept(int n, int e) const { return kept >> (16 * (e / 2) + 2 * n + e % 2) & 1; }
-    __device__ __forceinline__ int32_t first_row() const { return position.row_tile * Config::kBlockM; }
+    FASTATTN_DEVICE bool is_kept(int n, int e) const { return kept >> (16 * (e / 2) + 2 * n + e % 2) & 1; }
+    FASTATTN_DEVICE int32_t first_row() const { return position.row_tile * Config::kBlockM; }
 
-    __device__ __forceinline__ HeadScores head_scores() const {
+    FASTATTN_DEVICE HeadScores head_scores() const {
         return {position.params.scores,    position.slope,        position.keys.batch, position.head,
                 position.keys.rows.length, position.keys.num_keys};
     }
 
-    __device__ __forceinline__ Options options(const HeadScores& scores) const {
+    FASTATTN_DEVICE Options options(const HeadScores& scores) const {
         return {scores, first_row(), position.first_key, position.lane};
     }
 
-    __device__ __forceinline__ float2 own_pair(const float* numbers, int n) const {
+    FASTATTN_DEVICE float2 own_pair(const float* numbers, int n) const {
         return reinterpret_cast<const float2*>(numbers)[n * kMmaN / 2 + position.lane % kLanesPerRow];
     }
 };

@@ -22,15 +22,15 @@ inline constexpr int kBackwardSinksThreads = 1024;
 struct RowsOfThread {
     int32_t num_batches, num_rows, batch, row;
 
-    __device__ __forceinline__ RowsOfThread(int32_t num_batches, int32_t num_rows, int32_t thread)
+    FASTATTN_DEVICE RowsOfThread(int32_t num_batches, int32_t num_rows, int32_t thread)
         : num_batches(num_rows == 0 ? 0 : num_batches),
           num_rows(max(num_rows, 1)),
           batch(thread / this->num_rows),
           row(thread % this->num_rows) {}
 
-    __device__ __forceinline__ bool exists() const { return batch < num_batches; }
+    FASTATTN_DEVICE bool exists() const { return batch < num_batches; }
 
-    __device__ __forceinline__ void advance() {
+    FASTATTN_DEVICE void advance() {
         batch += kBackwardSinksThreads / num_rows;
         row += kBackwardSinksThreads % num_rows;
         if (row < num_rows) return;

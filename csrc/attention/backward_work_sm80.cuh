@@ -21,7 +21,7 @@ struct KeyTileWork {
     int32_t begin_tile, end_tile;
     int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
 
-    __device__ __forceinline__ KeyTileWork(const AttentionBackwardParams& params, uint32_t cta) {
+    FASTATTN_DEVICE KeyTileWork(const AttentionBackwardParams& params, uint32_t cta) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
                                         ceil_div(params.key.rows, kBlockN));
         batch = tile.batch;
@@ -43,19 +43,17 @@ struct KeyTileWork {
         end_full = num_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
     }
 
-    __device__ __forceinline__ bool is_full(int32_t row_tile) const {
-        return row_tile >= begin_full && row_tile < end_full;
-    }
+    FASTATTN_DEVICE bool is_full(int32_t row_tile) const { return row_tile >= begin_full && row_tile < end_full; }
 
     // The first tile of the sequence in dQ's sums.
-    __device__ __forceinline__ int32_t first_sums_tile(const AttentionBackwardParams& params) const {
+    FASTATTN_DEVICE int32_t first_sums_tile(const AttentionBackwardParams& params) const {
         return first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
     }
 };
 
 // The CTA's index: where semaphores order additions, in the order in which CTAs start. Called by all threads;
 // shared_cta lies in shared memory.
-__device__ __forceinline__ uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
+FASTATTN_DEVICE uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
     if (params.semaphores == nullptr) return blockIdx.x;
     if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);
     __syncthreads();

@@ -32,8 +32,7 @@ struct KeyWorkTile {
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
     // Returns false where there are no such keys, or fewer splits.
-    __device__ __forceinline__ bool find(const AttentionBackwardParams& params, const RowSplit& row_split,
-                                         const WorkTile& found) {
+    FASTATTN_DEVICE bool find(const AttentionBackwardParams& params, const RowSplit& row_split, const WorkTile& found) {
         constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kConsumerKeys = Config::kConsumerKeys;
         const bool is_packed = params.packed.cu_seqlens_q != nullptr;
         const Sequence keys =
@@ -72,15 +71,15 @@ struct KeyWorkTile {
         return true;
     }
 
-    __device__ __forceinline__ bool is_split() const { return num_splits > 1; }
+    FASTATTN_DEVICE bool is_split() const { return num_splits > 1; }
 
-    __device__ __forceinline__ bool are_all_full() const {
+    FASTATTN_DEVICE bool are_all_full() const {
         return warp_uniform(begin_full[Config::kKeyOwners] <= begin_tile && end_full[Config::kKeyOwners] >= end_tile) !=
                0;
     }
 
     // The rows of a tile that see this lane's two keys of a warp's 16, from first_key of the sequence on.
-    __device__ __forceinline__ SeenRows seen_rows(int32_t first_key, int32_t row_tile, int lane) const {
+    FASTATTN_DEVICE SeenRows seen_rows(int32_t first_key, int32_t row_tile, int lane) const {
         RowRange seen_by[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -93,7 +92,7 @@ struct KeyWorkTile {
     // Calls function(head, row_tile) for each step, in the consumers' order: from the last rows on, so that CTAs of
     // adjacent keys work at the same rows under a causal mask, and for each tile of rows all query heads.
     template <typename Function>
-    __device__ __forceinline__ void for_steps(Function&& function) const {
+    FASTATTN_DEVICE void for_steps(Function&& function) const {
         int32_t query_head = begin_head, row_tile = begin_row_tile;
         for (int32_t left = num_steps; left > 0; --left) {
             function(query_head, row_tile);
@@ -110,17 +109,16 @@ struct KeyWorkTile {
 struct KeyTileOrder {
     uint32_t upto = 0;  // tiles of the sequences up to this lane's last one
 
-    __device__ __forceinline__ static uint32_t num_tiles(const AttentionBackwardParams& params, int32_t batch,
-                                                         int32_t block_n) {
+    FASTATTN_DEVICE static uint32_t num_tiles(const AttentionBackwardParams& params, int32_t batch, int32_t block_n) {
         const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
         return ceil_div(keys.length, block_n) * params.key.heads;
     }
 
-    __device__ __forceinline__ static int32_t sequences_per_lane(const AttentionBackwardParams& params) {
+    FASTATTN_DEVICE static int32_t sequences_per_lane(const AttentionBackwardParams& params) {
         return ceil_div(params.key.batch, kWarpSize);
     }
 
-    __device__ __forceinline__ KeyTileOrder(const AttentionBackwardParams& params, int32_t block_n, int lane) {
+    FASTATTN_DEVICE KeyTileOrder(const AttentionBackwardParams& params, int32_t block_n, int lane) {
         if (params.packed.cu_seqlens_k == nullptr) return;
         const int32_t per_lane = sequences_per_lane(params);
         const int32_t end = min((lane + 1) * per_lane, params.key.batch);
@@ -136,8 +134,8 @@ struct KeyTileOrder {
     }
 
     // Returns false behind the last tile. Leaves out tiles of overlapping sequences for which there is no workspace.
-    __device__ __forceinline__ bool find(WorkTile& found, const AttentionBackwardParams& params, uint32_t tile,
-                                         int32_t block_n) const {
+    FASTATTN_DEVICE bool find(WorkTile& found, const AttentionBackwardParams& params, uint32_t tile,
+                              int32_t block_n) const {
         const HeadsView<const uint16_t>& key = params.key;
         if (tile >= num_key_tiles(params, block_n)) return false;
         if (params.packed.cu_seqlens_k == nullptr) {

@@ -55,7 +55,7 @@ struct CtaWork {
     TilePartials partials;
     int32_t cta;  // as `partials` count them
 
-    __device__ __forceinline__ bool is_first_split() const { return partials.first == cta; }
+    FASTATTN_DEVICE bool is_first_split() const { return partials.first == cta; }
 };
 
 inline constexpr int kSplitWork = 2, kNoMoreWork = -1;
@@ -84,7 +84,7 @@ enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsu
 
 // Called by one thread of the CTA. gathers: whether the gathering warps read the work tiles too.
 template <typename Config>
-__device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
+FASTATTN_DEVICE void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
     shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 0));
     shared.query.init(kConsumerWarps);
@@ -94,9 +94,7 @@ __device__ __forceinline__ void init_barriers(ForwardStorageSm90<Config>& shared
     shared.gathered_value.init(kGatheringThreads);
     ptx::fence_mbarrier_init();
 }
-
-// Waits until every thread of the cluster has arrived.
-__device__ __forceinline__ void wait_for_cluster(int cluster_size) {
+FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {
     if (cluster_size == 1) return;
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();

@@ -24,12 +24,10 @@ namespace fastattn {
 struct CtaRowLocator {
     const RowsOfCta& work;
 
-    __device__ __forceinline__ int32_t num_rows() const { return work.num_rows() - work.first_row; }
-    __device__ __forceinline__ int32_t batch() const { return work.batch; }
-    __device__ __forceinline__ int32_t head_of(int row) const { return work.head_of(work.first_row + row); }
-    __device__ __forceinline__ int32_t row_in_memory(int row) const {
-        return work.rows.begin + work.row_of(work.first_row + row);
-    }
+    FASTATTN_DEVICE int32_t num_rows() const { return work.num_rows() - work.first_row; }
+    FASTATTN_DEVICE int32_t batch() const { return work.batch; }
+    FASTATTN_DEVICE int32_t head_of(int row) const { return work.head_of(work.first_row + row); }
+    FASTATTN_DEVICE int32_t row_in_memory(int row) const { return work.rows.begin + work.row_of(work.first_row + row); }
 };
 
 // One consumer: its side of the rings, and the products that it starts, each a group of wgmma.
@@ -40,9 +38,9 @@ struct ForwardConsumerSm90 {
 
     struct ConsumerThreads {
         static constexpr int kCount = Config::kConsumerThreads;
-        __device__ __forceinline__ static int index() { return threadIdx.x; }
-        __device__ __forceinline__ static void sync() { ptx::bar_sync(kAllConsumers, kCount); }
-        __device__ __forceinline__ static bool sync_or(bool predicate) {
+        FASTATTN_DEVICE static int index() { return threadIdx.x; }
+        FASTATTN_DEVICE static void sync() { ptx::bar_sync(kAllConsumers, kCount); }
+        FASTATTN_DEVICE static bool sync_or(bool predicate) {
             return ptx::bar_red_or(kAllConsumers, kCount, predicate);
         }
     };
@@ -53,8 +51,7 @@ struct ForwardConsumerSm90 {
     uint32_t num_done = 0;  // tiles of rows
     Ring<Config::kStages> key_ring, value_ring;
 
-    __device__ __forceinline__ ForwardConsumerSm90(ForwardStorageSm90<Config>& shared, int warpgroup, int lane,
-                                                   int cluster_size)
+    FASTATTN_DEVICE ForwardConsumerSm90(ForwardStorageSm90<Config>& shared, int warpgroup, int lane, int cluster_size)
         : shared(shared),
           warpgroup(warpgroup),
           lane(lane),
@@ -64,25 +61,25 @@ struct ForwardConsumerSm90 {
           value_ring(shared.value) {}
 
     // Waits for the producer, and returns the next work tile, or null after the last.
-    __device__ __forceinline__ const CtaWork* next_tile() const {
+    FASTATTN_DEVICE const CtaWork* next_tile() const {
         const Ring<2> ring(shared.work, num_done);
         ring.wait_full();
         const int slot = warp_uniform(shared.next_work[ring.stage]);
         return slot == kNoMoreWork ? nullptr : &shared.works[slot];
     }
 
-    __device__ __forceinline__ void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
+    FASTATTN_DEVICE void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
 
     // Releases the work tile, and Q, when the warp is done with them.
-    __device__ __forceinline__ void release_tile() {
+    FASTATTN_DEVICE void release_tile() {
         __syncwarp();  // waits until every lane has read the work tile
         Ring<2>(shared.work, num_done).release(lane);
         ++num_done;
     }
 
-    __device__ __forceinline__ void release_query() const { Ring<1>(shared.query, num_done).release(lane); }
+    FASTATTN_DEVICE void release_query() const { Ring<1>(shared.query, num_done).release(lane); }
 
-    __device__ __forceinline__ void start_qk(float (&rS)[1][kTilesN][4]) {
+    FASTATTN_DEVICE void start_qk(float (&rS)[1][kTilesN][4]) {
         key_ring.wait_full();
         ptx::wgmma_fence();
         start_gemm_qk<kDataType, Config::kHeadDim>(
@@ -94,9 +91,9 @@ struct ForwardConsumerSm90 {
     }
 
     // The first bit of the tile of keys whose product has been started last; call it before the wait for that product.
-    __device__ __forceinline__ int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
+    FASTATTN_DEVICE int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
 
-    __device__ __forceinline__ void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
+    FASTATTN_DEVICE void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
         value_ring.wait_full();
         ptx::wgmma_fence();
         start_gemm_pv<kDataType>(
@@ -106,24 +103,24 @@ struct ForwardConsumerSm90 {
 
     // Leaves kInFlight products in flight: none, or P·V of the tile before.
     template <int kInFlight>
-    __device__ __forceinline__ void wait_qk(float (&rS)[1][kTilesN][4]) {
+    FASTATTN_DEVICE void wait_qk(float (&rS)[1][kTilesN][4]) {
         ptx::wgmma_wait_group<kInFlight>();
         ptx::written_by_wgmma(rS);
         key_ring.release_to_cluster(lane, cluster_size);
     }
 
-    __device__ __forceinline__ void wait_pv(float (&rO)[1][kTilesD][4]) {
+    FASTATTN_DEVICE void wait_pv(float (&rO)[1][kTilesD][4]) {
         ptx::wgmma_wait_group<0>();
         ptx::written_by_wgmma(rO);
     }
 
-    __device__ __forceinline__ void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
+    FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
     // Separates NaN and infinity from the next tile of V, so that masked keys have no influence: see
     // device/nonfinite.cuh. kTogether: each consumer looks at a third or half of the tile, and waits for the others;
     // else at all of it.
     template <bool kTogether, typename Sees>
-    __device__ __forceinline__ void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
+    FASTATTN_DEVICE void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
         value_ring.wait_full();
         uint16_t* sV = shared.sV[value_ring.stage];
         constexpr int kThreads = kTogether ? Config::kConsumerThreads : kWarpgroupSize;
@@ -142,15 +139,14 @@ struct ForwardConsumerSm90 {
                                           /*kQuadsAtOnce=*/4, CtaRowLocator>;
 
     // Whether rows leave in fp32, by leave_in_fp32(), or rounded, by store().
-    __device__ __forceinline__ static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWork& tile) {
+    FASTATTN_DEVICE static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWork& tile) {
         return tile.partials.count > 1 || params.exact_out.data != nullptr;
     }
 
     // Writes a warp's rows in fp32: a partial to the workspace, or the output.
     template <typename Softmax>
-    __device__ __forceinline__ void leave_in_fp32(const AttentionForwardParams& params, const CtaWork& tile,
-                                                  float (&rO)[1][kTilesD][4], Softmax& softmax,
-                                                  float factor = 1.0f) const {
+    FASTATTN_DEVICE void leave_in_fp32(const AttentionForwardParams& params, const CtaWork& tile,
+                                       float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
         const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
         const int first_row = warp_in_cta() * kMmaM;
         const int own_lane =
@@ -166,7 +162,7 @@ struct ForwardConsumerSm90 {
 
     // Called by all consumers after the last work tile: combines the split tiles of which this CTA is the last. The
     // output is multiplied by `factor`.
-    __device__ __forceinline__ void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
+    FASTATTN_DEVICE void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
         using Storage = CombineStorage<PartialRowsOfTile, ConsumerThreads>;
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "it overlays Q");
 #pragma unroll 1
@@ -181,8 +177,8 @@ struct ForwardConsumerSm90 {
 
     // Writes the output and the lse of a warp's rows from own_row on.
     template <typename Softmax>
-    __device__ __forceinline__ void store(const AttentionForwardParams& params, const RowsOfCta& work, int32_t own_row,
-                                          const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
+    FASTATTN_DEVICE void store(const AttentionForwardParams& params, const RowsOfCta& work, int32_t own_row,
+                               const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
         const int32_t rows_left = work.num_rows() - own_row;
         store_accumulators<kDataType>(rO, lane, params.out.head_dim, [&](int row) -> uint16_t* {
             if (row >= rows_left) return nullptr;

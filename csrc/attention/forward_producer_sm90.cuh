@@ -16,8 +16,8 @@ namespace fastattn {
 
 // Called by the producer's first warp: finds the steps that this cluster takes.
 template <typename Config>
-__device__ __forceinline__ void find_steps(ForwardStorageSm90<Config>& shared,
-                                           const AttentionForwardParamsSm90& all_params, int lane) {
+FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                int lane) {
     const ForwardWorkSm90& work = all_params.work;
     CtaSteps steps{};
     if (work.may_split) {
@@ -36,9 +36,8 @@ __device__ __forceinline__ void find_steps(ForwardStorageSm90<Config>& shared,
 
 // Called by one thread of the producer: tells of the next work tile. Does not advance the ring.
 template <typename Config>
-__device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& shared,
-                                               const AttentionForwardParamsSm90& all_params, int rank,
-                                               const Ring<2>& ring) {
+FASTATTN_DEVICE void tell_next_work(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                    int rank, const Ring<2>& ring) {
     const ForwardWorkSm90& all_work = all_params.work;
     WorkTileWalk& walk = shared.walk;
     const bool is_split = shared.steps.is_split;
@@ -68,9 +67,8 @@ __device__ __forceinline__ void tell_next_work(ForwardStorageSm90<Config>& share
 // Calls begin(work) for each work tile, then take(rows, tile) for each of its tiles of keys, in the order of the
 // consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
 template <bool kTells, typename Config, typename Begin, typename Take>
-__device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& shared,
-                                                 const AttentionForwardParamsSm90& all_params, int rank, int lane,
-                                                 Begin&& begin, Take&& take) {
+FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                      int rank, int lane, Begin&& begin, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
         if (!kTells) {
             ring.wait_full();
@@ -97,8 +95,8 @@ __device__ __forceinline__ void for_tiles_of_cta(ForwardStorageSm90<Config>& sha
 
 // Called by one thread: copies Q of a work tile.
 template <typename Config>
-__device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query,
-                                           const CtaWork& work, Ring<1>& ring) {
+FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query, const CtaWork& work,
+                                Ring<1>& ring) {
     using QueryTile = typename Config::QueryTile;
     if (work.tiles.num_tiles() == 0) {  // there are no products: consumers skip Q
         ring.wait_empty();
@@ -119,8 +117,8 @@ __device__ __forceinline__ void load_query(ForwardStorageSm90<Config>& shared, c
 // Called by one thread before it arrives at `full`: tells which tile of keys the stage gets, in the form in which masks
 // take it.
 template <typename Config>
-__device__ __forceinline__ void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
-                                          int32_t tile) {
+FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
+                               int32_t tile) {
     key_ring.wait_empty();
     shared.first_bits[key_ring.stage] = tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
@@ -128,9 +126,8 @@ __device__ __forceinline__ void tell_tile(ForwardStorageSm90<Config>& shared, co
 // Called by one warp: its first lane copies Q, and each lane that has one a box of each tile of K and V. A tile is one
 // box, or in pages several, none of which lies in two pages. ahead(rows, key) runs before consumers come to a tile.
 template <typename Config, typename Ahead>
-__device__ __forceinline__ void produce_boxes(ForwardStorageSm90<Config>& shared,
-                                              const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
-                                              int lane, Ahead&& ahead) {
+FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                   int rank, int cluster_size, int lane, Ahead&& ahead) {
     const AttentionForwardParams& params = all_params.attention;
     Ring<1> query_ring(shared.query);
     Ring<Config::kStages> key_ring(shared.key);

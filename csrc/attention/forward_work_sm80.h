@@ -41,20 +41,20 @@ struct QueryTile {
 };
 
 // The last tiles of all heads come first: under a causal mask these are the longest.
-__device__ __forceinline__ QueryTile query_tile(const AttentionForwardParams& params, int32_t block_m,
-                                                uint32_t tile_idx, bool in_line) {
+FASTATTN_DEVICE QueryTile query_tile(const AttentionForwardParams& params, int32_t block_m, uint32_t tile_idx,
+                                     bool in_line) {
     const int32_t num_tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     const WorkTile tile =
         work_tile(tile_idx, params.query.batch, heads, in_line ? heads : params.heads_per_group, num_tiles);
     return {tile.batch, tile.head, num_tiles - 1 - tile.position};
 }
 
-__device__ __forceinline__ Sequence query_rows(const AttentionForwardParams& params, int32_t batch) {
+FASTATTN_DEVICE Sequence query_rows(const AttentionForwardParams& params, int32_t batch) {
     return sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
 }
 
 template <bool kPaged>
-__device__ __forceinline__ Sequence keys_of_sequence(const AttentionForwardParams& params, int32_t batch) {
+FASTATTN_DEVICE Sequence keys_of_sequence(const AttentionForwardParams& params, int32_t batch) {
     if (kPaged) return {0, paged_keys(params.packed.cu_seqlens_k, batch, params.key.rows)};
     return sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
 }
@@ -84,10 +84,10 @@ struct TileRowLocator {
     Sequence rows;
     int32_t first_row;
 
-    __device__ __forceinline__ int32_t num_rows() const { return rows.length - first_row; }
-    __device__ __forceinline__ int32_t batch() const { return tile.batch; }
-    __device__ __forceinline__ int32_t head_of(int) const { return tile.head; }
-    __device__ __forceinline__ int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
+    FASTATTN_DEVICE int32_t num_rows() const { return rows.length - first_row; }
+    FASTATTN_DEVICE int32_t batch() const { return tile.batch; }
+    FASTATTN_DEVICE int32_t head_of(int) const { return tile.head; }
+    FASTATTN_DEVICE int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
 };
 
 // With more quads at a time, the plain kernel for 32 dims spills in its loops; the other CTAs of the SM hide the
@@ -98,7 +98,7 @@ using PartialRowsSm80 =
 
 // Called by all threads: finds the CTA's split, which goes into shared memory.
 template <int kBlockM, int kBlockN, bool kPaged>
-__device__ __forceinline__ KeySplit own_split(KeySplit& shared_split, const AttentionForwardParams& params, int warp) {
+FASTATTN_DEVICE KeySplit own_split(KeySplit& shared_split, const AttentionForwardParams& params, int warp) {
     if (params.partials.values == nullptr) {
         if (ptx::tid_x() == 0) shared_split = {false, true, blockIdx.x, 0, 1};
     } else if (warp == 0) {
@@ -112,9 +112,8 @@ __device__ __forceinline__ KeySplit own_split(KeySplit& shared_split, const Atte
 // loops have no registers for it. Largest logits are multiplied by logit_factor, and the output by `factor`.
 template <typename Config, int kHeadDim, DataType kDataType, typename Storage, int kTilesM, int kTilesD,
           typename Softmax>
-__device__ __forceinline__ void store_tile(const AttentionForwardParams& params, Storage& shared,
-                                           float (&rO)[kTilesM][kTilesD][4], Softmax& softmax, int warp, int lane,
-                                           float logit_factor, float factor = 1.0f) {
+FASTATTN_DEVICE void store_tile(const AttentionForwardParams& params, Storage& shared, float (&rO)[kTilesM][kTilesD][4],
+                                Softmax& softmax, int warp, int lane, float logit_factor, float factor = 1.0f) {
     constexpr int kBlockM = Config::kBlockM, kWarpM = Config::kWarpM;
     const KeySplit& split = shared.split;
     const QueryTile tile = query_tile(params, kBlockM, split.tile_idx, split.is_split);

@@ -27,8 +27,6 @@ struct ForwardWorkSm90 {
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
 };
-
-// The parameters of the kernel.
 struct AttentionForwardParamsSm90 {
     AttentionForwardParams attention;
     ForwardWorkSm90 work;
@@ -84,21 +82,21 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
 }
 
 #ifdef __CUDACC__
-__device__ __forceinline__ uint32_t cluster_in_grid(const ForwardWorkSm90& work) {
+FASTATTN_DEVICE uint32_t cluster_in_grid(const ForwardWorkSm90& work) {
     return blockIdx.x / work.cluster_size();
 }
 
-__device__ __forceinline__ uint32_t num_clusters(const ForwardWorkSm90& work) {
+FASTATTN_DEVICE uint32_t num_clusters(const ForwardWorkSm90& work) {
     return gridDim.x / work.cluster_size();
 }
 
 // The n-th work tile of a cluster. Rounds go back and forth: under a causal mask work tiles get shorter, and the
 // cluster that had the longest of one round gets the shortest of the next.
-__device__ __forceinline__ uint32_t nth_work_tile(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
+FASTATTN_DEVICE uint32_t nth_work_tile(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
     return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
 }
 
-__device__ __forceinline__ int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
+FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
     return params.query.heads / (work.heads_per_cluster << work.log2_packed);
 }
 
@@ -112,8 +110,8 @@ struct RowsOfCta {
     Window window;
 
     // in_line: tile_idx counts as on the line of key_splits.h.
-    __device__ __forceinline__ RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work,
-                                         uint32_t tile_idx, bool in_line, int rank, int32_t block_m)
+    FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work, uint32_t tile_idx,
+                              bool in_line, int rank, int32_t block_m)
         : log2_packed(work.log2_packed) {
         const int32_t rows_per_cluster = block_m * work.tiles_per_cluster;
         const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
@@ -136,29 +134,27 @@ struct RowsOfCta {
     }
 
     // Where the keys lie, if in pages.
-    __device__ __forceinline__ PageTable page_table(const AttentionForwardParams& params) const {
+    FASTATTN_DEVICE PageTable page_table(const AttentionForwardParams& params) const {
         return {params.paged, batch, params.key.batch, keys.length};
     }
 
     // Where the maps of K and V have a key. One that is absent lies behind the last row, where TMA copies zeros.
-    __device__ __forceinline__ TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
+    FASTATTN_DEVICE TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
         if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
         const TokenLocation location = page_table(params).find(key);
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
     }
 
-    __device__ __forceinline__ int32_t num_rows() const { return rows.length << log2_packed; }
-    __device__ __forceinline__ int32_t row_of(int32_t packed_row) const { return packed_row >> log2_packed; }
-    __device__ __forceinline__ int32_t head_of(int32_t packed_row) const {
-        return head + (packed_row & ((1 << log2_packed) - 1));
-    }
+    FASTATTN_DEVICE int32_t num_rows() const { return rows.length << log2_packed; }
+    FASTATTN_DEVICE int32_t row_of(int32_t packed_row) const { return packed_row >> log2_packed; }
+    FASTATTN_DEVICE int32_t head_of(int32_t packed_row) const { return head + (packed_row & ((1 << log2_packed) - 1)); }
 
-    __device__ __forceinline__ KeyRange keys_of(int32_t packed_row) const { return window.keys_of(row_of(packed_row)); }
+    FASTATTN_DEVICE KeyRange keys_of(int32_t packed_row) const { return window.keys_of(row_of(packed_row)); }
 
-    __device__ __forceinline__ bool cluster_has_rows() const { return cluster_begin < num_rows(); }
+    FASTATTN_DEVICE bool cluster_has_rows() const { return cluster_begin < num_rows(); }
 
     // The same for all CTAs of the cluster. None where it has no rows.
-    __device__ __forceinline__ KeyTiles key_tiles(int32_t block_n) const {
+    FASTATTN_DEVICE KeyTiles key_tiles(int32_t block_n) const {
         if (!cluster_has_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }

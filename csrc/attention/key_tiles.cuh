@@ -12,7 +12,7 @@ namespace fastattn {
 struct Steps {
     int32_t begin, end;
 
-    __device__ __forceinline__ int32_t count() const { return begin - end; }
+    FASTATTN_DEVICE int32_t count() const { return begin - end; }
 };
 
 // The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks:
@@ -25,7 +25,7 @@ struct KeyTiles {
     int32_t num_full;              // their number, without those of other splits
 
     // What the first and the last row of the CTA see: what others see begins and ends between.
-    __device__ __forceinline__ KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
+    FASTATTN_DEVICE KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
         : begin(first_row.begin / block_n),
           count(max(ceil_div(last_row.end, block_n) - begin, 0)),
           begin_full(ceil_div(last_row.begin, block_n)),
@@ -34,10 +34,10 @@ struct KeyTiles {
         all_full = num_full = end_full - begin_full;
     }
 
-    __device__ __forceinline__ int32_t num_tiles() const { return count; }
+    FASTATTN_DEVICE int32_t num_tiles() const { return count; }
 
     // The tiles of these steps alone: tile(num_left) of theirs is tile(num_left + steps.end) of all.
-    __device__ __forceinline__ KeyTiles slice(Steps steps) const {
+    FASTATTN_DEVICE KeyTiles slice(Steps steps) const {
         KeyTiles tiles = *this;
         tiles.begin += steps.end;
         tiles.count = steps.count();
@@ -47,16 +47,14 @@ struct KeyTiles {
     }
 
     // The tile that comes next where num_left are left.
-    __device__ __forceinline__ int32_t tile(int32_t num_left) const {
+    FASTATTN_DEVICE int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
         const int32_t from_begin = begin - 1 + num_left;  // the tile if there were no full ones
         return from_begin >= end_full ? from_begin : from_begin - all_full;
     }
 
     // How many tiles lie from the one directly before tile(num_left) in memory to the one that is taken next.
-    __device__ __forceinline__ int64_t tiles_skipped(int32_t num_left) const {
-        return tile(num_left - 1) - (tile(num_left) - 1);
-    }
+    FASTATTN_DEVICE int64_t tiles_skipped(int32_t num_left) const { return tile(num_left - 1) - (tile(num_left) - 1); }
 };
 
 }  // namespace fastattn

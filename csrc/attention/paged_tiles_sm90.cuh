@@ -41,11 +41,11 @@ struct GatheredRows {
     TokenLocation found[kLookUps];
 
     // A row of the tile; it may lie behind the last one.
-    __device__ __forceinline__ int row(int pass, int row_in_pass) const {
+    FASTATTN_DEVICE int row(int pass, int row_in_pass) const {
         return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
     }
 
-    __device__ __forceinline__ void find(const PageTable& table, int32_t first_key) {
+    FASTATTN_DEVICE void find(const PageTable& table, int32_t first_key) {
 #pragma unroll
         for (int i = 0; i < kLookUps; ++i) {
             const int row_here = row(i * kPassesPerLookUp + lane / kRowsPerPass, lane % kRowsPerPass);
@@ -55,8 +55,8 @@ struct GatheredRows {
 
     // Starts to copy these rows of a head into a tile.
     template <typename Tile>
-    __device__ __forceinline__ void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages,
-                                         const PageStrides& strides, int32_t head) const {
+    FASTATTN_DEVICE void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages, const PageStrides& strides,
+                              int32_t head) const {
         const int own_lane = ptx::opaque(lane);  // else what follows from it takes registers over the loop
         const int row_in_pass = own_lane / kLanesPerGatheredRow, chunk = own_lane % kLanesPerGatheredRow;
         const uint16_t* gHead = row_pointer(pages, 0, head, 0) + chunk * kChunkElements;
@@ -88,8 +88,8 @@ struct GatheredRows {
 
 // Called by kGatheringWarps warps: copies K and V.
 template <typename Config>
-__device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
-                                            const AttentionForwardParamsSm90& all_params, int warp, int lane) {
+FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                 int warp, int lane) {
     const AttentionForwardParams& params = all_params.attention;
     Ring<Config::kStages> key_ring(shared.key);
     GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> rows{warp, lane};
@@ -112,8 +112,8 @@ __device__ __forceinline__ void gather_rows(ForwardStorageSm90<Config>& shared,
 
 // Called by one warp, whose first lane copies Q and tells the consumers which tiles have landed.
 template <typename Config>
-__device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& shared,
-                                                 const AttentionForwardParamsSm90& all_params, int lane) {
+FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                      int lane) {
     Ring<1> query_ring(shared.query);
     Ring<Config::kStages> key_ring(shared.key);
     for_tiles_of_cta</*kTells=*/true>(
@@ -132,9 +132,8 @@ __device__ __forceinline__ void publish_gathered(ForwardStorageSm90<Config>& sha
 
 // Called by the producer's warps 0 to 3. ahead: see produce_boxes(); not called where rows are gathered.
 template <typename Config, typename Ahead>
-__device__ __forceinline__ void produce(ForwardStorageSm90<Config>& shared,
-                                        const AttentionForwardParamsSm90& all_params, int rank, int cluster_size,
-                                        int warp, int lane, Ahead&& ahead) {
+FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params, int rank,
+                             int cluster_size, int warp, int lane, Ahead&& ahead) {
     if (all_params.key_box_rows > 0) {
         if (warp == 0) produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
     } else if (warp > 0) {
@@ -153,8 +152,8 @@ struct MissingPages {
     int32_t* some;     // the warp's word in shared memory, because some loops lack a register for it
 
     // Called by all threads of a warpgroup; all warpgroups get the same.
-    __device__ __forceinline__ MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
-                                            const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
+    FASTATTN_DEVICE MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
+                                 const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
         : table(work.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
@@ -169,10 +168,10 @@ struct MissingPages {
     }
 
     // How many tiles, the last ones that the CTA takes, need no mask.
-    __device__ __forceinline__ int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
+    FASTATTN_DEVICE int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
     // The present columns of a masked tile, as mask_own_columns() takes them.
-    __device__ __forceinline__ uint32_t present(int32_t first_bit, int lane) const {
+    FASTATTN_DEVICE uint32_t present(int32_t first_bit, int lane) const {
         if (!is_any()) return 0xffffffff;
         using Bits = ColumnBits<Config::kTilesN>;
         const int32_t first_key = first_bit / Bits::kPerTile * Config::kBlockN;
@@ -180,12 +179,12 @@ struct MissingPages {
     }
 
     // The same with column i in bit i.
-    __device__ __forceinline__ uint32_t present_in_order(int32_t first_key, int lane) const {
+    FASTATTN_DEVICE uint32_t present_in_order(int32_t first_key, int lane) const {
         return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
     }
 
   private:
-    __device__ __forceinline__ bool is_any() const { return *some != 0; }
+    FASTATTN_DEVICE bool is_any() const { return *some != 0; }
 };
 
 }  // namespace fastattn

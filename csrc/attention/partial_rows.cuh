@@ -27,16 +27,14 @@ struct PartialRows {
     const Locator locator;
     float factor = 1.0f;  // by which the output is multiplied
 
-    __device__ __forceinline__ int num_rows() const { return min(max(locator.num_rows(), 0), kBlockM); }
+    FASTATTN_DEVICE int num_rows() const { return min(max(locator.num_rows(), 0), kBlockM); }
 
-    __device__ __forceinline__ int32_t slots_per_cta() const { return kSlotsPerCta; }
+    FASTATTN_DEVICE int32_t slots_per_cta() const { return kSlotsPerCta; }
 
-    __device__ __forceinline__ WorkspaceSlots<kBlockM> slots() const {
-        return {params.partials, params.value.head_dim};
-    }
+    FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, params.value.head_dim}; }
 
     // Writes four columns of a row's result. The sink, if there is one, is in one of the partials.
-    __device__ __forceinline__ void store_result(int row, int column, const RowPartial& partial) const {
+    FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const RowResult result = finish_row(partial.max, partial.sum, -kInfinity);
         const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
         if (column == 0) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = result.lse;
@@ -52,8 +50,8 @@ struct PartialRows {
 
     // Leaves a warp's accumulators, of rows from first_row of the tile on, and their softmax, in a workspace slot.
     template <int kTilesM, int kTilesD, typename Softmax>
-    __device__ __forceinline__ void leave(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
-                                          const Softmax& softmax, int lane) const {
+    FASTATTN_DEVICE void leave(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
+                               const Softmax& softmax, int lane) const {
         const WorkspaceSlots<kBlockM> own_slots = slots();
         for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
             const int row = first_row + warp_row;
@@ -73,8 +71,8 @@ struct PartialRows {
 
     // Writes them to the output, where that is fp32 and the CTA has had all keys of the tile.
     template <int kTilesM, int kTilesD, typename Softmax>
-    __device__ __forceinline__ void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
-                                                     int lane) const {
+    FASTATTN_DEVICE void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                          int lane) const {
         softmax.finish(rO, factor);
         for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
             const int row = first_row + warp_row;
@@ -93,15 +91,14 @@ struct PartialRows {
 template <int kNumThreads>
 struct LateThreadsOfCta : AllThreadsOfCta {
     static constexpr int kCount = kNumThreads;
-    __device__ __forceinline__ static int index() { return ptx::tid_x(); }
+    FASTATTN_DEVICE static int index() { return ptx::tid_x(); }
 };
 
 // Called by all threads, whose warps have kWarpM rows each: writes the output where a tile has one split. Else leaves a
 // partial, and combines if this CTA is the last. sTile: shared memory that nobody reads any more.
 template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
-__device__ __forceinline__ void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split,
-                                                         float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
-                                                         Tile& sTile) {
+FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split, float (&rO)[kTilesM][kTilesD][4],
+                                              Softmax& softmax, Tile& sTile) {
     using Threads = LateThreadsOfCta<kNumThreads>;
     using Storage = CombineStorage<Rows, Threads>;
     static_assert(sizeof(Storage) <= sizeof(sTile));

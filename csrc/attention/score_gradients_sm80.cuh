@@ -16,8 +16,8 @@ template <int kTilesM>
 struct RowTermsOfLane {
     float shift[kTilesM][2], log2_sum[kTilesM][2], delta[kTilesM][2];
 
-    __device__ __forceinline__ RowTermsOfLane(const AttentionBackwardParams& params, int32_t batch, int32_t head,
-                                              const Sequence& rows, int32_t first_row, int lane) {
+    FASTATTN_DEVICE RowTermsOfLane(const AttentionBackwardParams& params, int32_t batch, int32_t head,
+                                   const Sequence& rows, int32_t first_row, int lane) {
         const float* gShift = row_pointer(params.shift, batch, head) + rows.begin;
         const float* gLog2Sum = row_pointer(params.log2_sum, batch, head) + rows.begin;
         const float* gDelta = row_pointer(params.delta, batch, head) + rows.begin;
@@ -35,10 +35,9 @@ struct RowTermsOfLane {
 // Calls function(m, n, e, dS) for each element, from scores and dropout(dO Vᵀ) without its factor. A key that a row
 // does not see has exactly 0, also where it is NaN, and so has a row that does not exist: the first num_rows rows do.
 template <int kTilesM, int kTilesN, typename Function>
-__device__ __forceinline__ void for_score_gradients(const float (&rS)[kTilesM][kTilesN][4],
-                                                    const float (&rDP)[kTilesM][kTilesN][4],
-                                                    const RowTermsOfLane<kTilesM>& rows, float dropout_factor,
-                                                    int32_t num_rows, int lane, Function&& function) {
+FASTATTN_DEVICE void for_score_gradients(const float (&rS)[kTilesM][kTilesN][4],
+                                         const float (&rDP)[kTilesM][kTilesN][4], const RowTermsOfLane<kTilesM>& rows,
+                                         float dropout_factor, int32_t num_rows, int lane, Function&& function) {
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {

@@ -22,7 +22,7 @@ namespace fastattn {
 inline constexpr int kAppendThreads = 128;
 
 // Locates token `token`, which is absent unless its slot exists.
-__device__ __forceinline__ TokenLocation location_of_slot(const SlotsView& slots, int32_t token) {
+FASTATTN_DEVICE TokenLocation location_of_slot(const SlotsView& slots, int32_t token) {
     const int64_t index = token * slots.stride;
     const int64_t slot = slots.is_int64 ? static_cast<const int64_t*>(slots.data)[index]
                                         : int64_t{static_cast<const int32_t*>(slots.data)[index]};
@@ -33,8 +33,8 @@ __device__ __forceinline__ TokenLocation location_of_slot(const SlotsView& slots
 
 // Copies this lane's chunk of one row from `tokens` to `cache`. Called by all lanes of the warp.
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
-__device__ __forceinline__ void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache,
-                                             int32_t token, int32_t kv_head, TokenLocation location, int chunk) {
+FASTATTN_DEVICE void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache, int32_t token,
+                                  int32_t kv_head, TokenLocation location, int chunk) {
     const CacheHead<kFormat> head(cache, kv_head);
     const bool is_stored = location.is_present() && chunk * kChunkElements < cache.head_dim;
     uint4 bits = {0, 0, 0, 0};

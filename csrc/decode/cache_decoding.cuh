@@ -26,7 +26,7 @@ struct CacheDecoding<CacheFormat::kInt8, kDataType_> {
     static constexpr float kFactor = Int8Decoding<kDataType>::kFactor;
 
     template <uint32_t kOrder>
-    __device__ __forceinline__ static uint2 pairs(uint32_t four) {
+    FASTATTN_DEVICE static uint2 pairs(uint32_t four) {
         const uint32_t four_biased = biased(four);
         return {decode_pair<kDataType, (kOrder & 3), (kOrder >> 4 & 3)>(four_biased),
                 decode_pair<kDataType, (kOrder >> 8 & 3), (kOrder >> 12 & 3)>(four_biased)};

@@ -17,14 +17,13 @@
 namespace fastattn {
 
 // What the table holds for a key, 0 <= key < capacity.
-__device__ __forceinline__ int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
+FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
     const int32_t page_idx = layout.by_block_rows.quotient(key);
     return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
 }
 
 // `page`: what the table, if there is one, holds for the key; negative: the key is absent.
-__device__ __forceinline__ TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key,
-                                                     int32_t page) {
+FASTATTN_DEVICE TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key, int32_t page) {
     if (layout.block_table == nullptr) return {batch, key};
     return location_in_page(page, layout.num_blocks, key, layout.by_block_rows.quotient(key), layout.block_rows);
 }
@@ -42,28 +41,26 @@ struct CacheHead {
     char* data;
     float* scales;
 
-    __device__ __forceinline__ CacheHead(const CacheView& cache, int32_t kv_head)
+    FASTATTN_DEVICE CacheHead(const CacheView& cache, int32_t kv_head)
         : cache(cache),
           data(static_cast<char*>(cache.data) + kv_head * cache.head_bytes),
           scales(cache.scales + kv_head * cache.scale_head_stride) {}
 
-    __device__ __forceinline__ char* row(TokenLocation location) const {
+    FASTATTN_DEVICE char* row(TokenLocation location) const {
         return data + (uint64_t{static_cast<uint32_t>(location.block)} * cache.block_chunks +
                        uint64_t{static_cast<uint32_t>(location.row)} * cache.row_chunks) *
                           kChunkBytes;
     }
 
     // Whether the cache has no scales.
-    __device__ __forceinline__ bool all_are_one() const {
-        return kFormat == CacheFormat::kFp8 && cache.scales == nullptr;
-    }
+    FASTATTN_DEVICE bool all_are_one() const { return kFormat == CacheFormat::kFp8 && cache.scales == nullptr; }
 
-    __device__ __forceinline__ HeadScale given_scale() const {
+    FASTATTN_DEVICE HeadScale given_scale() const {
         if constexpr (kFormat != CacheFormat::kFp8) return {false, 1.0f};
         return {cache.scales_are_given, cache.scales_are_given && !all_are_one() ? *scales : 1.0f};
     }
 
-    __device__ __forceinline__ float* scale(TokenLocation location) const {
+    FASTATTN_DEVICE float* scale(TokenLocation location) const {
         return scales + uint64_t{static_cast<uint32_t>(location.block)} * cache.scale_block_stride +
                uint64_t{static_cast<uint32_t>(location.row)} * cache.scale_row_stride;
     }
@@ -72,7 +69,7 @@ struct CacheHead {
 // Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
 // scale that is `skipped` (one bit each) is written elsewhere.
 template <int kKeys>
-__device__ __forceinline__ void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
+FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
@@ -94,14 +91,14 @@ struct WarpTile {
     int row, chunk;        // of this lane's first chunk
     uint32_t lane_offset;  // in bytes, where it stands
 
-    __device__ __forceinline__ WarpTile(void* sTile, int lane)
+    FASTATTN_DEVICE WarpTile(void* sTile, int lane)
         : sTile(static_cast<char*>(sTile)),
           row(lane / kLanesOfLine * kLineKeys + lane % kLanesOfLine / Layout::kChunksPerRow),
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
     // The swizzle is an exclusive or, and a pass's first row shares no bit with the lane's row in the pass.
-    __device__ __forceinline__ uint32_t chunk_offset(int pass) const {
+    FASTATTN_DEVICE uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowStep;
         const int turned = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
         return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
@@ -110,8 +107,8 @@ struct WarpTile {
     // Starts to copy rows of row_bytes bytes. kLineKeys rows at a time lie row_chunks chunks apart, of this lane from
     // gLine on. Zeros replace rows that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows
     // that are written elsewhere.
-    __device__ __forceinline__ void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
-                                              uint32_t skipped) const {
+    FASTATTN_DEVICE void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
+                                   uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
         const auto row_of_line = static_cast<uint32_t>(row % kLineKeys);
@@ -135,7 +132,7 @@ struct WarpTile {
     }
 
     // Likewise of rows that lie anywhere: lane l passes where row l % kRows does, null if it is absent.
-    __device__ __forceinline__ void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
+    FASTATTN_DEVICE void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
 #pragma unroll
@@ -150,7 +147,7 @@ struct WarpTile {
 
     // Calls function(uint32_t& pair_of_elements) for all that this lane has copied.
     template <typename Function>
-    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+    FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             uint4& bits = *reinterpret_cast<uint4*>(sTile + chunk_offset(pass));

@@ -23,7 +23,7 @@ inline constexpr int kDequantizeThreads = 128, kDequantizedTokens = 64;
 
 // Eight elements times their scale.
 template <DataType kDataType, CacheFormat kFormat>
-__device__ __forceinline__ uint4 dequantised(const uint2& elements, float scale) {
+FASTATTN_DEVICE uint4 dequantised(const uint2& elements, float scale) {
     using Decoding = CacheDecoding<kFormat, kDataType>;
     const uint2 first = Decoding::template pairs<kNeighbours>(elements.x);
     const uint2 last = Decoding::template pairs<kNeighbours>(elements.y);
@@ -40,9 +40,8 @@ __device__ __forceinline__ uint4 dequantised(const uint2& elements, float scale)
 // Dequantises tokens [first, end) of a sequence's head. `out`: the head in the sequence's first block, of which blocks
 // lie out_block elements apart.
 template <DataType kDataType, CacheFormat kFormat>
-__device__ __forceinline__ void dequantise_tokens(const CacheView& cache, const CacheLayout& layout, int32_t batch,
-                                                  int32_t kv_head, int32_t first, int32_t end, uint16_t* out,
-                                                  int64_t out_block) {
+FASTATTN_DEVICE void dequantise_tokens(const CacheView& cache, const CacheLayout& layout, int32_t batch,
+                                       int32_t kv_head, int32_t first, int32_t end, uint16_t* out, int64_t out_block) {
     const CacheHead<kFormat> head(cache, kv_head);
     const int chunks = cache.head_dim / kChunkElements;
 #pragma unroll 1

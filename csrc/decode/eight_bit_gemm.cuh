@@ -21,8 +21,8 @@ namespace fastattn {
 // rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [kTilesN * 8, kHeadDim] bytes at
 // ldmatrix_lane_b.
 template <typename Decoding, int kHeadDim, int kTilesN>
-__device__ __forceinline__ void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
-                                             const SwizzledBlocks<kHeadDim / 2>& sK) {
+FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                  const SwizzledBlocks<kHeadDim / 2>& sK) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
@@ -49,8 +49,8 @@ __device__ __forceinline__ void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const S
 // rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] bytes at ldmatrix_lane. rO[2 * i] and
 // rO[2 * i + 1] are the even and the odd dims of the i-th 16.
 template <typename Decoding, int kHeadDim, int kTilesN>
-__device__ __forceinline__ void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
-                                             const SwizzledBlocks<kHeadDim / 2>& sV) {
+FASTATTN_DEVICE void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
+                                  const SwizzledBlocks<kHeadDim / 2>& sV) {
 #pragma unroll
     for (int n = 0; n < kTilesN; n += 2) {
         uint32_t rA[4];

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "host/host_device.h"
+
 namespace fastattn {
 
 template <int kKeys>
@@ -10,7 +12,7 @@ inline constexpr uint32_t kAllKeys = 0xffffffffu >> (32 - kKeys);
 
 // The keys from `begin` on and below `end`, which may lie outside of the tile.
 template <int kKeys>
-__device__ __forceinline__ uint32_t keys_between(int32_t begin, int32_t end) {
+FASTATTN_DEVICE uint32_t keys_between(int32_t begin, int32_t end) {
     const auto from = [](int32_t key) {  // a shift by 32 leaves nothing
         return __funnelshift_lc(0, kAllKeys<kKeys>, min(max(key, 0), kKeys));
     };

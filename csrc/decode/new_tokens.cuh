@@ -13,9 +13,9 @@ namespace fastattn {
 // Rows of a tile that hold new tokens, `is_new` (one bit a row), from gNew, where the token of the tile's first row
 // would stand, at first_position. Lane l passes in gRow where row l % kRows is to be stored, null: nowhere.
 template <DataType kDataType, int kHeadDim, int kRows>
-__device__ __forceinline__ void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew,
-                                                int64_t row_stride, int head_dim, uint32_t is_new,
-                                                const RotaryParams& rotary, int32_t first_position, char* gRow) {
+FASTATTN_DEVICE void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
+                                     int head_dim, uint32_t is_new, const RotaryParams& rotary, int32_t first_position,
+                                     char* gRow) {
     using Tile = WarpTile<kHeadDim, kRows>;
 #pragma unroll 1
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
@@ -43,7 +43,7 @@ inline constexpr float kLargestElement = kFormat == CacheFormat::kFp8 ? kLargest
 
 // The byte of x / scale, rounded to nearest even and no larger than the largest number.
 template <CacheFormat kFormat>
-__device__ __forceinline__ uint32_t quantise(float ratio) {
+FASTATTN_DEVICE uint32_t quantise(float ratio) {
     if constexpr (kFormat == CacheFormat::kFp8) return encode_fp8(ratio);
     return static_cast<uint32_t>(static_cast<int32_t>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f))) & 0xff;
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t quantise(float ratio) {
 // the format, or 1 for zeros. A row that is not finite then has the scale NaN, so that it stays visible. kLanesOfRow
 // neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
 template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
-__device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
+FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
     float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
@@ -81,10 +81,10 @@ __device__ __forceinline__ QuantisedChunk quantise_chunk(uint4 bits, const HeadS
 // As take_new_tokens, quantised. sScales and gScale are for scales what the tile and gRow are for rows; nothing is
 // stored in gScale where the scale is `given`. The tile's kRows rows are kHeadDim bytes each.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
-__device__ __forceinline__ void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew,
-                                                    int64_t row_stride, int head_dim, uint32_t is_new,
-                                                    const RotaryParams& rotary, int32_t first_position, char* gRow,
-                                                    float* gScale, const CacheHead<kFormat>& head, int lane) {
+FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
+                                         int head_dim, uint32_t is_new, const RotaryParams& rotary,
+                                         int32_t first_position, char* gRow, float* gScale,
+                                         const CacheHead<kFormat>& head, int lane) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements;
     constexpr int kRowsPerPass = kWarpSize / kLanesOfRow;
     const int chunk = lane % kLanesOfRow;

@@ -16,7 +16,7 @@ namespace fastattn {
 struct QueryRow {
     int32_t query, head;
 
-    __device__ __forceinline__ QueryRow(const DecodeParams& params, int32_t kv_head, int32_t row)
+    FASTATTN_DEVICE QueryRow(const DecodeParams& params, int32_t kv_head, int32_t row)
         : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
 };
 
@@ -46,9 +46,8 @@ struct PackedRows {
 
     // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. Called by
     // all threads of the CTA; `mask` is complete after the next barrier.
-    __device__ __forceinline__ PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch,
-                                          int32_t kv_head, int32_t first_row, int first_of_warp, TileMask<kRows>& mask,
-                                          int lane)
+    FASTATTN_DEVICE PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch, int32_t kv_head,
+                               int32_t first_row, int first_of_warp, TileMask<kRows>& mask, int lane)
         : decode(decode), params(decode.scores), mask(mask), upper(mask.rows + first_of_warp + lane / kLanesPerRow) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
         const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
@@ -80,7 +79,7 @@ struct PackedRows {
     // Bits of the kKeys keys that the lane's upper and lower row see. `present`: bits of the keys that exist. Called by
     // all lanes of the warp.
     template <int kKeys>
-    __device__ __forceinline__ uint2 seen(uint32_t present, int32_t first_key, int lane) const {
+    FASTATTN_DEVICE uint2 seen(uint32_t present, int32_t first_key, int lane) const {
         const auto row_bits = [&](int half) {
             const KeyRange sees = upper[half * kLowerRow].sees;
             uint32_t keys = present & keys_between<kKeys>(sees.begin - first_key, sees.end - first_key);
@@ -91,20 +90,20 @@ struct PackedRows {
     }
 
     // Whether rows differ in what they see of the keys [first_key, end_key).
-    __device__ __forceinline__ bool differ(int32_t first_key, int32_t end_key) const {
+    FASTATTN_DEVICE bool differ(int32_t first_key, int32_t end_key) const {
         return first_key < mask.all.begin || end_key > mask.all.end;
     }
 
     // Whether every row sees each of kKeys keys.
     template <int kKeys>
-    __device__ __forceinline__ bool see_all(uint32_t present, int32_t first_key) const {
+    FASTATTN_DEVICE bool see_all(uint32_t present, int32_t first_key) const {
         return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
     }
 
     // Makes Q·Kᵀ, each row times its factor, scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
-                                              int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
+                                   int32_t first_key, int lane) const {
         const float softcap = params.softcap;
         if (softcap > 0) {
             const float scale[2] = {params.scale_over_softcap * factor[0], params.scale_over_softcap * factor[1]};
@@ -134,7 +133,7 @@ struct PackedRows {
 
     // Bits of the `keys` that the tree mask lets the row see. Each lane of a row reads some of the mask.
     template <int kKeys>
-    __device__ __forceinline__ uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
+    FASTATTN_DEVICE uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
         const TreeMaskView& tree = decode.tree_mask;
         const int32_t query = upper[half * kLowerRow].position - mask.tree;
         const uint8_t* row = tree.data + mask.batch * tree.batch_stride + query * tree.query_stride;
@@ -153,7 +152,7 @@ struct PackedRows {
     }
 
     template <int kTilesN, typename Function>
-    __device__ __forceinline__ static void for_each(float (&rS)[1][kTilesN][4], Function&& function) {
+    FASTATTN_DEVICE static void for_each(float (&rS)[1][kTilesN][4], Function&& function) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll

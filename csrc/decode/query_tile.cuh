@@ -23,7 +23,7 @@ struct DividedChunk {
 };
 
 template <int kLanesOfRow>
-__device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
+FASTATTN_DEVICE DividedChunk divided_to_float16(const uint4& bits) {
     constexpr uint32_t kBelow = 14 * kExponentStep;  // the row's largest element is then 2^14 to 2^15
     constexpr uint32_t kLeast = kBelow + kExponentStep, kMost = 0x7f000000;  // so that powers are normal numbers
     float values[kChunkElements], largest = 0.0f;
@@ -46,9 +46,8 @@ __device__ __forceinline__ DividedChunk divided_to_float16(const uint4& bits) {
 // zero. The powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of
 // eight_bit_gemm.cuh. All kThreads take part.
 template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
-__device__ __forceinline__ void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
-                                              const CachedSequence& tokens, int32_t batch, int32_t kv_head,
-                                              int32_t first_row) {
+FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
+                                   const CachedSequence& tokens, int32_t batch, int32_t kv_head, int32_t first_row) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kChunks = kHeadDim / kChunkElements;
     static_assert(kRows * kChunks % kThreads == 0, "lanes stay together");

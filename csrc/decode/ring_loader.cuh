@@ -29,31 +29,31 @@ struct alignas(128) KeyRing {
     // What only loads need to know: registers are scarce.
     HeadKeys head;
 
-    __device__ __forceinline__ char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
-    __device__ __forceinline__ char* values(int stage) { return data + (2 * stage + 1) * Config::kStageBytes; }
-    __device__ __forceinline__ float* key_scales(int stage) { return scales[Config::k8Bit ? stage : 0][0]; }
-    __device__ __forceinline__ float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
+    FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
+    FASTATTN_DEVICE char* values(int stage) { return data + (2 * stage + 1) * Config::kStageBytes; }
+    FASTATTN_DEVICE float* key_scales(int stage) { return scales[Config::k8Bit ? stage : 0][0]; }
+    FASTATTN_DEVICE float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
 };
 
 // The steps of a warp: kWarpN keys each, kBlockN apart, of the head that the ring is for.
 template <typename Config, DataType kDataType>
 class RingLoader {
   public:
-    __device__ __forceinline__ RingLoader(const DecodeParams& params, KeyRing<Config>& ring, int lane)
+    FASTATTN_DEVICE RingLoader(const DecodeParams& params, KeyRing<Config>& ring, int lane)
         : params_(params),
           ring_(ring),
           lane_(lane),
           in_lines_(params.layout.block_table == nullptr || params.layout.block_rows % kLineKeys == 0) {}
 
     // Before the first step, whose keys are those from first_key on.
-    __device__ __forceinline__ void begin(const HeadKeys& head, int32_t first_key) {
+    FASTATTN_DEVICE void begin(const HeadKeys& head, int32_t first_key) {
         if (lane_ == 0) ring_.head = head;
         __syncwarp();  // waits until all lanes can read that
         next_page_ = page_of(first_key);
     }
 
     // K of the next step.
-    __device__ __forceinline__ void load_keys(int stage, int32_t first_key) {
+    FASTATTN_DEVICE void load_keys(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
             next_page_ = page_of(first_key + Config::kBlockN);  // on its way while this step is copied and multiplied
@@ -66,7 +66,7 @@ class RingLoader {
     }
 
     // Loads V of the step whose K has been loaded last.
-    __device__ __forceinline__ void load_values(int stage, int32_t first_key) {
+    FASTATTN_DEVICE void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Head cache(params_.v_cache, ring_.head.kv_head);
             load_tile(cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage), first_key);
@@ -86,20 +86,20 @@ class RingLoader {
     };
 
     // The key that this lane looks up: in lines, the first key of the lane's line.
-    __device__ __forceinline__ int32_t own_key(int32_t first_key) const {
+    FASTATTN_DEVICE int32_t own_key(int32_t first_key) const {
         const int key = lane_ % kWarpN;
         return first_key + (in_lines_ ? key / kLineKeys * kLineKeys : key);
     }
 
     // The page table's entry for that key.
-    __device__ __forceinline__ int32_t page_of(int32_t first_key) const {
+    FASTATTN_DEVICE int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
         const bool is_wanted = key < ring_.head.end_key && (in_lines_ || key >= ring_.head.begin_key);
         return params_.layout.block_table != nullptr && is_wanted ? page_in_table(params_.layout, ring_.head.batch, key)
                                                                   : -1;
     }
 
-    __device__ __forceinline__ Tokens tokens_in(int32_t page, int32_t first_key) const {
+    FASTATTN_DEVICE Tokens tokens_in(int32_t page, int32_t first_key) const {
         const HeadKeys& head = ring_.head;
         const TokenLocation location = location_of(params_.layout, head.batch, own_key(first_key), page);
         const uint32_t wanted = keys_between<kWarpN>(head.begin_key - first_key, head.end_key - first_key);
@@ -107,9 +107,8 @@ class RingLoader {
         return {location, present, present & keys_between<kWarpN>(head.first_new - first_key, kWarpN)};
     }
 
-    __device__ __forceinline__ void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
-                                              const RotaryParams& rotary, char* sTile, float* sScales,
-                                              int32_t first_key) const {
+    FASTATTN_DEVICE void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
+                                   const RotaryParams& rotary, char* sTile, float* sScales, int32_t first_key) const {
         const auto [location, present, is_new] = tokens_;
         const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;

@@ -11,7 +11,7 @@ namespace fastattn {
 
 // (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation: what becomes of x, whose partner is
 // y.
-__device__ __forceinline__ float turned(float x, float y, float cos, float sin, bool is_first) {
+FASTATTN_DEVICE float turned(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
@@ -25,10 +25,10 @@ struct Angles {
 
     const char* first;
 
-    __device__ __forceinline__ Angles(const void* table, int64_t row, int half_dim)
+    FASTATTN_DEVICE Angles(const void* table, int64_t row, int half_dim)
         : first(static_cast<const char*>(table) + row * half_dim * kBytes) {}
 
-    __device__ __forceinline__ float operator[](int index) const {
+    FASTATTN_DEVICE float operator[](int index) const {
         if constexpr (kKind == Kind::kFloat32) return reinterpret_cast<const float*>(first)[index];
         if constexpr (kKind == Kind::kFloat64) return static_cast<float>(reinterpret_cast<const double*>(first)[index]);
         if constexpr (kIs16Bit) return value(reinterpret_cast<const uint16_t*>(first)[index]);
@@ -38,13 +38,13 @@ struct Angles {
     struct Four {
         uint32_t words[kIs16Bit ? 2 : 4];
 
-        __device__ __forceinline__ float operator[](int i) const {
+        FASTATTN_DEVICE float operator[](int i) const {
             if constexpr (kIs16Bit) return value(static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2)));
             if constexpr (!kIs16Bit) return __uint_as_float(words[i]);
         }
     };
 
-    __device__ __forceinline__ Four four(int index) const {
+    FASTATTN_DEVICE Four four(int index) const {
         if constexpr (kIs16Bit) {
             const uint2 loaded = *reinterpret_cast<const uint2*>(first + index * kBytes);
             return {{loaded.x, loaded.y}};
@@ -55,14 +55,14 @@ struct Angles {
     }
 
   private:
-    __device__ __forceinline__ static float value(uint16_t bits) {
+    FASTATTN_DEVICE static float value(uint16_t bits) {
         constexpr DataType kStored = kKind == Kind::kFloat16 ? DataType::kFloat16 : DataType::kBFloat16;
         return unpack<kStored>(bits);
     }
 };
 
 template <DataType kDataType>
-__device__ __forceinline__ uint4 packed(const float (&chunk)[kChunkElements]) {
+FASTATTN_DEVICE uint4 packed(const float (&chunk)[kChunkElements]) {
     return {pack<kDataType>(chunk[0], chunk[1]), pack<kDataType>(chunk[2], chunk[3]),
             pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
 }
@@ -71,8 +71,8 @@ __device__ __forceinline__ uint4 packed(const float (&chunk)[kChunkElements]) {
 // chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way
 // together. Elements of other chunks are loaded one by one, and so are float64 tables.
 template <DataType kDataType, RotaryParams::Kind kKind>
-__device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own,
-                                         int first_dim, int64_t table_row) {
+FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own, int first_dim,
+                              int64_t table_row) {
     const int half_dim = rotary.half_dim;
     const Angles<kKind> cos(rotary.cos, table_row, half_dim), sin(rotary.sin, table_row, half_dim);
     float results[kChunkElements];
@@ -119,8 +119,7 @@ __device__ __forceinline__ uint4 rotated(const RotaryParams& rotary, const uint1
 // Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims are rotated in pairs,
 // and are rounded to 16 bits. Positions outside of the tables are clamped to them.
 template <DataType kDataType>
-__device__ __forceinline__ uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk,
-                                              int32_t position) {
+FASTATTN_DEVICE uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk, int32_t position) {
     using Kind = RotaryParams::Kind;
     const uint4 own = *reinterpret_cast<const uint4*>(gRow + chunk * kChunkElements);
     const int first_dim = chunk * kChunkElements;

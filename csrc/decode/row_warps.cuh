@@ -10,15 +10,15 @@ namespace fastattn {
 template <int kCount>
 struct RowWarps {
     // The warp's group, which decides its keys.
-    __device__ __forceinline__ int group() const { return threadIdx.x / (kCount * kWarpSize); }
+    FASTATTN_DEVICE int group() const { return threadIdx.x / (kCount * kWarpSize); }
 
     // The warp's index in its group, which decides its rows.
-    __device__ __forceinline__ int index() const { return threadIdx.x / kWarpSize % kCount; }
+    FASTATTN_DEVICE int index() const { return threadIdx.x / kWarpSize % kCount; }
 
     // One warp copies for all, and writes what changes in shared memory.
-    __device__ __forceinline__ bool is_first() const { return kCount == 1 || index() == 0; }
+    FASTATTN_DEVICE bool is_first() const { return kCount == 1 || index() == 0; }
 
-    __device__ __forceinline__ void sync() const {
+    FASTATTN_DEVICE void sync() const {
         if constexpr (kCount == 1) {
             __syncwarp();
         } else {
@@ -26,7 +26,7 @@ struct RowWarps {
         }
     }
 
-    __device__ __forceinline__ bool any(bool predicate) const {
+    FASTATTN_DEVICE bool any(bool predicate) const {
         if constexpr (kCount == 1) {
             return __any_sync(0xffffffff, predicate) != 0;
         } else {

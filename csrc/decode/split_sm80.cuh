@@ -100,14 +100,14 @@ template <typename Config>
 struct OutputLayout {
     static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
 
-    __device__ __forceinline__ static int index(int row, int column) {
+    FASTATTN_DEVICE static int index(int row, int column) {
         return row * Config::kHeadDim + (column ^ (row % kPeriod * kStretch));
     }
 };
 
 template <typename Config>
-__device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor,
-                                                 int row, int half, int lane) {
+FASTATTN_DEVICE void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor, int row, int half,
+                                      int lane) {
     using Layout = OutputLayout<Config>;
     constexpr int kTiles = Layout::kStretch / kMmaN;  // in a stretch: the even dims, and the odd ones between them
     float* sOwn[Layout::kPeriod];                     // in the first stretches; the others follow in steps
@@ -133,8 +133,8 @@ __device__ __forceinline__ void store_output_row(float* sO, const float (&rO)[Co
 // Combines the groups' results to a partial, and this with the partials to its left that only wait for it. Stores the
 // tile's result if that completes it, else the largest node that the CTA can make so far in its workspace slot.
 template <typename Config, typename Rows>
-__device__ __forceinline__ void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
-                                              const TilePartials& partials, PartialRange own, int32_t partial) {
+FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
+                                   const TilePartials& partials, PartialRange own, int32_t partial) {
     constexpr int kQuads = Config::kHeadDim / 4;
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int32_t slots_per_cta = rows.slots_per_cta();

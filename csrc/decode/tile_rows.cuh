@@ -18,18 +18,18 @@ struct TileRows {
     const DecodeParams& params;
     int32_t batch, kv_head, first_row;
 
-    __device__ __forceinline__ int num_rows() const {
+    FASTATTN_DEVICE int num_rows() const {
         return min(params.sequence.num_queries * params.group - first_row, kBlockM);
     }
 
-    __device__ __forceinline__ int32_t slots_per_cta() const { return params.schedule.slots_per_cta; }
+    FASTATTN_DEVICE int32_t slots_per_cta() const { return params.schedule.slots_per_cta; }
 
-    __device__ __forceinline__ int32_t value_dim() const { return params.v_cache.head_dim; }
+    FASTATTN_DEVICE int32_t value_dim() const { return params.v_cache.head_dim; }
 
-    __device__ __forceinline__ WorkspaceSlots<kBlockM> slots() const { return {params.partials, value_dim()}; }
+    FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, value_dim()}; }
 
     // Writes four columns of a row's result, with the sink.
-    __device__ __forceinline__ void store_result(int row, int column, const RowPartial& partial) const {
+    FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const QueryRow own(params, kv_head, first_row + row);
         const bool has_sink = params.scores.sinks != nullptr;
         const RowResult result =

@@ -21,7 +21,7 @@ struct SharedTile {
     bool is_own;
 
     template <typename Function>
-    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+    FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         if (is_own) tile.for_own_pairs(function);
     }
 };
@@ -29,9 +29,8 @@ struct SharedTile {
 // NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps`
 // that share the tile take part.
 template <DataType kDataType, int kTilesD, int kRows, int kRowWarps>
-__device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
-                                               const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
-                                               int lane) {
+FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
+                                    const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key, int lane) {
     using Tile = WarpTile<kTilesD * kMmaN, kMmaK>;
     const Tile warp_tile(sV, lane);
     const SharedTile<Tile> tile{warp_tile, warps.is_first()};
@@ -43,9 +42,9 @@ __device__ __forceinline__ void silence_unseen(float (&rO)[1][kTilesD][4], char*
 
 // The same of a tile of fp8 values [kKeys, kTilesD * 8]: NaN is all that is not finite. rO as in eight_bit_gemm.cuh.
 template <int kKeys, int kTilesD, int kRows, int kRowWarps>
-__device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
-                                                   const RowWarps<kRowWarps>& warps, uint32_t present,
-                                                   int32_t first_key, int lane) {
+FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
+                                        const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
+                                        int lane) {
     using Tile = WarpTile<kTilesD * kMmaN / 2, kKeys>;
     const Tile warp_tile(sV, lane);
     const SharedTile<Tile> tile{warp_tile, warps.is_first()};
@@ -82,8 +81,7 @@ __device__ __forceinline__ void silence_unseen_fp8(float (&rO)[1][kTilesD][4], c
 
 // Scores of 8-bit keys, times the keys' scales and `factor`.
 template <int kTilesN>
-__device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float factor,
-                                                 int lane) {
+FASTATTN_DEVICE void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float factor, int lane) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
         const float2 scale = *reinterpret_cast<const float2*>(sScales + n * kMmaN + accumulator_column(lane));
@@ -98,11 +96,11 @@ __device__ __forceinline__ void multiply_columns(float (&rS)[1][kTilesN][4], con
 struct OutputScale {
     float inverse = 1.0f;
 
-    __device__ __forceinline__ float value() const { return inverse_of_power(inverse); }
+    FASTATTN_DEVICE float value() const { return inverse_of_power(inverse); }
 
     // Adapts this scale to those of kKeys keys, and rO to this scale.
     template <int kKeys, int kTilesD>
-    __device__ __forceinline__ void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
+    FASTATTN_DEVICE void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
         const float own = fabsf(sScales[lane % kKeys]);
         float largest = own < kInfinity ? own : 0.0f;
         const float own_relative = largest * inverse;
@@ -126,9 +124,8 @@ struct OutputScale {
 
     // The probability of a key that a row does not see stays 0, whatever the key's scale is.
     template <int kTilesN, int kRows>
-    __device__ __forceinline__ void weigh(float (&rP)[1][kTilesN][4], const float* sScales,
-                                          const PackedRows<kRows>& rows, uint32_t present, int32_t first_key,
-                                          int lane) const {
+    FASTATTN_DEVICE void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows<kRows>& rows,
+                               uint32_t present, int32_t first_key, int lane) const {
         constexpr int kKeys = kTilesN * kMmaN;
         const int column = accumulator_column(lane);
 #pragma unroll

@@ -24,7 +24,7 @@ struct BiasTile {
     uint32_t pairs[kTilesN][2];  // bits of two keys, the first in the lower half, for the upper and the lower row
 
     // first_row: the warp's. There is at least one row.
-    __device__ __forceinline__ BiasTile(const HeadScores& scores, int32_t first_row, int lane)
+    FASTATTN_DEVICE BiasTile(const HeadScores& scores, int32_t first_row, int lane)
         : view(scores.params.bias), num_keys(scores.window.num_keys), own_column(accumulator_column(lane)) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -33,7 +33,7 @@ struct BiasTile {
         }
     }
 
-    __device__ __forceinline__ void load(int32_t first_key) {
+    FASTATTN_DEVICE void load(int32_t first_key) {
         if (view.kind == Kind::kBool) {
             load_pairs<uint8_t>(first_key);
         } else if (view.kind == Kind::kFloat16 || view.kind == Kind::kBFloat16) {
@@ -41,7 +41,7 @@ struct BiasTile {
         }
     }
 
-    __device__ __forceinline__ void add_to(float (&rS)[1][kTilesN][4], int32_t first_key) const {
+    FASTATTN_DEVICE void add_to(float (&rS)[1][kTilesN][4], int32_t first_key) const {
         switch (view.kind) {
             case Kind::kNone:
                 return;
@@ -62,7 +62,7 @@ struct BiasTile {
   private:
     // -inf is a mask also where the score is NaN.
     template <Kind kKind>
-    __device__ __forceinline__ static void add(float& score, uint32_t bits) {
+    FASTATTN_DEVICE static void add(float& score, uint32_t bits) {
         const float added = HeadScores::bias_value<kKind>(bits);
         if constexpr (kKind == Kind::kBool) {
             score = bits != 0 ? score : -kInfinity;
@@ -72,7 +72,7 @@ struct BiasTile {
     }
 
     template <Kind kKind>
-    __device__ __forceinline__ void add_pairs(float (&rS)[1][kTilesN][4]) const {
+    FASTATTN_DEVICE void add_pairs(float (&rS)[1][kTilesN][4]) const {
         constexpr int kBits = kKind == Kind::kBool ? 8 : 16;
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
@@ -85,7 +85,7 @@ struct BiasTile {
     }
 
     template <typename T>
-    __device__ __forceinline__ void load_pairs(int32_t first_key) {
+    FASTATTN_DEVICE void load_pairs(int32_t first_key) {
         for_each_pair<T>(first_key, [&](int n, int half, uint32_t first, uint32_t second) {
             pairs[n][half] = first | second << 8 * sizeof(T);
         });
@@ -93,7 +93,7 @@ struct BiasTile {
 
     // Calls function(n, half, bits, bits) for each two neighbouring keys of a tile.
     template <typename T, typename Function>
-    __device__ __forceinline__ void for_each_pair(int32_t first_key, Function&& function) const {
+    FASTATTN_DEVICE void for_each_pair(int32_t first_key, Function&& function) const {
         using Two = std::conditional_t<sizeof(T) == 4, uint2, std::conditional_t<sizeof(T) == 2, uint32_t, uint16_t>>;
         const int32_t own_key = first_key + own_column;
         if (view.in_pairs && first_key + kTilesN * kMmaN <= num_keys) {
@@ -129,8 +129,8 @@ struct BiasTile {
 
 // Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, ahead of those that load
 // it. Does nothing where its keys do not lie side by side in memory.
-__device__ __forceinline__ void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
-                                              int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
+FASTATTN_DEVICE void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
+                                   int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
     constexpr int kSectorBytes = 32;
     if (view.kind == BiasView::Kind::kNone || view.key_stride != 1) return;
     const int64_t element_bytes = view.element_bytes(), bytes_between_rows = view.row_stride * element_bytes;

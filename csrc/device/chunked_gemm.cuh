@@ -48,22 +48,22 @@ class ChunkedGemm {
     const int warp_row, warp_column;  // where this warp's rows and columns begin in the tile
 
     // `thread` of the CTA; a row of warps takes the same rows of the tile.
-    __device__ __forceinline__ ChunkedGemm(Storage& shared, int thread)
+    FASTATTN_DEVICE ChunkedGemm(Storage& shared, int thread)
         : warp_row(thread / kWarpSize / kWarpsN * kTilesM * kMmaM),
           warp_column(thread / kWarpSize % kWarpsN * kTilesN * kMmaN),
           shared_(shared),
           thread_(thread) {}
 
     // Before the first multiply().
-    __device__ __forceinline__ void start(const GemmOperands& first) {
+    FASTATTN_DEVICE void start(const GemmOperands& first) {
         load(first, 0);
         ptx::cp_async_commit_group();
     }
 
     // rS = A·Bᵀ, this warp's tiles, of the operands that were `next` before (or the first). What the storage holds
     // after the last product may still be read by other warps.
-    __device__ __forceinline__ void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
-                                             const GemmOperands& next) {
+    FASTATTN_DEVICE void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
+                                  const GemmOperands& next) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -93,7 +93,7 @@ class ChunkedGemm {
     const int thread_;
     int stage_ = 0;  // of the chunk that was loaded last
 
-    __device__ __forceinline__ void load(const GemmOperands& operands, int32_t dim) {
+    FASTATTN_DEVICE void load(const GemmOperands& operands, int32_t dim) {
         const int32_t num_dims = operands.head_dim - dim;
         if (num_dims <= 0) return;
         TileLoader<kBlockM, kChunkDims, kNumThreads> load_a(shared_.sA[stage_], operands.a.data + dim,
@@ -104,7 +104,7 @@ class ChunkedGemm {
         load_b.template load<true>(operands.b.num_rows);
     }
 
-    __device__ __forceinline__ void multiply_chunk(float (&rS)[kTilesM][kTilesN][4], int stage, int32_t num_dims) {
+    FASTATTN_DEVICE void multiply_chunk(float (&rS)[kTilesM][kTilesN][4], int stage, int32_t num_dims) {
         const int lane = thread_ % kWarpSize;
         const SwizzledBlocks<kChunkDims> sA(shared_.sA[stage] + warp_row * kChunkDims, ldmatrix_lane(lane));
         const SwizzledBlocks<kChunkDims> sB(shared_.sB[stage] + warp_column * kChunkDims, ldmatrix_lane_b(lane));

@@ -38,25 +38,25 @@ struct Int8Decoding<DataType::kBFloat16> {
 };
 
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+FASTATTN_DEVICE uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
     return kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(a, b, c) : ptx::fma_rn_bf16x2(a, b, c);
 }
 
 // Four numbers w, as w + 128.
-__device__ __forceinline__ uint32_t biased(uint32_t four) {
+FASTATTN_DEVICE uint32_t biased(uint32_t four) {
     return four ^ 0x80808080;
 }
 
 // Two of four biased numbers as floats that are linear in them; the first becomes the lower half of the pair.
 template <DataType kDataType, int kFirst, int kSecond>
-__device__ __forceinline__ uint32_t linear_pair(uint32_t four_biased) {
+FASTATTN_DEVICE uint32_t linear_pair(uint32_t four_biased) {
     constexpr uint32_t kHighByte = 4;  // a byte of the permutation's second operand
     constexpr uint32_t kSelector = kFirst | kHighByte << 4 | kSecond << 8 | kHighByte << 12;
     return __byte_perm(four_biased, Int8Decoding<kDataType>::kHighBytes, kSelector);
 }
 
 template <DataType kDataType, int kFirst, int kSecond>
-__device__ __forceinline__ uint32_t decode_pair(uint32_t four_biased) {
+FASTATTN_DEVICE uint32_t decode_pair(uint32_t four_biased) {
     using Decoding = Int8Decoding<kDataType>;
     const uint32_t linear = linear_pair<kDataType, kFirst, kSecond>(four_biased);
     return fma_pairs<kDataType>(linear, Decoding::kMultiplier, Decoding::kOffset);
@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t decode_pair(uint32_t four_biased) {
 
 // Two products, rounded to nearest even.
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+FASTATTN_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     constexpr uint32_t kMinusZero = 0x80008000;  // adds nothing, also to -0
     return fma_pairs<kDataType>(a, b, kMinusZero);
 }

@@ -9,7 +9,7 @@
 
 namespace fastattn {
 
-__device__ __forceinline__ uint4 philox_4x32_10(uint4 counter, uint2 key) {
+FASTATTN_DEVICE uint4 philox_4x32_10(uint4 counter, uint2 key) {
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         const uint32_t high0 = __umulhi(0xd2511f53, counter.x), low0 = 0xd2511f53 * counter.x;
@@ -28,7 +28,7 @@ struct Dropout {
     const DropoutOrigin& origin;
 
     // With no seed it is not to be used.
-    __device__ __forceinline__ Dropout(const ScoreParams& params, uint32_t head)
+    FASTATTN_DEVICE Dropout(const ScoreParams& params, uint32_t head)
         : seed{0, 0},
           threshold(params.dropout_threshold),
           head(params.dropout_origin.head + head),
@@ -39,7 +39,7 @@ struct Dropout {
     }
 
     // With a seed that has been read before.
-    __device__ __forceinline__ Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
+    FASTATTN_DEVICE Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
         : seed{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
           threshold(params.dropout_threshold),
           head(params.dropout_origin.head + head),
@@ -47,8 +47,7 @@ struct Dropout {
 
     // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void drop(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                         int lane) const {
+    FASTATTN_DEVICE void drop(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane) const {
         for_each_word<kTilesM, kTilesN>(first_row, first_key, lane, [&](int m, int n, int e, uint32_t word) {
             rP[m][n][e] = word < threshold ? 0.0f : rP[m][n][e];
         });
@@ -57,8 +56,7 @@ struct Dropout {
     // Calls function(m, n, e, word) for each element of such a tile.
     // Two lanes share the four keys of a counter, in two rows: each computes one row's words and gives half away.
     template <int kTilesM, int kTilesN, typename Function>
-    __device__ __forceinline__ void for_each_word(int32_t first_row, int32_t first_key, int lane,
-                                                  Function&& function) const {
+    FASTATTN_DEVICE void for_each_word(int32_t first_row, int32_t first_key, int lane, Function&& function) const {
         const int odd = lane & 1;
         const uint32_t counter_key = (origin.key + first_key + accumulator_column(lane)) / 4;
 #pragma unroll
@@ -81,7 +79,7 @@ struct Dropout {
     // What is kept of a transposed tile, of 16 keys by 64 rows: bit 16 * half + 2 * n + e for element [n][2 * half +
     // e] of this lane's accumulators, whose rows are keys. Four lanes share the four keys of a counter in the same
     // rows: each computes all four bits of a quarter of their elements, and they give them away.
-    __device__ __forceinline__ uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
+    FASTATTN_DEVICE uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
         constexpr int kTilesOfQuarter = 4;
         const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;
         const uint32_t counter_key = (origin.key + first_key + 8 * half + accumulator_row(lane)) / 4;

@@ -9,16 +9,16 @@
 
 namespace fastattn {
 
-__device__ __forceinline__ float exp_of(float nats) {
+FASTATTN_DEVICE float exp_of(float nats) {
     return ptx::ex2_approx_ftz_f32(nats * kLog2E);
 }
 
 // exp(value - reference) where the reference may be -inf: then there is no value at all.
-__device__ __forceinline__ float weight_of(float value, float reference) {
+FASTATTN_DEVICE float weight_of(float value, float reference) {
     return exp_of(value - (reference == -kInfinity ? 0.0f : reference));
 }
 
-__device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 values) {
+FASTATTN_DEVICE void add_weighted(float4& sum, float weight, float4 values) {
     sum.x += weight * values.x;
     sum.y += weight * values.y;
     sum.z += weight * values.z;
@@ -33,7 +33,7 @@ struct RowPartial {
 
 // Combines two adjacent partials. The source fixes where a product and a sum become one operation, and leaves nothing
 // to the compiler: all code that combines, for every GPU, has to round alike (partial_tree.h).
-__device__ __forceinline__ RowPartial combined(const RowPartial& left, const RowPartial& right) {
+FASTATTN_DEVICE RowPartial combined(const RowPartial& left, const RowPartial& right) {
     const float max = fmaxf(left.max, right.max);
     const float left_weight = weight_of(left.max, max), right_weight = weight_of(right.max, max);
     const auto add = [&](float a, float b) { return __fmaf_rn(right_weight, b, __fmul_rn(left_weight, a)); };
@@ -49,7 +49,7 @@ struct RowResult {
     float factor, lse;
 };
 
-__device__ __forceinline__ RowResult finish_row(float max, float sum, float sink) {
+FASTATTN_DEVICE RowResult finish_row(float max, float sum, float sink) {
     const float peak = fmaxf(max, sink);
     const float rescale = weight_of(max, peak);
     const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // rounds as everywhere: see combined()
@@ -58,12 +58,12 @@ __device__ __forceinline__ RowResult finish_row(float max, float sum, float sink
 }
 
 template <DataType kDataType>
-__device__ __forceinline__ void store_rounded(uint16_t* gOut, float4 values, float factor) {
+FASTATTN_DEVICE void store_rounded(uint16_t* gOut, float4 values, float factor) {
     *reinterpret_cast<uint2*>(gOut) = {pack<kDataType>(values.x * factor, values.y * factor),
                                        pack<kDataType>(values.z * factor, values.w * factor)};
 }
 
-__device__ __forceinline__ void store_exact(float* gOut, float4 values, float factor) {
+FASTATTN_DEVICE void store_exact(float* gOut, float4 values, float factor) {
     *reinterpret_cast<float4*>(gOut) = {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
 }
 

@@ -26,7 +26,7 @@ struct Fp8Decoding {
 
     // Two pairs of four numbers. kOrder: their bytes in the order in which they become pairs, the lowest first.
     template <uint32_t kOrder>
-    __device__ __forceinline__ static uint2 pairs(uint32_t four) {
+    FASTATTN_DEVICE static uint2 pairs(uint32_t four) {
         constexpr uint32_t kAsTheyAre = 0x3210;
         return ptx::cvt_rn_f16x2_e4m3x2(kOrder == kAsTheyAre ? four : __byte_perm(four, 0, kOrder));
     }
@@ -38,7 +38,7 @@ struct Fp8Decoding {
     static constexpr float kFactor = 256.0f;
 
     template <uint32_t kOrder>
-    __device__ __forceinline__ static uint2 pairs(uint32_t four) {
+    FASTATTN_DEVICE static uint2 pairs(uint32_t four) {
         const uint32_t upper = (four & 0x80808080) | (four >> 1 & 0x3f3f3f3f), lower = four << 7 & 0x80808080;
         return {pair<kOrder & 0xff>(upper, lower), pair<(kOrder >> 8)>(upper, lower)};
     }
@@ -46,7 +46,7 @@ struct Fp8Decoding {
   private:
     // Makes a pair from the upper and the lower bytes of four fp16 numbers.
     template <uint32_t kBytes>
-    __device__ __forceinline__ static uint32_t pair(uint32_t upper, uint32_t lower) {
+    FASTATTN_DEVICE static uint32_t pair(uint32_t upper, uint32_t lower) {
         constexpr uint32_t kFirst = kBytes & 0xf, kSecond = kBytes >> 4;
         constexpr uint32_t kPastLargest = 0x78807880;  // 1.125 * 2^15
         const uint32_t bits =
@@ -60,12 +60,12 @@ struct Fp8Decoding {
 #endif
 
 // The highest bit of each of four numbers that is NaN.
-__device__ __forceinline__ uint32_t nan_bits_of_fp8(uint32_t four) {
+FASTATTN_DEVICE uint32_t nan_bits_of_fp8(uint32_t four) {
     return ((four & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
 }
 
 // Rounded to nearest even; what is larger than the largest number becomes that, infinity too. NaN stays NaN.
-__device__ __forceinline__ uint32_t encode_fp8(float value) {
+FASTATTN_DEVICE uint32_t encode_fp8(float value) {
     constexpr float kLeastNormal = 0x1p-6f, kUnitIsLeastSubnormal = 0x1p14f;
     constexpr uint32_t kBiases = (127 - 7) << 3;
     const uint32_t sign = __float_as_uint(value) >> 24 & 0x80;

@@ -19,29 +19,29 @@ inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumula
 
 // What is the same in all lanes. They get it from one of them, so that the compiler knows, and keeps it, and what
 // follows from it, in registers that the lanes share.
-__device__ __forceinline__ int32_t warp_uniform(int32_t value) {
+FASTATTN_DEVICE int32_t warp_uniform(int32_t value) {
     return static_cast<int32_t>(__reduce_or_sync(0xffffffff, static_cast<uint32_t>(value)));
 }
 
 // A warp's index in its CTA.
-__device__ __forceinline__ int warp_in_cta() {
+FASTATTN_DEVICE int warp_in_cta() {
     return warp_uniform(threadIdx.x / kWarpSize);
 }
 
 // Accumulator register e of a lane is element [accumulator_row(lane) + 8 * (e / 2)][accumulator_column(lane) + e % 2]:
 // rows come in an upper and a lower half.
-__device__ __forceinline__ int accumulator_row(int lane) {
+FASTATTN_DEVICE int accumulator_row(int lane) {
     return lane / kLanesPerRow;
 }
 
-__device__ __forceinline__ int accumulator_column(int lane) {
+FASTATTN_DEVICE int accumulator_column(int lane) {
     return 2 * (lane % kLanesPerRow);
 }
 
 // Bits of a lane's columns of kTiles accumulator tiles, those from `begin` to `end` of the first tile's: bit 2 * n + e
 // is column 8 * n + e from the lane's first.
 template <int kTiles>
-__device__ __forceinline__ uint32_t own_columns(int32_t begin, int32_t end, int lane) {
+FASTATTN_DEVICE uint32_t own_columns(int32_t begin, int32_t end, int lane) {
     static_assert(2 * kTiles <= 32, "one register holds the bits");
     const auto columns_before = [&](int32_t column) {
         const int32_t from_own = column - accumulator_column(lane);
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t own_columns(int32_t begin, int32_t end, int 
 
 // Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.
 template <int kTilesM, typename Function>
-__device__ __forceinline__ void for_own_rows(int lane, Function&& function) {
+FASTATTN_DEVICE void for_own_rows(int lane, Function&& function) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void for_own_rows(int lane, Function&& function) {
 
 // Calls function(std::integral_constant<int, i>{}) for i = 0 … kCount - 1.
 template <int kCount, typename Function>
-__device__ __forceinline__ void for_constant(Function&& function) {
+FASTATTN_DEVICE void for_constant(Function&& function) {
     if constexpr (kCount > 0) {
         for_constant<kCount - 1>(function);
         function(std::integral_constant<int, kCount - 1>{});
@@ -79,24 +79,24 @@ struct LdmatrixLane {
 
 // Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. From [M, K] that
 // is operand A; from [K, N], with .trans, operands B (r[0], r[1]) and (r[2], r[3]) of the block's two tiles in N.
-__device__ __forceinline__ LdmatrixLane ldmatrix_lane(int lane) {
+FASTATTN_DEVICE LdmatrixLane ldmatrix_lane(int lane) {
     return {lane % 16, lane / 16};
 }
 
 // The other two quarters are exchanged: from [N, K], operands B (r[0], r[1]) and (r[2], r[3]) of the two tiles in N.
 // With the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
-__device__ __forceinline__ LdmatrixLane ldmatrix_lane_b(int lane) {
+FASTATTN_DEVICE LdmatrixLane ldmatrix_lane_b(int lane) {
     return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
 
 // The same for blocks that start `column` columns further right.
-__device__ __forceinline__ LdmatrixLane at_column(LdmatrixLane lane, int column) {
+FASTATTN_DEVICE LdmatrixLane at_column(LdmatrixLane lane, int column) {
     constexpr int kColumnsPerChunk = 8;
     return {lane.row, lane.chunk + column / kColumnsPerChunk};
 }
 
 template <DataType kDataType>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+FASTATTN_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (kDataType == DataType::kFloat16) {
         ptx::mma_m16n8k16_f32_f16(d, a, b0, b1);
     } else {
@@ -106,25 +106,25 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 
 // Two neighbouring elements in one register, the first in the lower half. Round to nearest even.
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t pack(float first, float second) {
+FASTATTN_DEVICE uint32_t pack(float first, float second) {
     return kDataType == DataType::kFloat16 ? ptx::cvt_rn_f16x2_f32(second, first)
                                            : ptx::cvt_rn_bf16x2_f32(second, first);
 }
 
 template <DataType kDataType>
-__device__ __forceinline__ float unpack(uint16_t bits) {
+FASTATTN_DEVICE float unpack(uint16_t bits) {
     return kDataType == DataType::kFloat16 ? ptx::cvt_f32_f16(bits) : __uint_as_float(uint32_t{bits} << 16);
 }
 
 // Element i of 16 bytes.
 template <DataType kDataType>
-__device__ __forceinline__ float element_of(const uint4& chunk, int i) {
+FASTATTN_DEVICE float element_of(const uint4& chunk, int i) {
     const uint32_t pair = i < 2 ? chunk.x : i < 4 ? chunk.y : i < 6 ? chunk.z : chunk.w;
     return unpack<kDataType>(static_cast<uint16_t>(pair >> 16 * (i % 2)));
 }
 
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t multiply(uint32_t pair, float factor) {
+FASTATTN_DEVICE uint32_t multiply(uint32_t pair, float factor) {
     return pack<kDataType>(unpack<kDataType>(static_cast<uint16_t>(pair)) * factor,
                            unpack<kDataType>(static_cast<uint16_t>(pair >> 16)) * factor);
 }
@@ -132,7 +132,7 @@ __device__ __forceinline__ uint32_t multiply(uint32_t pair, float factor) {
 // Accumulators of two neighbouring m16n8 tiles, as the operand A of the next product: the accumulator's columns are A's
 // k, and lanes hold the same rows and columns in both.
 template <DataType kDataType>
-__device__ __forceinline__ void accumulators_to_a(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+FASTATTN_DEVICE void accumulators_to_a(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack<kDataType>(left[0], left[1]);
     a[1] = pack<kDataType>(left[2], left[3]);
     a[2] = pack<kDataType>(right[0], right[1]);

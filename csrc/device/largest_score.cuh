@@ -21,14 +21,14 @@ struct LargestScores {
     } warps[kNumWarps];
 
     // The whole warp, whose first row is followed by num_rows that exist.
-    __device__ __forceinline__ void start(int32_t num_rows) {
+    FASTATTN_DEVICE void start(int32_t num_rows) {
         if (ptx::tid_x() % kWarpSize == 0) own_warp() = {-kInfinity, num_rows};
         __syncwarp();  // every lane can read it
     }
 
     // The whole warp, with the maxima of a tile. NaN counts as nothing.
     template <int kTilesM>
-    __device__ __forceinline__ void take(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE void take(const RowNumbers<kTilesM>& max_of_lane) {
         OfWarp& own = own_warp();
         const int lane = ptx::tid_x() % kWarpSize;
         float largest = -kInfinity;
@@ -43,14 +43,14 @@ struct LargestScores {
     }
 
     // The whole warp: adds what it has found to what others have. factor: of a score, not negative.
-    __device__ __forceinline__ void leave(float* gLargest, float factor) {
+    FASTATTN_DEVICE void leave(float* gLargest, float factor) {
         if (ptx::tid_x() % kWarpSize != 0) return;
         const float score = own_warp().score;  // which this lane alone has written
         if (score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
     }
 
   private:
-    __device__ __forceinline__ OfWarp& own_warp() { return warps[ptx::tid_x() / kWarpSize]; }
+    FASTATTN_DEVICE OfWarp& own_warp() { return warps[ptx::tid_x() / kWarpSize]; }
 };
 
 }  // namespace fastattn

@@ -11,8 +11,7 @@ namespace fastattn {
 // Row r of a warp's rows sees the keys sees[r]; the tile's columns are the keys from first_key on. What a row does not
 // see becomes -inf, whatever it was.
 template <int kTilesM, int kTilesN>
-__device__ __forceinline__ void mask_columns(float (&rS)[kTilesM][kTilesN][4], const KeyRange* sees, int32_t first_key,
-                                             int lane) {
+FASTATTN_DEVICE void mask_columns(float (&rS)[kTilesM][kTilesN][4], const KeyRange* sees, int32_t first_key, int lane) {
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const KeyRange keys = sees[row];
         const int32_t own_key = first_key + accumulator_column(lane);
@@ -38,12 +37,12 @@ struct ColumnBits {
     static constexpr int kPerTile = 32;
 
     // The bit of a column; both count over all tiles.
-    __device__ __forceinline__ static constexpr int32_t bit_of(int32_t column) {
+    FASTATTN_DEVICE static constexpr int32_t bit_of(int32_t column) {
         return column / kPerByte * 8 + column % kPerByte;
     }
 
     // From a word in which column i is bit i.
-    __device__ __forceinline__ static uint32_t spread(uint32_t columns) {
+    FASTATTN_DEVICE static uint32_t spread(uint32_t columns) {
         uint32_t bits = 0;
 #pragma unroll
         for (int byte = 0; byte < 4; ++byte) {
@@ -58,13 +57,13 @@ template <int kTilesN>
 struct SeenColumns {
     int32_t begin[2], end[2];
 
-    __device__ __forceinline__ SeenColumns(KeyRange upper, KeyRange lower, int lane)
+    FASTATTN_DEVICE SeenColumns(KeyRange upper, KeyRange lower, int lane)
         : begin{bit_of(upper.begin, lane), bit_of(lower.begin, lane)},
           end{bit_of(upper.end, lane), bit_of(lower.end, lane)} {}
 
   private:
     // The bit of the lane's first column that does not lie before the key.
-    __device__ __forceinline__ static int32_t bit_of(int32_t key, int lane) {
+    FASTATTN_DEVICE static int32_t bit_of(int32_t key, int lane) {
         const int32_t from_own = key - accumulator_column(lane);
         constexpr int kShift = 3;
         static_assert(1 << kShift == kMmaN, "rounds down, as a division does not");
@@ -75,8 +74,8 @@ struct SeenColumns {
 // The same as mask_columns() for a warpgroup's rows, with bits instead of comparisons: fewer instructions. `present`
 // has the columns that anybody may see; first_bit: of the tile.
 template <int kTilesN>
-__device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen,
-                                                 uint32_t present, int32_t first_bit) {
+FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen, uint32_t present,
+                                      int32_t first_bit) {
     // The bits of the tile from `begin` on. A shift by 32 and more leaves none.
     const auto bits_from = [&](int32_t begin) { return __funnelshift_lc(0, 0xffffffff, max(begin - first_bit, 0)); };
 #pragma unroll
@@ -98,8 +97,8 @@ __device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], con
 // The same with column i in bit i, for kernels whose registers the other form overflows. seen_by[half]: the keys that
 // this lane's upper or lower row sees; `present` has the columns that anybody may see.
 template <int kTilesN>
-__device__ __forceinline__ void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2],
-                                                 uint32_t present, int32_t first_key, int lane) {
+FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2], uint32_t present,
+                                      int32_t first_key, int lane) {
     for (int half = 0; half < 2; ++half) {
         const KeyRange& keys = seen_by[half];
         // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.

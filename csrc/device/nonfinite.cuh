@@ -22,7 +22,7 @@ namespace fastattn {
 
 // Two 16-bit elements -> 0xffff in each half that is NaN or infinite, 0 in the others.
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t nonfinite_mask(uint32_t two_elements) {
+FASTATTN_DEVICE uint32_t nonfinite_mask(uint32_t two_elements) {
     // Adding one to an exponent of all ones, and to no other, carries into the sign, which is cleared first.
     constexpr uint32_t kExponentStep = kDataType == DataType::kFloat16 ? 0x04000400 : 0x00800080;
     const uint32_t sign_bits = ((two_elements & 0x7fff7fff) + kExponentStep) & 0x80008000;
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t nonfinite_mask(uint32_t two_elements) {
 
 // Returns whether this thread's chunks of a tile, which have landed, hold NaN or infinity.
 template <DataType kDataType, typename TileLoader>
-__device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
+FASTATTN_DEVICE bool has_nonfinite(const TileLoader& tile) {
     uint32_t found = 0;
     tile.for_own_pairs([&](uint32_t& pair) { found |= nonfinite_mask<kDataType>(pair); });
     return found != 0;
@@ -41,14 +41,13 @@ __device__ __forceinline__ bool has_nonfinite(const TileLoader& tile) {
 // says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which wait
 // for each other in barrier().
 struct CtaBarrier {
-    __device__ __forceinline__ void operator()() const { __syncthreads(); }
+    FASTATTN_DEVICE void operator()() const { __syncthreads(); }
 };
 
 template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees,
           typename Barrier = CtaBarrier>
-__device__ __forceinline__ void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV,
-                                                   const TileLoader& tile, Sees&& sees, int lane,
-                                                   Barrier&& barrier = {}) {
+FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV, const TileLoader& tile,
+                                        Sees&& sees, int lane, Barrier&& barrier = {}) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
 #pragma unroll

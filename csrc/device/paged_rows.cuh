@@ -17,7 +17,7 @@
 namespace fastattn {
 
 // How many keys sequence `batch` has, whatever the offsets say: from 0 to most.
-__device__ __forceinline__ int32_t paged_keys(const int32_t* cu_seqlens, int32_t batch, int32_t most) {
+FASTATTN_DEVICE int32_t paged_keys(const int32_t* cu_seqlens, int32_t batch, int32_t most) {
     const int64_t length = int64_t{cu_seqlens[batch + 1]} - cu_seqlens[batch];
     return static_cast<int32_t>(min(max(length, int64_t{0}), int64_t{most}));
 }
@@ -28,7 +28,7 @@ struct PageTable {
     const int32_t* pages;
     int32_t num_pages, num_keys;  // num_pages: that exist
 
-    __device__ __forceinline__ PageTable(const PagedParams& params, int32_t batch, int32_t num_pages, int32_t num_keys)
+    FASTATTN_DEVICE PageTable(const PagedParams& params, int32_t batch, int32_t num_pages, int32_t num_keys)
         : params(params),
           pages(params.block_table + int64_t{batch} * params.max_pages),
           num_pages(num_pages),
@@ -36,7 +36,7 @@ struct PageTable {
 
     // Whether a page does not exist of those that hold keys [begin, end) of the sequence, among the ones that this
     // thread of `threads` looks at.
-    __device__ __forceinline__ bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
+    FASTATTN_DEVICE bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
         const int32_t last_key = min(end, num_keys) - 1;
         if (last_key < begin) return false;
         bool lacks = false;
@@ -48,7 +48,7 @@ struct PageTable {
     }
 
     // Keys from num_keys on are absent, and the table is not read for them.
-    __device__ __forceinline__ TokenLocation find(int32_t key) const {
+    FASTATTN_DEVICE TokenLocation find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
         const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
         return location_in_page(page, num_pages, key, page_idx, params.page_size);
@@ -58,7 +58,7 @@ struct PageTable {
 // Bits of the keys of a tile, from first_key on, that are present: bit 2n + e is key accumulator_column(lane) + 8n + e,
 // as a lane has the columns of accumulators. Called by a whole warp.
 template <int kTilesN>
-__device__ __forceinline__ uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
+FASTATTN_DEVICE uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
     uint32_t present = 0;
 #pragma unroll
@@ -82,7 +82,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     struct Rows {
         TokenLocation rows[kRowPasses];
 
-        __device__ __forceinline__ void find(const PageTable& table, int32_t first_key, int thread) {
+        FASTATTN_DEVICE void find(const PageTable& table, int32_t first_key, int thread) {
 #pragma unroll
             for (int i = 0; i < kRowPasses; ++i) {
                 rows[i] = table.find(first_key + thread / kChunksPerPass + i * kRowsPerPass);
@@ -90,7 +90,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
         }
 
         // Whether one of these keys is absent although the sequence is long enough to have it.
-        __device__ __forceinline__ bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
+        FASTATTN_DEVICE bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
             bool found = false;
 #pragma unroll
             for (int i = 0; i < kRowPasses; ++i) {
@@ -104,11 +104,11 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     const PageStrides& strides;
     const uint16_t* gHead;  // row 0 of page 0
 
-    __device__ __forceinline__ PagedTileLoader(uint16_t* sTile, const HeadsView<const uint16_t>& pages,
-                                               const PageStrides& strides, int32_t head, int thread)
+    FASTATTN_DEVICE PagedTileLoader(uint16_t* sTile, const HeadsView<const uint16_t>& pages, const PageStrides& strides,
+                                    int32_t head, int thread)
         : Chunks(sTile, thread, pages.head_dim), strides(strides), gHead(row_pointer(pages, 0, head, 0)) {}
 
-    __device__ __forceinline__ void load(const Rows& own) const {
+    FASTATTN_DEVICE void load(const Rows& own) const {
         const int chunk = ptx::opaque(threadIdx.x) % kChunksPerPass;  // need not stay in a register
         const int chunks_from_here = head_dim / kChunkElements - chunk;
         const uint16_t* gRows[kRowPasses];
@@ -129,8 +129,8 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
 
 // Sets scores of absent keys to -inf. rS: of the keys from first_key on.
 template <int kTilesM, int kTilesN>
-__device__ __forceinline__ void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
-                                            int lane) {
+FASTATTN_DEVICE void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
+                                 int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
 #pragma unroll
     for (int word = 0; word < kTilesN / kTilesPerWord; ++word) {

@@ -4,12 +4,13 @@
 #include <cstdint>
 
 #include "device/ptx/cp_async.cuh"
+#include "host/host_device.h"
 
 namespace fastattn {
 
 // Loads of a CTA's first steps of [begin, end): load(step, stage) starts this thread's copies.
 template <int kNumStages, typename Load>
-__device__ __forceinline__ void start_pipeline(int32_t begin, int32_t end, Load&& load) {
+FASTATTN_DEVICE void start_pipeline(int32_t begin, int32_t end, Load&& load) {
     for (int32_t step = begin; step < begin + kNumStages - 1; ++step) {
         if (step < end) load(step, step % kNumStages);
         ptx::cp_async_commit_group();
@@ -19,7 +20,7 @@ __device__ __forceinline__ void start_pipeline(int32_t begin, int32_t end, Load&
 // The steps themselves, behind start_pipeline(): multiply(step, stage) uses what all threads have copied. Nothing is on
 // its way after the last step, but warps may still be in it.
 template <int kNumStages, typename Load, typename Multiply>
-__device__ __forceinline__ void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
+FASTATTN_DEVICE void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
     constexpr int kAhead = kNumStages - 1;
     for (int32_t step = begin; step < end; ++step) {
         ptx::cp_async_wait_group<kAhead - 1>();  // this step

@@ -19,7 +19,7 @@ struct RingBarriers {
 
     // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs. num_producers: who
     // arrive when they have filled a stage.
-    __device__ __forceinline__ void init(int num_consumers, int num_producers = 1) {
+    FASTATTN_DEVICE void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
             ptx::mbarrier_init(shared_address(&empty[stage]), num_consumers);
@@ -34,7 +34,7 @@ struct GatherBarriers {
     uint64_t landed[kStages];
 
     // One thread, before anybody uses them.
-    __device__ __forceinline__ void init(int num_threads) {
+    FASTATTN_DEVICE void init(int num_threads) {
         for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&landed[stage]), num_threads);
     }
 };
@@ -46,15 +46,14 @@ struct Ring {
     int32_t stage = 0;
     uint32_t phase = 0;
 
-    __device__ __forceinline__ explicit Ring(const RingBarriers<kStages>& barriers)
-        : barriers(shared_address(&barriers)) {}
+    FASTATTN_DEVICE explicit Ring(const RingBarriers<kStages>& barriers) : barriers(shared_address(&barriers)) {}
 
     // Where a side stands that has gone on so many times: for those that keep one number for several rings.
-    __device__ __forceinline__ Ring(const RingBarriers<kStages>& barriers, uint32_t times)
+    FASTATTN_DEVICE Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
     // The same stage of another ring, for a side that goes through two in step: one stage and phase serve both.
-    __device__ __forceinline__ Ring at_same_stage(const RingBarriers<kStages>& other) const {
+    FASTATTN_DEVICE Ring at_same_stage(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage;
         ring.phase = phase;
@@ -62,21 +61,21 @@ struct Ring {
     }
 
     // Producer: waits until every consumer has read what the stage held.
-    __device__ __forceinline__ void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
+    FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
     // The same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive at
     // the barrier that is returned.
-    __device__ __forceinline__ uint32_t acquire(uint32_t bytes) const {
+    FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
         wait_empty();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
         return full();
     }
 
     // Producer, for a stage that it has written itself.
-    __device__ __forceinline__ void arrive_full() const { ptx::mbarrier_arrive(full()); }
+    FASTATTN_DEVICE void arrive_full() const { ptx::mbarrier_arrive(full()); }
 
     // The same for a warp whose lanes share the copies.
-    __device__ __forceinline__ uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
+    FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
         wait_empty();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
         __syncwarp();  // the barrier knows of the bytes before any arrive
@@ -85,36 +84,36 @@ struct Ring {
 
     // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage,
     // and tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
-    __device__ __forceinline__ void publish(const GatherBarriers<kStages>& gathered) const {
+    FASTATTN_DEVICE void publish(const GatherBarriers<kStages>& gathered) const {
         ptx::mbarrier_wait_parity(shared_address(&gathered.landed[stage]), phase);
         ptx::fence_proxy_async_shared();
         arrive_full();
     }
 
     // Producer: where a stage's bytes are to arrive, for copies started without acquire().
-    __device__ __forceinline__ uint32_t full_barrier() const { return full(); }
+    FASTATTN_DEVICE uint32_t full_barrier() const { return full(); }
 
     // Consumer: waits until the tile has landed.
-    __device__ __forceinline__ void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }
+    FASTATTN_DEVICE void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }
 
     // Consumer, a whole warp, when its reads are over. The ring of one CTA alone, and those of a cluster.
-    __device__ __forceinline__ void release(int lane) {
+    FASTATTN_DEVICE void release(int lane) {
         if (lane == 0) ptx::mbarrier_arrive(empty());
         advance();
     }
 
     // Consumer, one thread, where it alone empties the stage.
-    __device__ __forceinline__ void release_by_thread() {
+    FASTATTN_DEVICE void release_by_thread() {
         ptx::mbarrier_arrive(empty());
         advance();
     }
 
-    __device__ __forceinline__ void release_to_cluster(int lane, int cluster_size) {
+    FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();
     }
 
-    __device__ __forceinline__ void advance() {
+    FASTATTN_DEVICE void advance() {
         if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
@@ -122,8 +121,8 @@ struct Ring {
     }
 
   private:
-    __device__ __forceinline__ uint32_t full() const { return barriers + stage * sizeof(uint64_t); }
-    __device__ __forceinline__ uint32_t empty() const { return full() + kStages * sizeof(uint64_t); }
+    FASTATTN_DEVICE uint32_t full() const { return barriers + stage * sizeof(uint64_t); }
+    FASTATTN_DEVICE uint32_t empty() const { return full() + kStages * sizeof(uint64_t); }
 };
 
 }  // namespace fastattn

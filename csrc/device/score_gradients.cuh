@@ -22,7 +22,7 @@ struct RowTerms {
 
     // All threads of the CTA start to copy num_rows rows from `offset` on.
     template <int kThreads>
-    __device__ __forceinline__ void load(const AttentionBackwardParams& params, int64_t offset, int32_t num_rows) {
+    FASTATTN_DEVICE void load(const AttentionBackwardParams& params, int64_t offset, int32_t num_rows) {
         static_assert(kThreads >= 2 * kRows, "a thread copies one number of shift or delta");
         const int array = threadIdx.x / kRows, row = threadIdx.x % kRows;
         const int bytes = row < num_rows ? sizeof(float) : 0;
@@ -51,9 +51,8 @@ struct ScoreGradients {
     uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: kOptions
 
     // Early, before there are scores: what it computes takes registers.
-    __device__ __forceinline__ ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
-                                              bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row,
-                                              int column, int lane)
+    FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
+                                   bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row, int column, int lane)
         : scores(scores),
           terms(terms),
           is_full(is_full),
@@ -70,7 +69,7 @@ struct ScoreGradients {
     // (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few
     // registers.
     template <DataType kDataType>
-    __device__ __forceinline__ void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
+    FASTATTN_DEVICE void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
         float shift[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { shift[m][half] = terms.shift[row + own_row]; });
         const float scale_log2 = scores.params.scale * kLog2E;
@@ -105,8 +104,7 @@ struct ScoreGradients {
     // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst
     // on. rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
     template <DataType kDataType, int kFirst, int kTiles>
-    __device__ __forceinline__ void from_scores(uint16_t* sdS, const Accumulators& rS,
-                                                float (&rdP)[kTilesM][kTiles][4]) const {
+    FASTATTN_DEVICE void from_scores(uint16_t* sdS, const Accumulators& rS, float (&rdP)[kTilesM][kTiles][4]) const {
         float delta[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { delta[m][half] = terms.delta[row + own_row]; });
         const bool has_dropout = kOptions && scores.params.dropout_seed != nullptr;
@@ -127,10 +125,10 @@ struct ScoreGradients {
   private:
     static_assert(4 * kTilesN <= 32, "a bit for each element");
 
-    __device__ __forceinline__ static bool has(uint32_t bits, int n, int e) { return bits >> (4 * n + e) & 1; }
+    FASTATTN_DEVICE static bool has(uint32_t bits, int n, int e) { return bits >> (4 * n + e) & 1; }
 
     template <int kTiles, typename Function>
-    __device__ __forceinline__ static void for_each(Function&& function) {
+    FASTATTN_DEVICE static void for_each(Function&& function) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -143,7 +141,7 @@ struct ScoreGradients {
 
     // Calls function(m, e) for what this lane has of eight keys.
     template <typename Function>
-    __device__ __forceinline__ static void for_each_of_eight(Function&& function) {
+    FASTATTN_DEVICE static void for_each_of_eight(Function&& function) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -151,7 +149,7 @@ struct ScoreGradients {
         }
     }
 
-    __device__ __forceinline__ void find_seen() {
+    FASTATTN_DEVICE void find_seen() {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             if (half == 0) seen[m] = 0;
             const KeyRange keys = scores.window.keys_of(first_row + own_row);
@@ -170,8 +168,8 @@ struct ScoreGradients {
     }
 
     // Keys n * 8 … n * 8 + 7 of the tile: rS = Q·Kᵀ -> rP and rS as probabilities() says; seen, kept.
-    __device__ __forceinline__ void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
-                                                 const float (&shift)[kTilesM][2], const Dropout& dropout) {
+    FASTATTN_DEVICE void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
+                                      const float (&shift)[kTilesM][2], const Dropout& dropout) {
         float rScore[kTilesM][1][4], rSoftcapGradient[kTilesM][1][4], log2_sum[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             log2_sum[m][half] = has_log2_sum ? terms.log2_sum[row + own_row] : 0.0f;

@@ -25,13 +25,13 @@ struct HeadScores {
     float slope;
     const char* bias;  // of the first row and key
 
-    __device__ __forceinline__ HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
-                                          int32_t num_keys)
+    FASTATTN_DEVICE HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
+                               int32_t num_keys)
         : HeadScores(params, slope_of(params, batch, head), batch, head, num_rows, num_keys) {}
 
     // With a slope that has been read before.
-    __device__ __forceinline__ HeadScores(const ScoreParams& params, float slope, int32_t batch, int32_t head,
-                                          int32_t num_rows, int32_t num_keys)
+    FASTATTN_DEVICE HeadScores(const ScoreParams& params, float slope, int32_t batch, int32_t head, int32_t num_rows,
+                               int32_t num_keys)
         : params(params),
           window(window_of(params, num_rows, num_keys)),
           num_rows(num_rows),
@@ -40,21 +40,21 @@ struct HeadScores {
                (batch * params.bias.batch_stride + head * params.bias.head_stride) * params.bias.element_bytes()) {}
 
     // 0: no ALiBi.
-    __device__ __forceinline__ static float slope_of(const ScoreParams& params, int32_t batch, int32_t head) {
+    FASTATTN_DEVICE static float slope_of(const ScoreParams& params, int32_t batch, int32_t head) {
         return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head];
     }
 
-    __device__ __forceinline__ bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
+    FASTATTN_DEVICE bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
 
     // The bits of an element, whose type is T.
     template <typename T>
-    __device__ __forceinline__ uint32_t bias_bits(int32_t row, int32_t key) const {
+    FASTATTN_DEVICE uint32_t bias_bits(int32_t row, int32_t key) const {
         return reinterpret_cast<const T*>(bias)[row * params.bias.row_stride + key * params.bias.key_stride];
     }
 
     // What these bits add to a score: -inf is a mask.
     template <BiasKind kKind>
-    __device__ __forceinline__ static float bias_value(uint32_t bits) {
+    FASTATTN_DEVICE static float bias_value(uint32_t bits) {
         if constexpr (kKind == BiasKind::kBool) return bits != 0 ? 0.0f : -kInfinity;
         if constexpr (kKind == BiasKind::kFloat16) return ptx::cvt_f32_f16(static_cast<uint16_t>(bits));
         if constexpr (kKind == BiasKind::kBFloat16) return __uint_as_float(bits << 16);
@@ -63,7 +63,7 @@ struct HeadScores {
 
     // Calls function(type of an element's bits{}, kind{}) for the kind of bias that there is.
     template <typename Function>
-    __device__ __forceinline__ void with_bias_kind(Function&& function) const {
+    FASTATTN_DEVICE void with_bias_kind(Function&& function) const {
         switch (params.bias.kind) {
             case BiasKind::kNone:
                 return;
@@ -80,12 +80,12 @@ struct HeadScores {
 
     // -inf is a mask also where the score is NaN.
     template <BiasKind kKind>
-    __device__ __forceinline__ static void add_bias(float& score, uint32_t bits) {
+    FASTATTN_DEVICE static void add_bias(float& score, uint32_t bits) {
         const float added = bias_value<kKind>(bits);
         score = added == -kInfinity ? -kInfinity : score + added;
     }
 
-    __device__ __forceinline__ bool sees(int32_t row, int32_t key) const {
+    FASTATTN_DEVICE bool sees(int32_t row, int32_t key) const {
         const KeyRange keys = window.keys_of(row);
         if (key < keys.begin || key >= keys.end || row >= num_rows) return false;
         bool is_visible = true;
@@ -97,7 +97,7 @@ struct HeadScores {
 
     // The bits of two neighbouring elements, the first of an even key, at once.
     template <typename T>
-    __device__ __forceinline__ void bias_bits_of_two(uint32_t (&bits)[2], int32_t row, int32_t key) const {
+    FASTATTN_DEVICE void bias_bits_of_two(uint32_t (&bits)[2], int32_t row, int32_t key) const {
         const T* two = reinterpret_cast<const T*>(bias) + row * params.bias.row_stride + key;
         if constexpr (sizeof(T) == 4) {
             const uint2 loaded = *reinterpret_cast<const uint2*>(two);
@@ -113,8 +113,8 @@ struct HeadScores {
 
     // The bias of a tile, as early as possible: it is needed only after Q·Kᵀ.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                              int lane) const {
+    FASTATTN_DEVICE void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                   int lane) const {
         with_bias_kind([&](auto bits, auto) {
             for_bias<decltype(bits)>(rB, first_row, first_key, lane, [](uint32_t& b, uint32_t loaded) { b = loaded; });
         });
@@ -122,9 +122,8 @@ struct HeadScores {
 
     // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key. kMasked: some row may not see some key.
     template <bool kMasked, int kTilesM, int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4],
-                                              const uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row,
-                                              int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
+                                   int32_t first_row, int32_t first_key, int lane) const {
         apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
@@ -134,8 +133,8 @@ struct HeadScores {
     // The same, with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
     // is one, every tile is kMasked.
     template <bool kMasked, int kTilesM, int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                              int lane) const {
+    FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                   int lane) const {
         apply_scale(rS);
         add_alibi(rS, first_row, first_key, lane);
         if constexpr (kMasked) {
@@ -148,9 +147,8 @@ struct HeadScores {
     // to hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the
     // keys' gradients.
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void to_scores(float (&rS)[kTilesM][kTilesN][4],
-                                              float (&rSoftcapGradient)[kTilesM][kTilesN][4], int32_t first_row,
-                                              int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
+                                   int32_t first_row, int32_t first_key, int lane) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {
@@ -172,8 +170,8 @@ struct HeadScores {
   private:
     // Calls function(element, bits of its bias) for each element of a tile.
     template <typename T, typename Element, int kTilesM, int kTilesN, typename Function>
-    __device__ __forceinline__ void for_bias(Element (&elements)[kTilesM][kTilesN][4], int32_t first_row,
-                                             int32_t first_key, int lane, Function&& function) const {
+    FASTATTN_DEVICE void for_bias(Element (&elements)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                  int lane, Function&& function) const {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
             const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
 #pragma unroll
@@ -194,7 +192,7 @@ struct HeadScores {
     }
 
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
+    FASTATTN_DEVICE void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int, int, int, float s) { return softcap * tanh_of(s * ratio); });
@@ -204,8 +202,8 @@ struct HeadScores {
     }
 
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                              int lane) const {
+    FASTATTN_DEVICE void add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                   int lane) const {
         if (slope == 0) return;
         const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
         const int32_t ahead = row + window.offset - key;
@@ -215,8 +213,7 @@ struct HeadScores {
     }
 
     template <BiasKind kKind, int kTilesM, int kTilesN>
-    __device__ __forceinline__ static void add_bias(float (&rS)[kTilesM][kTilesN][4],
-                                                    const uint32_t (&rB)[kTilesM][kTilesN][4]) {
+    FASTATTN_DEVICE static void add_bias(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4]) {
         for_each(rS, [&](int m, int n, int e, float s) {
             add_bias<kKind>(s, rB[m][n][e]);
             return s;
@@ -224,8 +221,8 @@ struct HeadScores {
     }
 
     template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void load_and_add_bias(float (&rS)[kTilesM][kTilesN][4], int32_t first_row,
-                                                      int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void load_and_add_bias(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                           int lane) const {
         with_bias_kind([&](auto bits, auto kind) {
             for_bias<decltype(bits)>(rS, first_row, first_key, lane, [](float& score, uint32_t added) {
                 add_bias<decltype(kind)::value>(score, added);
@@ -235,8 +232,7 @@ struct HeadScores {
 
     // kRowsExist: every row exists, or what the others see does not matter.
     template <bool kRowsExist, int kTilesM, int kTilesN>
-    __device__ __forceinline__ void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                         int lane) const {
+    FASTATTN_DEVICE void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane) const {
         KeyRange seen[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
             const int32_t row = first_row + row_in_tile;
@@ -249,7 +245,7 @@ struct HeadScores {
     }
 
     template <int kTilesM, int kTilesN, typename Function>
-    __device__ __forceinline__ static void for_each(float (&rS)[kTilesM][kTilesN][4], Function&& function) {
+    FASTATTN_DEVICE static void for_each(float (&rS)[kTilesM][kTilesN][4], Function&& function) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll

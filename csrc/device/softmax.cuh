@@ -13,18 +13,18 @@ inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 // Maximum and sum over the lanes that share an accumulator row.
-__device__ __forceinline__ float row_reduce_max(float value) {
+FASTATTN_DEVICE float row_reduce_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
 }
 
-__device__ __forceinline__ float row_reduce_sum(float value) {
+FASTATTN_DEVICE float row_reduce_sum(float value) {
     value += __shfl_xor_sync(0xffffffff, value, 1);
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
 // P as the backward pass finds it again: exp(score - shift) / 2^log2_sum.
-__device__ __forceinline__ float probability_of(float score, float shift, float log2_sum) {
+FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum) {
     return ptx::ex2_approx_ftz_f32(fmaf(score - shift, kLog2E, -log2_sum));
 }
 
@@ -35,7 +35,7 @@ struct RowNumbers {
 };
 
 template <int kTilesM, int kTilesD>
-__device__ __forceinline__ void rescale(float (&rO)[kTilesM][kTilesD][4], const RowNumbers<kTilesM>& factor) {
+FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowNumbers<kTilesM>& factor) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ void rescale(float (&rO)[kTilesM][kTilesD][4], const 
 
 // The maxima of a lane's own columns, not of whole rows; NaN counts only where there is nothing else.
 template <int kTilesM, int kTilesN>
-__device__ __forceinline__ RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
+FASTATTN_DEVICE RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
     RowNumbers<kTilesM> max;
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
@@ -82,7 +82,7 @@ struct OnlineSoftmax {
     float row_sum[kTilesM][2];    // of P, over this lane's columns only
     float row_lse[kTilesM][2];    // of scale * S, natural logarithm; from finish() on
 
-    __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
+    FASTATTN_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
             reference[m][0] = reference[m][1] = kLowest;
@@ -91,7 +91,7 @@ struct OnlineSoftmax {
     }
 
     // A score that this row has seen already, in nats, and that has no value. For one of the lanes that share the row.
-    __device__ __forceinline__ void set_sink(float sink, bool one_of_four) {
+    FASTATTN_DEVICE void set_sink(float sink, bool one_of_four) {
         const float score = fmaxf(kInNats ? sink : sink * kLog2E, kLowest);
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -101,7 +101,7 @@ struct OnlineSoftmax {
     }
 
     // The same for a lane whose upper and lower row have sinks of their own.
-    __device__ __forceinline__ void set_sinks(float upper, float lower, bool one_of_four) {
+    FASTATTN_DEVICE void set_sinks(float upper, float lower, bool one_of_four) {
         static_assert(kTilesM == 1, "two rows of a lane");
         set_sink(lower, one_of_four);
         const float reference_below = reference[0][1], sum_below = row_sum[0][1];
@@ -112,7 +112,7 @@ struct OnlineSoftmax {
 
     // Whether some row of the warp needs another reference; the same for all lanes. What a row's maximum is over all
     // lanes matters only then.
-    __device__ __forceinline__ bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {
+    FASTATTN_DEVICE bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {
         bool grows = false;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -125,7 +125,7 @@ struct OnlineSoftmax {
     }
 
     // Whether some row of the warp has not had a score yet, or anyway; the same for all lanes.
-    __device__ __forceinline__ bool lacks_references(bool anyway) const {
+    FASTATTN_DEVICE bool lacks_references(bool anyway) const {
         bool lacks = anyway;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) lacks |= reference[m][0] == kLowest || reference[m][1] == kLowest;
@@ -133,7 +133,7 @@ struct OnlineSoftmax {
     }
 
     // Gives the rows that lack a reference the first one. O, which is 0 in them, need not know.
-    __device__ __forceinline__ void start(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE void start(const RowNumbers<kTilesM>& max_of_lane) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -147,7 +147,7 @@ struct OnlineSoftmax {
     }
 
     // Moves the references after the maxima, and scales the sums of P to them. Returns the factors that O needs.
-    __device__ __forceinline__ RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
         RowNumbers<kTilesM> factor;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -164,7 +164,7 @@ struct OnlineSoftmax {
 
     // Turns rS, whose maxima the references have followed, into P, and adds it up. P keeps S's NaN.
     template <int kTilesN>
-    __device__ __forceinline__ void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
+    FASTATTN_DEVICE void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
         float tile_sum[kTilesM][2];  // apart from those so far, which need not be at hand then
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
@@ -188,8 +188,8 @@ struct OnlineSoftmax {
     // The same without the maxima, and rP for P: references stay as they are, S too, and the sums are returned. Only
     // what is_outgrown_by_sums() lets pass is right.
     template <DataType kDataType, int kTilesN>
-    __device__ __forceinline__ RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
-                                                                   const float (&rS)[1][kTilesN][4]) const {
+    FASTATTN_DEVICE RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
+                                                        const float (&rS)[1][kTilesN][4]) const {
         static_assert(kTilesM == 1, "rP is the operand A of one row of tiles");
         RowNumbers<kTilesM> tile_sum;
 #pragma unroll
@@ -209,7 +209,7 @@ struct OnlineSoftmax {
 
     // Whether a lane's probabilities, from their sums, may be too large for 16 bits or for their sums; NaN counts as
     // that. The same for all lanes of the warp.
-    __device__ __forceinline__ bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
+    FASTATTN_DEVICE bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
         constexpr float kLargestSum = 16384.0f;
         bool grows = false;
 #pragma unroll
@@ -219,7 +219,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    __device__ __forceinline__ void add(const RowNumbers<kTilesM>& tile_sum) {
+    FASTATTN_DEVICE void add(const RowNumbers<kTilesM>& tile_sum) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -227,13 +227,13 @@ struct OnlineSoftmax {
         }
     }
 
-    __device__ __forceinline__ float reference_in_nats(int m, int half) const {
+    FASTATTN_DEVICE float reference_in_nats(int m, int half) const {
         return kInNats ? reference[m][half] : reference[m][half] * kLn2;
     }
 
     // Divides rO by the sums, times `factor`, and takes their logarithms. A row without a key gets 0 and -inf.
     template <int kTilesD>
-    __device__ __forceinline__ void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
+    FASTATTN_DEVICE void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
         RowNumbers<kTilesM> quotient;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -252,17 +252,15 @@ struct OnlineSoftmax {
     // As a reference is written. Rounded by itself, never fused into what follows: P, the correction and the logarithm
     // then refer to the same number, and its rounding cancels. It makes P larger by a factor of at most 2^4 for scores
     // below 2^27 (binary logarithms); fp32 scores above have an error of the same size in themselves.
-    __device__ __forceinline__ float in_unit(float score) const {
-        return kInNats ? score : __fmul_rn(score, scale_log2);
-    }
+    FASTATTN_DEVICE float in_unit(float score) const { return kInNats ? score : __fmul_rn(score, scale_log2); }
 
     // The binary logarithm of P.
-    __device__ __forceinline__ float above_reference(float score, float reference) const {
+    FASTATTN_DEVICE float above_reference(float score, float reference) const {
         return kInNats ? (score - reference) * scale_log2 : fmaf(score, scale_log2, -reference);
     }
 
     // Two to the power of a difference of references.
-    __device__ __forceinline__ float power_of(float difference) const {
+    FASTATTN_DEVICE float power_of(float difference) const {
         return ptx::ex2_approx_ftz_f32(kInNats ? difference * scale_log2 : difference);
     }
 };

@@ -9,7 +9,7 @@ namespace fastattn {
 
 // The four lanes of a row exchange registers: lane i then holds what all four had in pairs[i], in the order of the
 // lanes.
-__device__ __forceinline__ void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
+FASTATTN_DEVICE void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
         const bool upper = (lane & distance) != 0;
@@ -26,8 +26,7 @@ __device__ __forceinline__ void transpose_over_quad(uint32_t (&pairs)[4], int la
 // A warp's rows [16, 8 * kTilesD], of each head_dim elements, a multiple of 8. row_at(row): where a row goes, or null.
 // A lane stores 16 bytes at a time, and the four lanes of a row 64 bytes that lie side by side.
 template <DataType kDataType, int kTilesD, typename RowAt>
-__device__ __forceinline__ void store_accumulators(const float (&rO)[1][kTilesD][4], int lane, int head_dim,
-                                                   RowAt&& row_at) {
+FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int lane, int head_dim, RowAt&& row_at) {
     static_assert(kTilesD % 4 == 0, "four tiles are one chunk of 16 bytes for each lane of a row");
     for_own_rows<1>(lane, [&](int, int half, int row) {
         uint16_t* gRow = row_at(row);
@@ -50,8 +49,8 @@ __device__ __forceinline__ void store_accumulators(const float (&rO)[1][kTilesD]
 // A lane's elements of one of its rows, [8 * kTilesD] of head_dim elements, in fp32. half: see for_own_rows.
 // store(pair, first, second) takes two neighbouring elements.
 template <int kTilesD, typename Store>
-__device__ __forceinline__ void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane,
-                                            int head_dim, Store&& store) {
+FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane, int head_dim,
+                                 Store&& store) {
     gRow += accumulator_column(lane);
 #pragma unroll
     for (int d = 0; d < kTilesD; ++d) {
@@ -62,13 +61,13 @@ __device__ __forceinline__ void store_exact(float* gRow, const float (&rO)[kTile
 
 // Where no other thread stores.
 struct WritePair {
-    __device__ __forceinline__ void operator()(float* pair, float first, float second) const {
+    FASTATTN_DEVICE void operator()(float* pair, float first, float second) const {
         *reinterpret_cast<float2*>(pair) = {first, second};
     }
 };
 
 struct AddPair {
-    __device__ __forceinline__ void operator()(float* pair, float first, float second) const {
+    FASTATTN_DEVICE void operator()(float* pair, float first, float second) const {
         const float2 sum = *reinterpret_cast<const float2*>(pair);
         *reinterpret_cast<float2*>(pair) = {sum.x + first, sum.y + second};
     }

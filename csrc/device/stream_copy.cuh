@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device/ptx/cp_async.cuh"
+#include "host/host_device.h"
 
 namespace fastattn {
 
@@ -24,7 +25,7 @@ struct TileStream {
     const char* global;  // where it comes from, in the tile to load next
     int64_t row_bytes;   // from one row to the next
 
-    __device__ __forceinline__ TileStream(const void* first_tile, int64_t row_bytes, int thread)
+    FASTATTN_DEVICE TileStream(const void* first_tile, int64_t row_bytes, int thread)
         : row(thread / kChunksPerRow), column(thread % kChunksPerRow * kBytes), row_bytes(row_bytes) {
         offset = Layout::offset(row, thread % kChunksPerRow);
         global = static_cast<const char*>(first_tile) + row * row_bytes + column;
@@ -32,13 +33,13 @@ struct TileStream {
 
     // Starts to copy a tile whose first num_rows rows exist, and of these the first num_bytes bytes. The rest becomes
     // zero, and is not read. The next tile lies `advance` bytes further on.
-    __device__ __forceinline__ void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
+    FASTATTN_DEVICE void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
         load_beside(stage, num_rows, num_bytes, 0);
         global += advance;
     }
 
     // Likewise a tile that lies `distance` bytes from this one, which stays the one to load next.
-    __device__ __forceinline__ void load_beside(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
+    FASTATTN_DEVICE void load_beside(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
         const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
         const char* source = global + distance;
 #pragma unroll

@@ -14,7 +14,7 @@ inline constexpr int kChunkBytes = 16;
 inline constexpr int kChunkElements = 8;
 inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+FASTATTN_DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
@@ -27,7 +27,7 @@ struct Swizzle {
     static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
     // Offset in bytes of a chunk from the start of the tile.
-    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return row * kRowBytes + (chunk ^ (row * kPeriod / kSwizzleRows % kPeriod)) * kChunkBytes;
     }
 };
@@ -43,11 +43,11 @@ struct SwizzledBlocks {
     uint32_t tile;         // shared memory, a multiple of kPeriodBytes
     uint32_t lane_offset;  // in bytes, of the lane's row and chunk in the first block
 
-    __device__ __forceinline__ SwizzledBlocks(const uint16_t* tile, LdmatrixLane lane)
+    FASTATTN_DEVICE SwizzledBlocks(const uint16_t* tile, LdmatrixLane lane)
         : tile(shared_address(tile)), lane_offset(Layout::offset(lane.row, lane.chunk)) {}
 
     // The same in the tile that starts so many rows further down, a multiple of 8.
-    __device__ __forceinline__ SwizzledBlocks at_row(int row) const {
+    FASTATTN_DEVICE SwizzledBlocks at_row(int row) const {
         SwizzledBlocks blocks = *this;
         blocks.tile += row * Layout::kRowBytes;
         return blocks;
@@ -55,14 +55,14 @@ struct SwizzledBlocks {
 
     // The same where the distance is known only at run time: it then goes into the lane's own offset, to which
     // compile-time distances are added where the address is used.
-    __device__ __forceinline__ SwizzledBlocks below(int num_rows) const {
+    FASTATTN_DEVICE SwizzledBlocks below(int num_rows) const {
         SwizzledBlocks blocks = *this;
         blocks.lane_offset += num_rows * Layout::kRowBytes;
         return blocks;
     }
 
     // The lane's address in the block whose upper left element is [row][column], both multiples of 16.
-    __device__ __forceinline__ uint32_t address(int row, int column) const {
+    FASTATTN_DEVICE uint32_t address(int row, int column) const {
         const int chunk = column / kChunkElements;
         const uint32_t in_period = lane_offset ^ (chunk % Layout::kPeriod * kChunkBytes);
         return in_period + (tile + row * Layout::kRowBytes + chunk / Layout::kPeriod * kPeriodBytes);

@@ -12,12 +12,11 @@
 namespace fastattn {
 
 template <typename Element>
-__device__ __forceinline__ Element* row_pointer(const HeadsView<Element>& view, int32_t batch, int32_t head,
-                                                int32_t row) {
+FASTATTN_DEVICE Element* row_pointer(const HeadsView<Element>& view, int32_t batch, int32_t head, int32_t row) {
     return view.data + batch * view.batch_stride + head * view.head_stride + row * view.row_stride;
 }
 
-__device__ __forceinline__ float* row_pointer(const RowsView& view, int32_t batch, int32_t head) {
+FASTATTN_DEVICE float* row_pointer(const RowsView& view, int32_t batch, int32_t head) {
     return view.data + batch * view.batch_stride + head * view.head_stride;
 }
 
@@ -39,13 +38,13 @@ struct TileChunks {
     int head_dim;  // elements that a row has; zeros follow them
     char* sChunk;  // where this thread's first chunk goes
 
-    __device__ __forceinline__ TileChunks(uint16_t* sTile, int thread, int head_dim)
+    FASTATTN_DEVICE TileChunks(uint16_t* sTile, int thread, int head_dim)
         : head_dim(head_dim),
           sChunk(reinterpret_cast<char*>(sTile) + Layout::offset(thread / kChunksPerPass, thread % kChunksPerPass)) {}
 
     // Calls function(uint32_t& pair_of_elements) for all that this thread has copied.
     template <typename Function>
-    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+    FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         for_own_chunks([&](int, int, char* chunk) {
             uint4& bits = *reinterpret_cast<uint4*>(chunk);
             uint4 pairs = bits;
@@ -58,11 +57,11 @@ struct TileChunks {
     }
 
   protected:
-    __device__ __forceinline__ static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
+    FASTATTN_DEVICE static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
 
     // Calls function(first row, first chunk of the pass, where this thread's chunk is in shared memory).
     template <typename Function>
-    __device__ __forceinline__ void for_own_chunks(Function&& function) const {
+    FASTATTN_DEVICE void for_own_chunks(Function&& function) const {
 #pragma unroll
         for (int i = 0; i < kRowPasses; ++i) {
             const int first_row = row_pass(i) * kRowsPerPass;
@@ -86,20 +85,20 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     int64_t pass_stride;
 
     // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero.
-    __device__ __forceinline__ TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
-                                          int head_dim = kHeadDim)
+    FASTATTN_DEVICE TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
+                               int head_dim = kHeadDim)
         : Chunks(sTile, thread, head_dim), pass_stride(kRowsPerPass * row_stride) {
         const int row = thread / kChunksPerPass, chunk = thread % kChunksPerPass;
         gChunk = gTile + row * row_stride + Chunks::row_pass(0) * pass_stride + chunk * kChunkElements;
     }
 
     // The tile to load next starts so many elements further on.
-    __device__ __forceinline__ void skip(int64_t elements) { gChunk += elements; }
+    FASTATTN_DEVICE void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
     // zero, and are not read. The tile goes so many bytes behind the first one.
     template <bool kPartial>
-    __device__ __forceinline__ void load(int num_rows, uint32_t bytes_behind = 0) {
+    FASTATTN_DEVICE void load(int num_rows, uint32_t bytes_behind = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
         const int rows_from_here = num_rows - thread / kChunksPerPass;
         const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
@@ -114,7 +113,7 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
 
 // Rounds a warp's accumulators to 16 bits, into its own rows of a tile in shared memory.
 template <DataType kDataType, int kTilesM, int kTilesD>
-__device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTilesD][4], int lane) {
+FASTATTN_DEVICE void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTilesD][4], int lane) {
     using Layout = Swizzle<kTilesD * kMmaN>;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll
@@ -129,8 +128,8 @@ __device__ __forceinline__ void stage_rows(uint16_t* sRows, const float (&rO)[kT
 // Rounds scores to 16 bits, into [*, kColumns]. offset: in bytes, of the lane's first element (accumulator_offset).
 // They are some, from first_tile on, of a warp's tiles there, the columns of which share no bit with the first one's.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
-__device__ __forceinline__ void stage_scores_at(uint16_t* sTile, uint32_t offset,
-                                                const float (&rS)[kTilesM][kTilesN][4], int first_tile) {
+FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const float (&rS)[kTilesM][kTilesN][4],
+                                     int first_tile) {
 #pragma unroll
     for (int n = 0; n < kTilesN; ++n) {
         char* column = reinterpret_cast<char*>(sTile) + (offset ^ (first_tile + n) * kChunkBytes);
@@ -143,15 +142,15 @@ __device__ __forceinline__ void stage_scores_at(uint16_t* sTile, uint32_t offset
 
 // Where in [*, kColumns] a lane's accumulators of a warp's tiles from [first_row][first_column] on start, in bytes.
 template <int kColumns>
-__device__ __forceinline__ uint32_t accumulator_offset(int first_row, int first_column, int lane) {
+FASTATTN_DEVICE uint32_t accumulator_offset(int first_row, int first_column, int lane) {
     return Swizzle<kColumns>::offset(first_row + accumulator_row(lane), first_column / kChunkElements) +
            lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t));
 }
 
 // The same, of a warp's tiles from [first_row][first_column] on.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
-__device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
-                                             int first_column, int first_tile, int lane) {
+FASTATTN_DEVICE void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
+                                  int first_column, int first_tile, int lane) {
     // One register for all addresses: those of other tiles follow from it each time.
     const uint32_t offset = ptx::opaque(accumulator_offset<kColumns>(first_row, first_column, lane));
     stage_scores_at<kDataType, kColumns>(sTile, offset, rS, first_tile);
@@ -159,8 +158,8 @@ __device__ __forceinline__ void stage_scores(uint16_t* sTile, const float (&rS)[
 
 // Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory; those that exist.
 template <int kRows, int kHeadDim>
-__device__ __forceinline__ void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows,
-                                           int lane, int head_dim = kHeadDim) {
+FASTATTN_DEVICE void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows, int lane,
+                                int head_dim = kHeadDim) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kRowsPerPass = kWarpSize / Layout::kPeriod;
 #pragma unroll

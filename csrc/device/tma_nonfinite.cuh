@@ -11,7 +11,7 @@ namespace fastattn {
 
 // Returns whether one of kThreads threads finds NaN or infinity among its elements: times 0 they are NaN, which stays.
 template <DataType kDataType, typename Tile, int kThreads>
-__device__ __forceinline__ bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
+FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;
     uint32_t sums[4] = {};
 #pragma unroll
@@ -37,7 +37,7 @@ struct SharedTile {
     uint16_t* sTile;
 
     template <typename Function>
-    __device__ __forceinline__ void for_own_pairs(Function&& function) const {
+    FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         Tile::for_pairs_of(sTile, threadIdx.x, kThreads, function);
     }
 };

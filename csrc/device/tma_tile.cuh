@@ -32,7 +32,7 @@ struct TmaTile {
     static_assert(kRows % 8 == 0, "blocks begin where the swizzle's pattern does");
 
     // In bytes from the start of the tile; a chunk is 16 bytes.
-    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return chunk / kChunksPerRow * kBlockBytes + row * kRowBytes +
                (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
@@ -40,8 +40,8 @@ struct TmaTile {
     // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be some rows of
     // the tile and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes
     // count too.
-    __device__ __forceinline__ static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
-                                                int32_t group, int32_t row, uint32_t barrier) {
+    FASTATTN_DEVICE static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch, int32_t group,
+                                     int32_t row, uint32_t barrier) {
 #pragma unroll
         for (int block = 0; block < kNumBlocks; ++block) {
             ptx::cp_async_bulk_tensor_5d(rows_of_tile + block * kBlockBytes, &map.encoded, block * kBlockColumns, 0,
@@ -50,8 +50,8 @@ struct TmaTile {
     }
 
     // The same to two CTAs of a cluster, to the same rows of their tiles. Each of them copies a half of the rows.
-    __device__ __forceinline__ static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
-                                                          int32_t group, int32_t row, uint32_t barrier) {
+    FASTATTN_DEVICE static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
+                                               int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
 #pragma unroll
         for (int block = 0; block < kNumBlocks; ++block) {
@@ -62,7 +62,7 @@ struct TmaTile {
     }
 
     // Writes zeros from first_row to the end; each of `threads` threads writes some.
-    __device__ __forceinline__ static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
+    FASTATTN_DEVICE static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
         const int chunks_per_block = (kRows - first_row) * (kRowBytes / kChunkBytes);
         for (int block = 0; block < kNumBlocks; ++block) {
             uint4* chunks =
@@ -73,7 +73,7 @@ struct TmaTile {
 
     // Calls function(uint32_t& pair_of_elements) for this thread's pairs of the tile, which `threads` threads divide.
     template <typename Function>
-    __device__ __forceinline__ static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {
+    FASTATTN_DEVICE static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {
         for (int i = thread; i < kBytes / kChunkBytes; i += threads) {
             uint4& bits = reinterpret_cast<uint4*>(sTile)[i];
             uint4 pairs = bits;

@@ -7,19 +7,21 @@
 
 #include <cstdint>
 
+#include "host/host_device.h"
+
 namespace fastattn {
 
 // Its block of the cache (a page, or a contiguous sequence), negative if the token is absent, and its row there.
 struct TokenLocation {
     int32_t block, row;
 
-    __device__ __forceinline__ bool is_present() const { return block >= 0; }
+    FASTATTN_DEVICE bool is_present() const { return block >= 0; }
 };
 
 // Token `key` of a sequence, whose page_idx-th page holds it. `page` is what the table holds there, which may be
 // anything: a token whose page does not exist is absent.
-__device__ __forceinline__ TokenLocation location_in_page(int32_t page, int32_t num_pages, int32_t key,
-                                                          int32_t page_idx, int32_t page_rows) {
+FASTATTN_DEVICE TokenLocation location_in_page(int32_t page, int32_t num_pages, int32_t key, int32_t page_idx,
+                                               int32_t page_rows) {
     return {page < num_pages ? page : -1, key - page_idx * page_rows};
 }
 

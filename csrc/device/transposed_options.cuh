@@ -25,8 +25,7 @@ struct TransposedOptions {
     const HeadScores& scores;
     int32_t own_row, own_key;  // of element [0][0] of this lane
 
-    __device__ __forceinline__ TransposedOptions(const HeadScores& scores, int32_t first_row, int32_t first_key,
-                                                 int lane)
+    FASTATTN_DEVICE TransposedOptions(const HeadScores& scores, int32_t first_row, int32_t first_key, int lane)
         : scores(scores), own_row(first_row + accumulator_column(lane)), own_key(first_key + accumulator_row(lane)) {}
 
     // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. One of 32 bits has no
@@ -34,7 +33,7 @@ struct TransposedOptions {
     using BiasPairs = uint32_t[kTilesM][2];
 
     // Early: it is needed only after the products. Outside of rows and keys it is that of the last ones.
-    __device__ __forceinline__ void load_bias(BiasPairs& pairs) const {
+    FASTATTN_DEVICE void load_bias(BiasPairs& pairs) const {
 #pragma unroll
         for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // as in scale()
         scores.with_bias_kind([&](auto bits, auto) {
@@ -48,7 +47,7 @@ struct TransposedOptions {
 
     // rS = S becomes scores before the bias. rSoftcapGradient: d score / d (scale * S), where there is a softcap.
     template <int kFirst>
-    __device__ __forceinline__ void scale(Accumulators& rS, SoftcapGradients& rSoftcapGradient) const {
+    FASTATTN_DEVICE void scale(Accumulators& rS, SoftcapGradients& rSoftcapGradient) const {
         const ScoreParams& params = scores.params;
         if (params.softcap > 0) {
             for_each<kFirst>([&](int n, int e) {
@@ -67,7 +66,7 @@ struct TransposedOptions {
 
     // Adds the bias. What it masks is no longer among the seen.
     template <int kFirst>
-    __device__ __forceinline__ void add_bias(Accumulators& rS, SeenRows& seen, const BiasPairs& pairs) const {
+    FASTATTN_DEVICE void add_bias(Accumulators& rS, SeenRows& seen, const BiasPairs& pairs) const {
         scores.with_bias_kind([&](auto bits, auto kind) {
             const auto add = [&](int n, int half, uint32_t first, uint32_t second) {
                 add_bias<kind.value>(rS, seen, n, 2 * half, first);
@@ -89,7 +88,7 @@ struct TransposedOptions {
     }
 
     template <int kFirst = 0, int kTiles = kTilesAtOnce, typename Function>
-    __device__ __forceinline__ static void for_each(Function&& function) {
+    FASTATTN_DEVICE static void for_each(Function&& function) {
 #pragma unroll
         for (int n = kFirst; n < kFirst + kTiles; ++n) {
 #pragma unroll
@@ -100,7 +99,7 @@ struct TransposedOptions {
   private:
     // Calls function(n, half, bits, bits) for each two neighbouring rows of a key.
     template <typename T, int kFirst, int kTiles, typename Function>
-    __device__ __forceinline__ void for_bias(Function&& function) const {
+    FASTATTN_DEVICE void for_bias(Function&& function) const {
         const BiasView& view = scores.params.bias;
         const int64_t row_bytes = view.row_stride * int64_t{sizeof(T)};
         const char* keys[2];
@@ -125,14 +124,14 @@ struct TransposedOptions {
     }
 
     template <BiasKind kKind>
-    __device__ __forceinline__ static void add_bias(Accumulators& rS, SeenRows& seen, int n, int e, uint32_t bits) {
+    FASTATTN_DEVICE static void add_bias(Accumulators& rS, SeenRows& seen, int n, int e, uint32_t bits) {
         if (HeadScores::bias_value<kKind>(bits) == -kInfinity) seen.hide(n, e);
         HeadScores::add_bias<kKind>(rS[0][n][e], bits);
     }
 
     // Distances are counted in floats, which is exact up to 2^24.
     template <int kFirst>
-    __device__ __forceinline__ void add_alibi(Accumulators& rS) const {
+    FASTATTN_DEVICE void add_alibi(Accumulators& rS) const {
         if (scores.slope == 0) return;
         const auto ahead = static_cast<float>(own_row + scores.window.offset - own_key);
         for_each<kFirst>([&](int n, int e) {

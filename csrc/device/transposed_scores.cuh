@@ -30,7 +30,7 @@ struct SeenRows {
     uint32_t seen[2];
 
     template <int kTilesM>
-    __device__ __forceinline__ static SeenRows of(const RowRange (&seen_by)[2], int32_t first_row, int lane) {
+    FASTATTN_DEVICE static SeenRows of(const RowRange (&seen_by)[2], int32_t first_row, int lane) {
         SeenRows columns;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -41,16 +41,16 @@ struct SeenRows {
         return columns;
     }
 
-    __device__ __forceinline__ static SeenRows all() { return {{~0u, ~0u}}; }
-    __device__ __forceinline__ void hide(int n, int e) { seen[e / 2] &= ~(1u << (2 * n + e % 2)); }
-    __device__ __forceinline__ void make_opaque() { seen[0] = ptx::opaque(seen[0]), seen[1] = ptx::opaque(seen[1]); }
-    __device__ __forceinline__ bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
+    FASTATTN_DEVICE static SeenRows all() { return {{~0u, ~0u}}; }
+    FASTATTN_DEVICE void hide(int n, int e) { seen[e / 2] &= ~(1u << (2 * n + e % 2)); }
+    FASTATTN_DEVICE void make_opaque() { seen[0] = ptx::opaque(seen[0]), seen[1] = ptx::opaque(seen[1]); }
+    FASTATTN_DEVICE bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
 };
 
 // rS = Sᵀ becomes Pᵀ. With kMasked, keys that a row does not see get 0, whatever they had.
 template <bool kMasked, int kTilesM>
-__device__ __forceinline__ void to_probabilities(float (&rS)[1][kTilesM][4], const float* shift_log2, float scale_log2,
-                                                 const SeenRows& columns, int lane) {
+FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* shift_log2, float scale_log2,
+                                      const SeenRows& columns, int lane) {
 #pragma unroll
     for (int n = 0; n < kTilesM; ++n) {
         const float2 shift = reinterpret_cast<const float2*>(shift_log2)[n * kMmaN / 2 + lane % kLanesPerRow];
@@ -64,7 +64,7 @@ __device__ __forceinline__ void to_probabilities(float (&rS)[1][kTilesM][4], con
 
 // What the products of dPᵀ = V·dOᵀ are added to: so dP comes out less delta, with no instructions after the products.
 template <int kTilesM>
-__device__ __forceinline__ void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
+FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
 #pragma unroll
     for (int n = 0; n < kTilesM; ++n) {
         const float2 own = reinterpret_cast<const float2*>(minus_delta)[n * kMmaN / 2 + lane % kLanesPerRow];
@@ -75,8 +75,8 @@ __device__ __forceinline__ void start_with_delta(float (&rdP)[1][kTilesM][4], co
 
 // rdP = dPᵀ - delta becomes dSᵀ, of rP = Pᵀ. dP may be NaN where a row does not see a key.
 template <bool kMasked, int kTilesM>
-__device__ __forceinline__ void to_score_gradients(float (&rdP)[1][kTilesM][4], const float (&rP)[1][kTilesM][4],
-                                                   const SeenRows& columns) {
+FASTATTN_DEVICE void to_score_gradients(float (&rdP)[1][kTilesM][4], const float (&rP)[1][kTilesM][4],
+                                        const SeenRows& columns) {
 #pragma unroll
     for (int n = 0; n < kTilesM; ++n) {
 #pragma unroll
@@ -89,7 +89,7 @@ __device__ __forceinline__ void to_score_gradients(float (&rdP)[1][kTilesM][4], 
 
 // P as another warpgroup has packed it with accumulators_to_a(): two neighbouring tiles.
 template <DataType kDataType>
-__device__ __forceinline__ void a_to_accumulators(float (&left)[4], float (&right)[4], const uint32_t (&a)[4]) {
+FASTATTN_DEVICE void a_to_accumulators(float (&left)[4], float (&right)[4], const uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         left[2 * i] = unpack<kDataType>(static_cast<uint16_t>(a[i]));

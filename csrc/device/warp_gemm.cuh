@@ -11,8 +11,7 @@ namespace fastattn {
 
 // A warp's rows of Q as operands A, for products with all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <int kTilesM, int kTilesK, int kHeadDim>
-__device__ __forceinline__ void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4],
-                                                const SwizzledBlocks<kHeadDim>& sQ) {
+FASTATTN_DEVICE void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4], const SwizzledBlocks<kHeadDim>& sQ) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -24,8 +23,8 @@ __device__ __forceinline__ void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK]
 // in this order share an operand, which then need not be read from the register file again: B where the row of tiles
 // changes, else A, also from one pair of tiles to the next.
 template <DataType kDataType, int kTilesM, int kTilesN>
-__device__ __forceinline__ void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
-                                              const uint32_t (&rB)[4], int n) {
+FASTATTN_DEVICE void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
+                                   const uint32_t (&rB)[4], int n) {
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i) {
         const int m = n / 2 % 2 == 0 ? i : kTilesM - 1 - i;
@@ -38,7 +37,7 @@ __device__ __forceinline__ void multiply_pair(float (&rC)[kTilesM][kTilesN][4], 
 }
 
 template <int kTilesM, int kTilesN>
-__device__ __forceinline__ void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
+FASTATTN_DEVICE void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -51,8 +50,8 @@ __device__ __forceinline__ void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
 
 // rS += Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
-__device__ __forceinline__ void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4],
-                                                     const SwizzledBlocks<kHeadDim>& sK, LoadQ&& load_q) {
+FASTATTN_DEVICE void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,
+                                          LoadQ&& load_q) {
 #pragma unroll
     for (int k = 0; k < kHeadDim / kMmaK; ++k) {
         uint32_t rQ[kTilesM][4];
@@ -69,8 +68,8 @@ __device__ __forceinline__ void accumulate_loaded_qk(float (&rS)[kTilesM][kTiles
 
 // With sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
-__device__ __forceinline__ void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
-                                              const SwizzledBlocks<kHeadDim>& sK) {
+FASTATTN_DEVICE void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                                   const SwizzledBlocks<kHeadDim>& sK) {
     accumulate_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
         ptx::ldmatrix_m8n8_x4(block, sQ.address(m * kMmaM, k * kMmaK));
     });
@@ -78,16 +77,16 @@ __device__ __forceinline__ void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], 
 
 // rS = Q · sKᵀ, likewise.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
-__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
-                                        const SwizzledBlocks<kHeadDim>& sK) {
+FASTATTN_DEVICE void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
+                             const SwizzledBlocks<kHeadDim>& sK) {
     set_zero(rS);
     accumulate_qk<kDataType>(rS, sQ, sK);
 }
 
 // With Q's operands in registers.
 template <DataType kDataType, int kTilesM, int kTilesN, int kTilesK, int kHeadDim>
-__device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rQ)[kTilesM][kTilesK][4],
-                                        const SwizzledBlocks<kHeadDim>& sK) {
+FASTATTN_DEVICE void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rQ)[kTilesM][kTilesK][4],
+                             const SwizzledBlocks<kHeadDim>& sK) {
     set_zero(rS);
     accumulate_loaded_qk<kDataType>(rS, sK, [&](uint32_t (&block)[4], int m, int k) {
 #pragma unroll
@@ -97,8 +96,8 @@ __device__ __forceinline__ void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const 
 
 // rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] at ldmatrix_lane.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
-__device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4],
-                                        const float (&rP)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sV) {
+FASTATTN_DEVICE void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4], const float (&rP)[kTilesM][kTilesN][4],
+                             const SwizzledBlocks<kHeadDim>& sV) {
 #pragma unroll
     for (int n = 0; n < kTilesN; n += 2) {
         uint32_t rA[kTilesM][4];
@@ -118,8 +117,8 @@ __device__ __forceinline__ void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4
 // at ldmatrix_lane, or transposed [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB [kSumK, kTilesN * 8] at ldmatrix_lane.
 template <DataType kDataType, bool kTransposeA, int kSumK, int kColumnStep, int kFirstColumn = 0, int kTilesM,
           int kTilesN, int kColumnsA, int kColumnsB>
-__device__ __forceinline__ void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,
-                                                const SwizzledBlocks<kColumnsB>& sB) {
+FASTATTN_DEVICE void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,
+                                     const SwizzledBlocks<kColumnsB>& sB) {
     static_assert(kTilesN % 2 == 0, "B comes in blocks of two tiles");
 #pragma unroll
     for (int k = 0; k < kSumK; k += kMmaK) {

@@ -30,19 +30,19 @@ struct ColumnTermsLoader {
     float number;
 
     // The first row to load is the first one of `head`, further on by first_row.
-    __device__ __forceinline__ ColumnTermsLoader(const AttentionBackwardParams& params, int32_t batch, int32_t head,
-                                                 int32_t first_row)
+    FASTATTN_DEVICE ColumnTermsLoader(const AttentionBackwardParams& params, int32_t batch, int32_t head,
+                                      int32_t first_row)
         : gNext(row_pointer(is_shift() ? params.shift : params.delta, batch, head) + first_row + own_row()) {}
 
     // The tile to load next starts so many numbers further on.
-    __device__ __forceinline__ void skip(int64_t numbers) { gNext += numbers; }
+    FASTATTN_DEVICE void skip(int64_t numbers) { gNext += numbers; }
 
-    __device__ __forceinline__ void load(int32_t num_rows) {
+    FASTATTN_DEVICE void load(int32_t num_rows) {
         number = own_row() < num_rows ? *gNext : 0.0f;
         gNext += kRows;
     }
 
-    __device__ __forceinline__ void store(ColumnTerms<kRows>& terms) const {
+    FASTATTN_DEVICE void store(ColumnTerms<kRows>& terms) const {
         const int row = own_row();
         if (is_shift()) {
             terms.minus_shift_log2[row] = -kLog2E * number;
@@ -56,8 +56,8 @@ struct ColumnTermsLoader {
     }
 
   private:
-    __device__ __forceinline__ static bool is_shift() { return threadIdx.x < kRows; }
-    __device__ __forceinline__ static int own_row() { return threadIdx.x % kRows; }
+    FASTATTN_DEVICE static bool is_shift() { return threadIdx.x < kRows; }
+    FASTATTN_DEVICE static int own_row() { return threadIdx.x % kRows; }
 };
 
 // What the rows of a tile see of its keys: row r sees key k < num_keys if first <= k - r <= last. Rows that do not
@@ -67,7 +67,7 @@ struct KeyBand {
 
     int32_t first, last, num_keys;
 
-    __device__ __forceinline__ KeyBand(const Window& window, int32_t first_row, int32_t first_key)
+    FASTATTN_DEVICE KeyBand(const Window& window, int32_t first_row, int32_t first_key)
         : num_keys(window.num_keys - first_key) {
         const int64_t position = int64_t{first_row} + window.offset - first_key;
         first = window.left < 0 ? kNone : in_range(position - window.left);
@@ -75,7 +75,7 @@ struct KeyBand {
     }
 
   private:
-    __device__ __forceinline__ static int32_t in_range(int64_t distance) {
+    FASTATTN_DEVICE static int32_t in_range(int64_t distance) {
         return static_cast<int32_t>(min(max(distance, int64_t{kNone}), int64_t{-kNone}));
     }
 };
@@ -86,7 +86,7 @@ struct TransposedScores {
     using Accumulators = float[kTilesM][kTilesN][4];
 
     // rdPᵀ = -delta, so that V·dOᵀ on top of it is dPᵀ - delta.
-    __device__ __forceinline__ static void start_gradients(Accumulators& rdP, const float4* minus_delta, int lane) {
+    FASTATTN_DEVICE static void start_gradients(Accumulators& rdP, const float4* minus_delta, int lane) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
             const float4 start = minus_delta[(n * kMmaN + accumulator_column(lane)) / 2];
@@ -101,8 +101,8 @@ struct TransposedScores {
     }
 
     // rSᵀ = K·Qᵀ -> Pᵀ.
-    __device__ __forceinline__ static void to_probabilities(Accumulators& rS, const float* minus_shift_log2,
-                                                            float scale_log2, int lane) {
+    FASTATTN_DEVICE static void to_probabilities(Accumulators& rS, const float* minus_shift_log2, float scale_log2,
+                                                 int lane) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
             const float2 shift =
@@ -119,7 +119,7 @@ struct TransposedScores {
     }
 
     // Zeros in both where a row does not see a key: there, either may be anything.
-    __device__ __forceinline__ static void mask(Accumulators& rP, Accumulators& rdP, const KeyBand& seen, int lane) {
+    FASTATTN_DEVICE static void mask(Accumulators& rP, Accumulators& rdP, const KeyBand& seen, int lane) {
         const int32_t ahead = accumulator_row(lane) - accumulator_column(lane);
         const int32_t first = seen.first - ahead, keys_from_here = seen.num_keys - accumulator_row(lane);
 #pragma unroll
@@ -140,7 +140,7 @@ struct TransposedScores {
     }
 
     // rdPᵀ = dPᵀ - delta -> dSᵀ.
-    __device__ __forceinline__ static void to_score_gradients(Accumulators& rdP, const Accumulators& rP) {
+    FASTATTN_DEVICE static void to_score_gradients(Accumulators& rdP, const Accumulators& rP) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll

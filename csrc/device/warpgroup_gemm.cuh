@@ -18,17 +18,17 @@ struct OperandDescriptor {
     uint32_t low;  // address, and from bit 16 on the stride between blocks
 
     // K contiguous: a block holds 64 or 32 of K, and products reach no further.
-    __device__ __forceinline__ static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
+    FASTATTN_DEVICE static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
 
     // N contiguous: a block holds 64 or 32 of N, and the next ones are in the next block.
-    __device__ __forceinline__ static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
+    FASTATTN_DEVICE static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
     // Describes what lies so many bytes further on, in a block whose rows have kRowBytes. The address has bits to
     // spare, so that adding to it carries into nothing else.
     template <int kRowBytes = 128>
-    __device__ __forceinline__ uint64_t at(int bytes) const {
+    FASTATTN_DEVICE uint64_t at(int bytes) const {
         static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that tiles have");
         constexpr uint32_t kSwizzle = (kRowBytes == 128 ? 1u : 2u) << 30;
         constexpr uint32_t kPatternBytes = 8 * kRowBytes;
@@ -38,20 +38,19 @@ struct OperandDescriptor {
 
 // A row of m16 tiles as the flat array that wgmma takes.
 template <int kTiles>
-__device__ __forceinline__ float (&flat(float (&sums)[1][kTiles][4]))
+FASTATTN_DEVICE float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
 
 // Where the columns from this one on are, whose tile has K contiguous.
 template <typename Tile>
-__device__ __forceinline__ uint64_t at_column(OperandDescriptor rows, int column) {
+FASTATTN_DEVICE uint64_t at_column(OperandDescriptor rows, int column) {
     return rows.at<Tile::kRowBytes>(column / Tile::kBlockColumns * Tile::kBlockBytes +
                                     column % Tile::kBlockColumns * 2);
 }
 
 // rC = A · Bᵀ over kSumK columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
 template <DataType kDataType, int kSumK, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
-__device__ __forceinline__ void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
-                                                OperandDescriptor sB) {
+FASTATTN_DEVICE void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
 #pragma unroll
     for (int k = 0; k < kSumK / kMmaK; ++k) {
         ptx::Wgmma<kTilesN * kMmaN, kDataType>::ss(flat(rC), at_column<TileA>(sA, k * kMmaK),
@@ -61,15 +60,14 @@ __device__ __forceinline__ void start_gemm_rows(float (&rC)[1][kTilesN][4], Oper
 
 // rS = Q · Kᵀ. sQ [64, kHeadDim], sK [8 * kTilesN, kHeadDim], both TmaTile.
 template <DataType kDataType, int kHeadDim, int kTilesN>
-__device__ __forceinline__ void start_gemm_qk(float (&rS)[1][kTilesN][4], OperandDescriptor sQ, OperandDescriptor sK) {
+FASTATTN_DEVICE void start_gemm_qk(float (&rS)[1][kTilesN][4], OperandDescriptor sQ, OperandDescriptor sK) {
     start_gemm_rows<kDataType, kHeadDim, TmaTile<kWarpgroupM, kHeadDim>, TmaTile<kTilesN * kMmaN, kHeadDim>>(rS, sQ,
                                                                                                              sK);
 }
 
 // rC = Aᵀ · B over kSumK rows. sA: 64 columns, a block of a TmaTile; sB: 8 * kTilesN columns of one.
 template <DataType kDataType, int kSumK, int kTilesN>
-__device__ __forceinline__ void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA,
-                                                   OperandDescriptor sB) {
+FASTATTN_DEVICE void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
     using TileB = TmaTile<kSumK, kTilesN * kMmaN>;
     static_assert(TileB::kBlockColumns == kWarpgroupM, "blocks of A and B are alike");
     constexpr int kStepBytes = kMmaK * TileB::kRowBytes;
@@ -82,8 +80,7 @@ __device__ __forceinline__ void start_gemm_columns(float (&rC)[1][kTilesN][4], O
 
 // rO += P · V. sV [16 * kTilesK, 8 * kTilesD], a TmaTile.
 template <DataType kDataType, int kTilesK, int kTilesD>
-__device__ __forceinline__ void start_gemm_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4],
-                                              OperandDescriptor sV) {
+FASTATTN_DEVICE void start_gemm_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4], OperandDescriptor sV) {
 #pragma unroll
     for (int k = 0; k < kTilesK; ++k) {
         constexpr int kRowBytes = TmaTile<kTilesK * kMmaK, kTilesD * kMmaN>::kRowBytes;

@@ -1,8 +1,9 @@
-// What the host and kernels both compute.
+// Functions of kernels, and those that the host and kernels both call.
 #pragma once
 
 #include <cstdint>
 
+#define FASTATTN_DEVICE __device__ __forceinline__
 #ifdef __CUDACC__
 #define FASTATTN_HOST_DEVICE __host__ __device__ __forceinline__
 #else

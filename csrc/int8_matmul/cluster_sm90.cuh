@@ -43,20 +43,18 @@ struct alignas(1024) ClusterStorage {
     float sums[Tile::kPassM * SumsLayout<kCtaN>::kRowElements];
     RingBarriers<Tile::kNumStages> ring;
 
-    __device__ __forceinline__ uint32_t input(int stage) const { return shared_address(stages[stage]); }
-    __device__ __forceinline__ const char* weights(int stage) const { return stages[stage] + kInputBytes; }
+    FASTATTN_DEVICE uint32_t input(int stage) const { return shared_address(stages[stage]); }
+    FASTATTN_DEVICE const char* weights(int stage) const { return stages[stage] + kInputBytes; }
 };
 
-__device__ __forceinline__ int32_t cluster_of_cta() {
+FASTATTN_DEVICE int32_t cluster_of_cta() {
     return static_cast<int32_t>(blockIdx.x / kClusterSize);
 }
 
-__device__ __forceinline__ int32_t clusters_of_launch() {
+FASTATTN_DEVICE int32_t clusters_of_launch() {
     return static_cast<int32_t>(gridDim.x / kClusterSize);
 }
-
-// Waits until every thread of the cluster has arrived.
-__device__ __forceinline__ void wait_for_cluster() {
+FASTATTN_DEVICE void wait_for_cluster() {
     __syncwarp();  // the barrier takes whole warps
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
@@ -65,8 +63,8 @@ __device__ __forceinline__ void wait_for_cluster() {
 // Called by all threads before anybody uses the ring. In each CTA num_readers warps release a stage, and num_writers
 // threads arrive when they have filled it.
 template <typename Tile>
-__device__ __forceinline__ void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
-                                              int num_writers = 1) {
+FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
+                                   int num_writers = 1) {
     if (threadIdx.x == 0) {
         shared.ring.init(kClusterSize * num_readers, num_writers);
         ptx::fence_mbarrier_init();
@@ -80,7 +78,7 @@ struct CtaTile {
     int32_t m_tile;
     int32_t n_tile;  // in tiles of kCtaN
 
-    __device__ __forceinline__ CtaTile(const MatmulSchedule& schedule, const MatmulWorkTile& work, int rank) {
+    FASTATTN_DEVICE CtaTile(const MatmulSchedule& schedule, const MatmulWorkTile& work, int rank) {
         const TilePosition position = tile_position(schedule, work.tile);
         m_tile = position.m_tile;
         n_tile = position.n_tile * kClusterSize + rank;
@@ -90,8 +88,8 @@ struct CtaTile {
 // Called by one thread, the producer: calls load_weights(tile, step, destination, barrier) for each step of each work
 // tile, which starts the copies of the weights, and copies this CTA's half of the input's rows into both CTAs.
 template <typename Tile, typename LoadWeights>
-__device__ __forceinline__ void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
-                                                    int input_columns, LoadWeights&& load_weights) {
+FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
+                                         int input_columns, LoadWeights&& load_weights) {
     constexpr int kRows = Tile::kBlockM / kClusterSize;
     const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
     Ring<Tile::kNumStages> ring(shared.ring);
@@ -116,10 +114,10 @@ struct ConsumerPosition {
     static constexpr int kHalfDistance = 8;  // between a thread's two columns of N
     int warpgroup, warp, lane, rank;
 
-    __device__ __forceinline__ int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
+    FASTATTN_DEVICE int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
 
     // The CTA's column of N that register half h of an accumulator has: see device/ptx/wgmma.cuh.
-    __device__ __forceinline__ int output(int half) const {
+    FASTATTN_DEVICE int output(int half) const {
         return first_of_warp() + accumulator_row(lane) + kHalfDistance * half;
     }
 };
@@ -130,8 +128,8 @@ using StepWeights = uint32_t[Tile::kBlockK / kMmaK][4];
 
 // rY += W · Xᵀ over kSumK of K from first_k on, or rY = W · Xᵀ; the products run on.
 template <DataType kDataType, int kSumK, bool kAdds, typename Tile>
-__device__ __forceinline__ void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW,
-                                               OperandDescriptor sX, int first_k = 0) {
+FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW, OperandDescriptor sX,
+                                    int first_k = 0) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = first_k / kMmaK; k < (first_k + kSumK) / kMmaK; ++k) {
@@ -148,19 +146,17 @@ struct DecodingConsumer {
     int lane;
     Ring<Tile::kNumStages> ring, ahead;
 
-    __device__ __forceinline__ DecodingConsumer(ClusterStorage<Tile>& shared, int lane)
+    FASTATTN_DEVICE DecodingConsumer(ClusterStorage<Tile>& shared, int lane)
         : shared(shared), lane(lane), ring(shared.ring), ahead(shared.ring) {}
 
-    __device__ __forceinline__ OperandDescriptor input(int stage) const {
-        return OperandDescriptor::k_major(shared.input(stage));
-    }
+    FASTATTN_DEVICE OperandDescriptor input(int stage) const { return OperandDescriptor::k_major(shared.input(stage)); }
 
-    __device__ __forceinline__ void release() { ring.release_to_cluster(lane, kClusterSize); }
+    FASTATTN_DEVICE void release() { ring.release_to_cluster(lane, kClusterSize); }
 
     // Adds the products of a work tile to rY. Those of two steps are in flight, but for a moment between them.
     // decode(rW) waits for stage `ahead` and makes operands of it.
     template <typename Decode>
-    __device__ __forceinline__ void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
+    FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
         StepWeights<Tile> rW[2];
         const auto start = [&](const StepWeights<Tile>& rW) {
             start_products<kDataType, Tile::kBlockK, true, Tile>(rY, rW, input(ahead.stage));
@@ -207,8 +203,7 @@ struct ClusterPartials {
     int own;
     float* first;  // this thread's numbers in the first slot
 
-    __device__ __forceinline__ ClusterPartials(const MatmulEpilogue& epilogue, const MatmulWorkTile& work, int rank,
-                                               int block_m)
+    FASTATTN_DEVICE ClusterPartials(const MatmulEpilogue& epilogue, const MatmulWorkTile& work, int rank, int block_m)
         : partials{0, 1, 0}, own(0), first(nullptr) {
         if (is_whole(epilogue.schedule, work)) return;
         partials = sum_partials(epilogue.schedule, work.tile);
@@ -218,15 +213,15 @@ struct ClusterPartials {
 
     // The workspace slot of a partial. Adjacent threads have adjacent numbers, 16 bytes each.
     template <int kBlockM>
-    __device__ __forceinline__ FourSums<Sum>* slot(int partial) const {
+    FASTATTN_DEVICE FourSums<Sum>* slot(int partial) const {
         return reinterpret_cast<FourSums<Sum>*>(first + int64_t{partials.slot(partial)} * kBlockM * kClusterN);
     }
 
     // Returns whether this cluster is the last of the tile's clusters. Otherwise it leaves its partial, registers as
     // they are; the last one leaves none if all others have arrived before.
     template <int kBlockM>
-    __device__ __forceinline__ bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile,
-                                             int rank, int rows_here) const {
+    FASTATTN_DEVICE bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile, int rank,
+                                  int rows_here) const {
         if (partials.count == 1) return true;
         uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
         bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, partials.count);
@@ -247,8 +242,8 @@ struct ClusterPartials {
     // Adds up kTiles times 8 rows of M from tile `first_tile` on, in the order of the partials, so that bits repeat.
     // Loads of one partial are all in flight at a time.
     template <int kBlockM, int kTiles>
-    __device__ __forceinline__ void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
-                                        int rows_here) const {
+    FASTATTN_DEVICE void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
+                             int rows_here) const {
 #pragma unroll
         for (FourSums<Sum>& sum : sums) sum = {};
 #pragma unroll 1
@@ -274,9 +269,9 @@ struct ClusterPartials {
 // of one of the thread's two columns of N; `row` counts in the tile. Position: ConsumerPosition, or another mapping of
 // threads to columns.
 template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Scaled>
-__device__ __forceinline__ void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
-                                                 const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
-                                                 const Position& consumer, Scaled&& scaled) {
+FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
+                                      const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
+                                      const Position& consumer, Scaled&& scaled) {
     constexpr int kBlockM = Tile::kBlockM, kPassM = Tile::kPassM, kBatch = 4;
     constexpr int kRowElements = SumsLayout<kCtaN>::kRowElements;
     const CtaTile tile(epilogue.schedule, work, consumer.rank);

@@ -21,13 +21,13 @@ struct SumsLayout {
 };
 
 template <typename Function>
-__device__ __forceinline__ void for_each_value(float (&values)[kEpilogueColumns], Function&& function) {
+FASTATTN_DEVICE void for_each_value(float (&values)[kEpilogueColumns], Function&& function) {
 #pragma unroll
     for (int e = 0; e < kEpilogueColumns; ++e) values[e] = function(values[e]);
 }
 
 // NaN stays NaN.
-__device__ __forceinline__ void activate(Activation activation, float (&values)[kEpilogueColumns]) {
+FASTATTN_DEVICE void activate(Activation activation, float (&values)[kEpilogueColumns]) {
     constexpr float kSqrtHalf = 0.707106781186547524f, kSqrt2OverPi = 0.797884560802865356f;
     switch (activation) {
         case Activation::kNone:
@@ -51,13 +51,13 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
 
 // Whether a chunk of which `count` elements exist is whole, and can be read or written at once. In a result whose width
 // is not a multiple of 4, few rows are aligned.
-__device__ __forceinline__ bool is_whole_vector(const uint16_t* elements, int count) {
+FASTATTN_DEVICE bool is_whole_vector(const uint16_t* elements, int count) {
     return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
 }
 
 // Adds the elements, of which `count` exist.
 template <DataType kDataType>
-__device__ __forceinline__ void add_elements(float (&values)[kEpilogueColumns], const uint16_t* elements, int count) {
+FASTATTN_DEVICE void add_elements(float (&values)[kEpilogueColumns], const uint16_t* elements, int count) {
     if (is_whole_vector(elements, count)) {
         const uint2 bits = *reinterpret_cast<const uint2*>(elements);
         values[0] += unpack<kDataType>(static_cast<uint16_t>(bits.x));
@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_elements(float (&values)[kEpilogueColumns], 
 }
 
 template <DataType kDataType>
-__device__ __forceinline__ void store_elements(uint16_t* elements, const float (&values)[kEpilogueColumns], int count) {
+FASTATTN_DEVICE void store_elements(uint16_t* elements, const float (&values)[kEpilogueColumns], int count) {
     const uint2 bits = {pack<kDataType>(values[0], values[1]), pack<kDataType>(values[2], values[3])};
     if (is_whole_vector(elements, count)) {
         *reinterpret_cast<uint2*>(elements) = bits;
@@ -93,8 +93,8 @@ struct ChunkSums {
 
 // scale * sum + bias of four neighbouring columns of sums, of which `column` is the first and `count` exist.
 template <DataType kDataType>
-__device__ __forceinline__ void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
-                                                   const float4& sums, int32_t column, int count) {
+FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
+                                        const float4& sums, int32_t column, int count) {
     values[0] = sums.x, values[1] = sums.y, values[2] = sums.z, values[3] = sums.w;
     if (epilogue.scale != nullptr) {
 #pragma unroll
@@ -107,8 +107,7 @@ __device__ __forceinline__ void scale_and_add_bias(const MatmulEpilogue& epilogu
 
 // Four neighbouring elements of the result, of which `column` is the first; those that exist.
 template <DataType kDataType>
-__device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row,
-                                       int32_t column) {
+FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row, int32_t column) {
     const int count = min(kEpilogueColumns, epilogue.out.columns - column);
     float values[kEpilogueColumns];
     scale_and_add_bias<kDataType>(epilogue, values, sums.first, column, count);
@@ -128,8 +127,8 @@ __device__ __forceinline__ void finish(const MatmulEpilogue& epilogue, const Chu
 // Calls function(sums, row, column) for those chunks of a tile that a thread finishes and that the result has.
 // Of SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
-__device__ __forceinline__ void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums,
-                                               const TilePosition& position, Function&& function) {
+FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums, const TilePosition& position,
+                                    Function&& function) {
     constexpr int kMaxChunks = kColumns / kEpilogueColumns;
     static_assert(kThreads % kMaxChunks == 0, "a pass must take whole rows");
     const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
@@ -157,20 +156,20 @@ struct OwnSums {
     float* first;   // in shared memory
     int rows_left;  // from its row on
 
-    __device__ __forceinline__ OwnSums(float* sSums, int rows_here) {
+    FASTATTN_DEVICE OwnSums(float* sSums, int rows_here) {
         const int row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kEpilogueColumns;
         first = sSums + row * SumsLayout<kColumns>::kRowElements + column;
         rows_left = rows_here - row;
     }
 
-    __device__ __forceinline__ bool exists(int pass) const { return pass * kRowsPerPass < rows_left; }
+    FASTATTN_DEVICE bool exists(int pass) const { return pass * kRowsPerPass < rows_left; }
 
-    __device__ __forceinline__ float4& sums(int pass) const {
+    FASTATTN_DEVICE float4& sums(int pass) const {
         return *reinterpret_cast<float4*>(first + pass * kRowsPerPass * SumsLayout<kColumns>::kRowElements);
     }
 
     // In a tile of the workspace neighbouring threads have neighbouring chunks.
-    __device__ __forceinline__ float4& partial(float* slot, int pass) const {
+    FASTATTN_DEVICE float4& partial(float* slot, int pass) const {
         return reinterpret_cast<float4*>(slot)[pass * kThreads + threadIdx.x];
     }
 };
@@ -179,8 +178,8 @@ struct OwnSums {
 // the whole sum replaces it. For kPassesAtOnce passes, as many partials are in flight at a time as registers take,
 // which are free of accumulators now: 36 chunks with the sums.
 template <int kPassesAtOnce, typename Own>
-__device__ __forceinline__ void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
-                                                       const SumPartials& partials, int own_partial) {
+FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
+                                            const SumPartials& partials, int own_partial) {
     constexpr int kPartialsAtOnce = std::min(16, 36 / kPassesAtOnce - 1);
     static_assert(kPartialsAtOnce > 0 && Own::kPasses % kPassesAtOnce == 0, "whole rounds cover the tile exactly");
 #pragma unroll 1
@@ -224,8 +223,8 @@ __device__ __forceinline__ void add_partials_of_passes(const Own& own, float* sl
 }
 
 template <typename Own>
-__device__ __forceinline__ void add_partials(const Own& own, float* slots, int64_t slot_elements,
-                                             const SumPartials& partials, int own_partial, int rows_here) {
+FASTATTN_DEVICE void add_partials(const Own& own, float* slots, int64_t slot_elements, const SumPartials& partials,
+                                  int own_partial, int rows_here) {
     constexpr int kMostAtOnce = Own::kPasses <= 16 ? Own::kPasses : Own::kPasses / 2;
     const auto add = [&](auto passes_at_once) {
         add_partials_of_passes<passes_at_once.value>(own, slots, slot_elements, partials, own_partial);
@@ -237,7 +236,7 @@ __device__ __forceinline__ void add_partials(const Own& own, float* slots, int64
 }
 
 // Prepares finish_tile(). Called before the steps, which hide its trip to L2.
-__device__ __forceinline__ void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
+FASTATTN_DEVICE void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
     if (threadIdx.x == 0 && !is_whole(epilogue.schedule, work)) {
         open_arrivals(epilogue.arrivals + work.tile, epilogue.token);
     }
@@ -247,8 +246,7 @@ __device__ __forceinline__ void open_tile(const MatmulEpilogue& epilogue, const 
 // workspace. A large tile is not left there where all others have arrived before, which is usual where splits are long;
 // with few rows, splits have one length and partials a few KB, which cost less than the trip to ask.
 template <int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool collects_partials(const MatmulEpilogue& epilogue, float* sSums, int32_t tile,
-                                                  int rows_here) {
+FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sSums, int32_t tile, int rows_here) {
     constexpr int64_t kSlotElements = kRows * kColumns;
     constexpr bool kAsks = kRows > 16;
     const OwnSums<kRows, kColumns, kThreads> own(sSums, rows_here);
@@ -274,7 +272,7 @@ __device__ __forceinline__ bool collects_partials(const MatmulEpilogue& epilogue
 
 // Writes a tile's result, in its last CTA, and returns true there alone. All threads are done with sSums afterwards.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
+FASTATTN_DEVICE bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
     const TilePosition position = tile_position(epilogue.schedule, work.tile);
     const int rows_here = min(kRows, epilogue.out.rows - position.m_tile * kRows);
     const bool is_complete = is_whole(epilogue.schedule, work) ||

@@ -13,32 +13,32 @@ template <int kEnd>
 struct FactorRange {
     float divisor = 0x1p-99f / kEnd;  // scales below 2^-99 need no larger one
 
-    __device__ __forceinline__ float to_factor() const { return inverse(divisor); }
-    __device__ __forceinline__ bool holds(float largest) const { return largest < kEnd * divisor; }
+    FASTATTN_DEVICE float to_factor() const { return inverse(divisor); }
+    FASTATTN_DEVICE bool holds(float largest) const { return largest < kEnd * divisor; }
 
     // The largest becomes a factor from kEnd / 2 to kEnd. Returns by what the sums so far are multiplied.
-    __device__ __forceinline__ float make_room(float largest) {
+    FASTATTN_DEVICE float make_room(float largest) {
         const float before = divisor;
         divisor = __uint_as_float(__float_as_uint(largest) & 0x7f800000) * (2.0f / kEnd);
         return change(before, divisor);
     }
 
     // By what sums are multiplied when the divisor changes.
-    __device__ __forceinline__ static float change(float before, float after) { return before * inverse(after); }
+    FASTATTN_DEVICE static float change(float before, float after) { return before * inverse(after); }
 
   private:
     // The inverse of a power of two: its exponent changes its sign.
-    __device__ __forceinline__ static float inverse(float power) {
+    FASTATTN_DEVICE static float inverse(float power) {
         return __uint_as_float((2 * 127 << 23) - __float_as_uint(power));
     }
 };
 
-__device__ __forceinline__ float largest_of(const float2& scales) {
+FASTATTN_DEVICE float largest_of(const float2& scales) {
     return fmaxf(fabsf(scales.x), fabsf(scales.y));
 }
 
 // The largest number of a warp's lanes. None is negative, so that their bits are in the order of the floats.
-__device__ __forceinline__ float largest_of_warp(float value) {
+FASTATTN_DEVICE float largest_of_warp(float value) {
     return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
 }
 

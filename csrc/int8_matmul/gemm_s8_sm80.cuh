@@ -90,19 +90,15 @@ struct S8Warp {
 
     int first_n, first_m, lane;
 
-    __device__ __forceinline__ S8Warp() : lane(threadIdx.x % kWarpSize) {
+    FASTATTN_DEVICE S8Warp() : lane(threadIdx.x % kWarpSize) {
         const int warp = threadIdx.x / kWarpSize;
         first_n = warp % kWarpsN * kWarpN;
         first_m = warp / kWarpsN * kWarpM;
     }
 
     // The column of N and the row of M in the tile of register e of a fragment.
-    __device__ __forceinline__ int output(int n, int e) const {
-        return first_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2);
-    }
-    __device__ __forceinline__ int token(int m, int e) const {
-        return first_m + m * kMmaN + accumulator_column(lane) + e % 2;
-    }
+    FASTATTN_DEVICE int output(int n, int e) const { return first_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2); }
+    FASTATTN_DEVICE int token(int m, int e) const { return first_m + m * kMmaN + accumulator_column(lane) + e % 2; }
 };
 
 // Operands of a warp's products over kBlocks times 32 k of a stage, from `block` on.
@@ -115,7 +111,7 @@ struct S8Operands {
     Blocks sX;
     int block;
 
-    __device__ __forceinline__ S8Operands(const Blocks& sW, const Blocks& sX, int block) : sX(sX), block(block) {
+    FASTATTN_DEVICE S8Operands(const Blocks& sW, const Blocks& sX, int block) : sX(sX), block(block) {
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
@@ -128,7 +124,7 @@ struct S8Operands {
     // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInPairs: two m
     // at a time. Otherwise nvcc starts many and may run out of registers.
     template <bool kInPairs, typename Function>
-    __device__ __forceinline__ void for_each_tile(Function&& function) const {
+    FASTATTN_DEVICE void for_each_tile(Function&& function) const {
 #pragma unroll
         for (int m = 0; m < Warp::kTilesM; m += 2) {
             if constexpr (kInPairs) __syncwarp();
@@ -154,8 +150,7 @@ struct S8Operands {
 
 // Calls function(operands) for one stage, kBlocks of 32 k at a time.
 template <int kBlocks, typename Config, typename Warp, typename Function>
-__device__ __forceinline__ void for_operands(const Int8MatmulS8StageSm80<Config>& stage, const Warp& warp,
-                                             Function&& function) {
+FASTATTN_DEVICE void for_operands(const Int8MatmulS8StageSm80<Config>& stage, const Warp& warp, Function&& function) {
     using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
     const Blocks sW = Blocks(stage.sW, ldmatrix_lane(warp.lane)).at_row(warp.first_n);
     const Blocks sX = Blocks(stage.sX, ldmatrix_lane_b(warp.lane)).at_row(warp.first_m);
@@ -167,9 +162,8 @@ __device__ __forceinline__ void for_operands(const Int8MatmulS8StageSm80<Config>
 
 // rY += W · Xqᵀ over one stage.
 template <typename Config>
-__device__ __forceinline__ void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
-                                               const Int8MatmulS8StageSm80<Config>& stage,
-                                               const S8Warp<Config, int32_t>& warp) {
+FASTATTN_DEVICE void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
+                                    const Int8MatmulS8StageSm80<Config>& stage, const S8Warp<Config, int32_t>& warp) {
     for_operands<1>(stage, warp, [&](const auto& operands) {
         operands.template for_each_tile<false>([&](int n, int m, auto&& multiply) { multiply(rY[n][m], rY[n][m]); });
     });
@@ -177,9 +171,9 @@ __device__ __forceinline__ void multiply_stage(typename S8Warp<Config, int32_t>:
 
 // The same with scales per group; kBlocks times 32 k, which have one scale, are summed in int32.
 template <int kBlocks, typename Config>
-__device__ __forceinline__ void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
-                                                         const Int8MatmulS8StageSm80<Config>& stage,
-                                                         const S8Warp<Config, float>& warp, int group_shift) {
+FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
+                                              const Int8MatmulS8StageSm80<Config>& stage,
+                                              const S8Warp<Config, float>& warp, int group_shift) {
     constexpr int kTilesN = S8Warp<Config, float>::kTilesN;
     constexpr float kZero = 0x1.8p23f;  // its unit in the last place is 1, up to sums of 2^22
     static_assert(kBlocks * kS8MmaK * 128 * 127 < 1 << 22);
@@ -206,10 +200,8 @@ __device__ __forceinline__ void multiply_stage_of_groups(typename S8Warp<Config,
 // Stores a warp's sums, times its weights' scales (null: they have been multiplied) and its tokens', to its elements of
 // the tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
 template <typename Config, typename Sum>
-__device__ __forceinline__ void stage_sums(Int8MatmulS8StorageSm80<Config>& shared,
-                                           const typename S8Warp<Config, Sum>::Sums& rY,
-                                           const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride,
-                                           int32_t N) {
+FASTATTN_DEVICE void stage_sums(Int8MatmulS8StorageSm80<Config>& shared, const typename S8Warp<Config, Sum>::Sums& rY,
+                                const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride, int32_t N) {
     using Warp = S8Warp<Config, Sum>;
 #pragma unroll
     for (int n = 0; n < Warp::kTilesN; ++n) {

@@ -42,12 +42,12 @@ struct S8Consumer {
     ConsumerPosition position;
     Ring<Tile::kNumStages> ring, ahead;
 
-    __device__ __forceinline__ S8Consumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
+    FASTATTN_DEVICE S8Consumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : shared(shared), position(position), ring(shared.ring), ahead(shared.ring) {}
 
     // rY += W · Xqᵀ over kSumK of a step from first_k on, or rY = W · Xqᵀ; the products run on.
     template <int kSumK, bool kAdds>
-    __device__ __forceinline__ void start(Sums& rY, int stage, int first_k = 0) const {
+    FASTATTN_DEVICE void start(Sums& rY, int stage, int first_k = 0) const {
         const int own_rows = position.warpgroup * kWarpgroupM * Tile::kBlockK;
         const auto sX = OperandDescriptor::k_major(shared.input(stage));
         const auto sW = OperandDescriptor::k_major(shared.input(stage) + ClusterStorage<Tile>::kInputBytes + own_rows);
@@ -59,10 +59,10 @@ struct S8Consumer {
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void release() { ring.release_to_cluster(position.lane, kClusterSize); }
+    FASTATTN_DEVICE void release() { ring.release_to_cluster(position.lane, kClusterSize); }
 
     // Adds the products of a work tile, which has a step at least, to rY.
-    __device__ __forceinline__ void sum(Sums& rY, int32_t num_steps) {
+    FASTATTN_DEVICE void sum(Sums& rY, int32_t num_steps) {
         const auto start_next = [&] {
             ahead.wait_full();
             start<Tile::kBlockK, true>(rY, ahead.stage);
@@ -83,7 +83,7 @@ struct S8Consumer {
     // The same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the thread's
     // columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
-    __device__ __forceinline__ void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
+    FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
         float scales[kGroups][2], next[kGroups][2];
         const auto load = [&](int32_t step) {

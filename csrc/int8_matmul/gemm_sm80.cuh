@@ -65,7 +65,7 @@ struct WeightLayout {
     static constexpr int kPeriodRows = 4;
     static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is half of all banks, or all of them");
 
-    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return row * kRowBytes + (chunk ^ row / kRowsPerLine % (kPeriodRows / kRowsPerLine) * 2) * kChunkBytes;
     }
 };
@@ -78,7 +78,7 @@ struct TokenLayout {
     static constexpr int kPeriodRows = 2;
     static_assert(kRowBytes % 128 == 0, "a row must hold whole periods of the pattern");
 
-    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
+    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return row * kRowBytes + (chunk ^ row % kPeriodRows * 4) * kChunkBytes;
     }
 };
@@ -101,9 +101,8 @@ struct alignas(128) Int8MatmulStorageSm80 {
 
 // rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose columns of N start at warp_n.
 template <DataType kDataType, bool kGrouped, typename Config>
-__device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM][4],
-                                               const Int8MatmulStageSm80<Config>& stage, int warp_n, int group_shift,
-                                               int lane) {
+FASTATTN_DEVICE void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM][4],
+                                    const Int8MatmulStageSm80<Config>& stage, int warp_n, int group_shift, int lane) {
     constexpr int kBlockK = Config::kBlockK, kTilesN = Config::kTilesN, kTilesM = Config::kTilesM;
     using Weights = WeightLayout<kBlockK>;
     using Tokens = TokenLayout<kBlockK>;
@@ -160,8 +159,8 @@ __device__ __forceinline__ void multiply_stage(float (&rY)[Config::kTilesN][Conf
 
 // A warp's sums into its columns of the tile.
 template <DataType kDataType, typename Config>
-__device__ __forceinline__ void stage_sums(float* sSums, const float (&rY)[Config::kTilesN][Config::kTilesM][4],
-                                           int warp_n, int lane) {
+FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rY)[Config::kTilesN][Config::kTilesM][4], int warp_n,
+                                int lane) {
 #pragma unroll
     for (int n = 0; n < Config::kTilesN; ++n) {
 #pragma unroll

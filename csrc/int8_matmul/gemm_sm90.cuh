@@ -42,21 +42,21 @@ struct WeightTileSm90 {
     static constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
     // The offset of elements {2t, 2t+1} of the first 16 k. As the pattern is an exclusive or, so is moving by 16 k.
-    __device__ __forceinline__ static uint32_t offset(int row, int lane) {
+    FASTATTN_DEVICE static uint32_t offset(int row, int lane) {
         return row * kRowBytes + row / 2 % 4 * kChunkBytes + accumulator_column(lane);
     }
 };
 
 // The row of W that makes a column of the CTA's 128. With SwiGLU the first 64 are gates, and the others the ups of the
 // same columns of Y.
-__device__ __forceinline__ int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
+FASTATTN_DEVICE int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
     constexpr int32_t kHalf = WeightTileSm90::kBoxRows;
     return first_n + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
 }
 
 // sW: a step's weights; offset: of the lane's upper row.
 template <DataType kDataType, typename Tile>
-__device__ __forceinline__ void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset) {
+FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset) {
 #pragma unroll
     for (int k = 0; k < Tile::kBlockK / kMmaK; ++k) {
 #pragma unroll
@@ -76,16 +76,16 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
 
     uint32_t offset;
 
-    __device__ __forceinline__ WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
+    FASTATTN_DEVICE WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : Base(shared, position.lane), offset(WeightTileSm90::offset(position.output(0), position.lane)) {}
 
     // Waits until the next step's operands have landed.
-    __device__ __forceinline__ void decode(StepWeights<Tile>& rW) const {
+    FASTATTN_DEVICE void decode(StepWeights<Tile>& rW) const {
         ahead.wait_full();
         decode_weights<kDataType, Tile>(rW, shared.weights(ahead.stage), offset);
     }
 
-    __device__ __forceinline__ void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps) {
+    FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps) {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
 
@@ -93,7 +93,7 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
     // and then added. scale(half, first_k): that of one of the thread's columns of N; first_k counts from the first
     // step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
-    __device__ __forceinline__ void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
+    FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
         struct Operands {
             StepWeights<Tile> rW;

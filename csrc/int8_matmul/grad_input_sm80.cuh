@@ -53,9 +53,7 @@ struct SwizzledLayout {
     static constexpr int kRowBytes = Swizzle<kRowElements>::kRowBytes;
     static constexpr int kPeriodRows = kSwizzleRows;
 
-    __device__ __forceinline__ static uint32_t offset(int row, int chunk) {
-        return Swizzle<kRowElements>::offset(row, chunk);
-    }
+    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) { return Swizzle<kRowElements>::offset(row, chunk); }
 };
 
 template <typename Config>
@@ -79,12 +77,12 @@ struct WarpFactors {
 
     FactorRange<256> range;  // 128 times as much still is in fp16's
 
-    __device__ __forceinline__ float divisor() const { return kHasRange ? range.divisor : 1.0f; }
-    __device__ __forceinline__ float to_factor() const { return kHasRange ? range.to_factor() : 1.0f; }
+    FASTATTN_DEVICE float divisor() const { return kHasRange ? range.divisor : 1.0f; }
+    FASTATTN_DEVICE float to_factor() const { return kHasRange ? range.to_factor() : 1.0f; }
 
     // Makes room for 2 * kWarpSize scales of a step.
     template <int kTilesK, int kTilesM>
-    __device__ __forceinline__ void follow(const float* sScale, float (&rX)[kTilesK][kTilesM][4], int lane) {
+    FASTATTN_DEVICE void follow(const float* sScale, float (&rX)[kTilesK][kTilesM][4], int lane) {
         if constexpr (!kHasRange) return;
         const float2 own = reinterpret_cast<const float2*>(sScale)[lane];
         const float largest = largest_of(own);
@@ -103,10 +101,8 @@ struct WarpFactors {
 
 // rX[kTilesK][kTilesM] += Wᵀ · dYᵀ over one stage, for the warp whose columns start at warp_k.
 template <DataType kDataType, typename Config>
-__device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM][4],
-                                               WarpFactors<kDataType>& factors,
-                                               const Int8GradInputStageSm80<Config>& stage, int warp_k, int group,
-                                               int lane) {
+FASTATTN_DEVICE void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM][4], WarpFactors<kDataType>& factors,
+                                    const Int8GradInputStageSm80<Config>& stage, int warp_k, int group, int lane) {
     constexpr int kTilesK = Config::kTilesK, kTilesM = Config::kTilesM;
     static_assert(Config::kBlockN == 2 * kWarpSize, "a lane looks at two of a step's scales");
     factors.follow(stage.sScale[group], rX, lane);
@@ -146,8 +142,8 @@ __device__ __forceinline__ void multiply_stage(float (&rX)[Config::kTilesK][Conf
 // A warp's sums into its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower half
 // of an MMA tile's rows.
 template <typename Config>
-__device__ __forceinline__ void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4],
-                                           float factor, int warp_k, int lane) {
+FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4], float factor,
+                                int warp_k, int lane) {
 #pragma unroll
     for (int k = 0; k < Config::kTilesK; ++k) {
 #pragma unroll

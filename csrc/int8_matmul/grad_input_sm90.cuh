@@ -46,13 +46,13 @@ struct GradInputStorageSm90 : ClusterStorage<Tile> {
 struct GradInputPosition : ConsumerPosition {
     static constexpr int kHalfDistance = 1;
 
-    __device__ __forceinline__ int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
+    FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
 };
 
 // Operands A of a step. sW: the lane's address in the first 32 rows of [64, 128] int8, 128B swizzle.
 template <DataType kDataType, typename Tile>
-__device__ __forceinline__ void decode_columns(StepWeights<Tile>& rW, uint32_t sW,
-                                               const StepFactors<kDataType>& factors, int group, int lane) {
+FASTATTN_DEVICE void decode_columns(StepWeights<Tile>& rW, uint32_t sW, const StepFactors<kDataType>& factors,
+                                    int group, int lane) {
     using Decoding = ScaledDecoding<kDataType>;
     constexpr int kRows = 4 * kMmaN;  // of an ldmatrix
     uint32_t rFactors[StepFactors<kDataType>::kLaneWords];

@@ -30,13 +30,12 @@ struct Division {
     float lift, divisor, reciprocal;
 
     Division() = default;
-    __device__ __forceinline__ explicit Division(float divisor)
-        : lift(divisor < kSmall ? kLift : 1.0f), divisor(divisor * lift) {
+    FASTATTN_DEVICE explicit Division(float divisor) : lift(divisor < kSmall ? kLift : 1.0f), divisor(divisor * lift) {
         const float estimate = ptx::rcp_approx_ftz_f32(this->divisor);
         reciprocal = fmaf(fmaf(-this->divisor, estimate, 1.0f), estimate, estimate);
     }
 
-    __device__ __forceinline__ float operator()(float x) const {
+    FASTATTN_DEVICE float operator()(float x) const {
         const float lifted = x * lift;
         float quotient = lifted * reciprocal;
 #pragma unroll
@@ -48,7 +47,7 @@ struct Division {
 };
 
 // largest / 127, or 1 of zeros. Scales below fp32's normal range are rounded twice.
-__device__ __forceinline__ float token_scale(float largest) {
+FASTATTN_DEVICE float token_scale(float largest) {
     constexpr float kLift = 0x1p96f;
     const bool is_small = largest < 0x1p-64f;
     const float quotient = Division(127.0f)(is_small ? largest * kLift : largest);
@@ -57,20 +56,20 @@ __device__ __forceinline__ float token_scale(float largest) {
 
 // What a token's scale is multiplied by. largest: the bits of its largest magnitude.
 template <DataType kDataType>
-__device__ __forceinline__ float scale_or_nan(float scale, uint32_t largest) {
+FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
     constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
     return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
 }
 
 // The bits of round(quotient), whose lowest byte is an int8 number for quotients from -127.5 to 127.5.
-__device__ __forceinline__ uint32_t rounded_bits(float quotient) {
+FASTATTN_DEVICE uint32_t rounded_bits(float quotient) {
     constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
     return __float_as_uint(quotient + kAmongIntegers);
 }
 
 // A pair of elements as two int8 numbers in the lower half.
 template <DataType kDataType>
-__device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, const Division& divide) {
+FASTATTN_DEVICE uint32_t quantize_pair(uint32_t pair, const Division& divide) {
     const uint32_t first = rounded_bits(divide(unpack<kDataType>(static_cast<uint16_t>(pair))));
     const uint32_t second = rounded_bits(divide(unpack<kDataType>(static_cast<uint16_t>(pair >> 16))));
     return __byte_perm(first, second, 0x0040);
@@ -78,7 +77,7 @@ __device__ __forceinline__ uint32_t quantize_pair(uint32_t pair, const Division&
 
 // Eight elements.
 template <DataType kDataType>
-__device__ __forceinline__ uint2 quantize_eight(const uint4& eight, const Division& divide) {
+FASTATTN_DEVICE uint2 quantize_eight(const uint4& eight, const Division& divide) {
     return {__byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
             __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
 }
@@ -88,7 +87,7 @@ __device__ __forceinline__ uint2 quantize_eight(const uint4& eight, const Divisi
 struct LargestMagnitude {
     uint32_t lower = 0, upper = 0;
 
-    __device__ __forceinline__ void follow(const uint4& eight) {
+    FASTATTN_DEVICE void follow(const uint4& eight) {
         const uint32_t pairs[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
@@ -97,7 +96,7 @@ struct LargestMagnitude {
         }
     }
 
-    __device__ __forceinline__ uint32_t bits() const { return std::max(lower, upper >> 16); }
+    FASTATTN_DEVICE uint32_t bits() const { return std::max(lower, upper >> 16); }
 };
 
 template <int kThreads>
@@ -109,8 +108,8 @@ struct QuantizeStorage {
 // Quantises one row [columns]. Called by each of kGroup threads: all of a CTA, or a warp. largest_of_all(x) returns the
 // largest x of the group.
 template <DataType kDataType, int kGroup, typename LargestOfAll>
-__device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns,
-                                             int32_t thread, LargestOfAll&& largest_of_all) {
+FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns, int32_t thread,
+                                  LargestOfAll&& largest_of_all) {
     constexpr int kElements = 8;  // 16 bytes a thread
     constexpr int kLoads = kGroup == kWarpSize ? 8 : 4;
     const int32_t first_column = thread * kElements;
@@ -133,7 +132,7 @@ __device__ __forceinline__ void quantize_row(const uint16_t* gX, int8_t* gQ, flo
 
 // The largest of all threads' numbers, for all threads of the CTA.
 template <int kThreads>
-__device__ __forceinline__ uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
+FASTATTN_DEVICE uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
     const uint32_t warp_largest = __reduce_max_sync(0xffffffff, number);
     if (threadIdx.x % kWarpSize == 0) shared.largest[threadIdx.x / kWarpSize] = warp_largest;
     __syncthreads();  // waits until every warp's maximum is in shared memory
@@ -153,8 +152,8 @@ FASTATTN_HOST_DEVICE int32_t tokens_at_a_time(int32_t num_tokens) {
 
 // Quantises at_a_time tokens from `token` on, as many as exist.
 template <DataType kDataType, int kThreads>
-__device__ __forceinline__ void quantize_some(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
-                                              int64_t token, int32_t at_a_time, QuantizeStorage<kThreads>& shared) {
+FASTATTN_DEVICE void quantize_some(const MatrixView<const uint16_t>& input, const QuantizedTokens& out, int64_t token,
+                                   int32_t at_a_time, QuantizeStorage<kThreads>& shared) {
     const int32_t thread = threadIdx.x;
     const auto quantize = [&](auto group, int64_t token, int32_t thread_of_group, auto&& largest_of_all) {
         quantize_row<kDataType, group.value>(input.data + token * input.row_stride, out.data + token * input.columns,
@@ -171,8 +170,8 @@ __device__ __forceinline__ void quantize_some(const MatrixView<const uint16_t>& 
 
 // Quantises tokens until all are taken.
 template <DataType kDataType, int kBlockM, int kThreads>
-__device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
-                                                QuantizeStorage<kThreads>& shared) {
+FASTATTN_DEVICE void quantize_tokens(const MatrixView<const uint16_t>& input, const QuantizedTokens& out,
+                                     QuantizeStorage<kThreads>& shared) {
     static_assert(kBlockM % (kThreads / kWarpSize) == 0, "what is taken at a time lies in one tile");
     const int32_t at_a_time = tokens_at_a_time<kThreads>(input.rows), thread = threadIdx.x;
     for (;;) {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void quantize_tokens(const MatrixView<const uint16_t>
 
 // Waits until all threads of the CTA may read a tile's tokens.
 template <int kBlockM, int kThreads>
-__device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_tokens, int32_t tile) {
+FASTATTN_DEVICE void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_tokens, int32_t tile) {
     if (threadIdx.x == 0) {
         const int32_t in_tile = std::min(kBlockM, num_tokens - tile * kBlockM);
         const int32_t tickets = ceil_div(in_tile, tokens_at_a_time<kThreads>(num_tokens));
@@ -199,7 +198,7 @@ __device__ __forceinline__ void wait_for_tokens(const QuantizedTokens& tokens, i
 
 // One thread of each CTA calls it when its CTA waits for no more tokens. Of all CTAs the last leaves zeros behind.
 template <int kBlockM, int kThreads>
-__device__ __forceinline__ void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
+FASTATTN_DEVICE void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
     // Before it come all tickets, the one beyond them that each CTA has seen, and the other CTAs' leaving.
     const uint32_t last = ceil_div(num_tokens, tokens_at_a_time<kThreads>(num_tokens)) + 2 * gridDim.x - 1;
     if (LaunchCounter(tokens.queue, tokens.launch_id).count() != last) return;

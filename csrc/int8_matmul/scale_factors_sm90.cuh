@@ -30,12 +30,10 @@ struct ScaledDecoding<DataType::kFloat16> {
     static constexpr int kEnd = 256;        // 128 times as much still is in fp16's range
     static constexpr float kFactor = 1.0f;  // a decoded number times this is f * w
 
-    __device__ __forceinline__ static Words make(float first, float second) {
-        return pack<DataType::kFloat16>(first, second);
-    }
+    FASTATTN_DEVICE static Words make(float first, float second) { return pack<DataType::kFloat16>(first, second); }
 
     template <int kFirst, int kSecond>
-    __device__ __forceinline__ static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
+    FASTATTN_DEVICE static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
         return multiply_pairs<DataType::kFloat16>(decode_pair<DataType::kFloat16, kFirst, kSecond>(four_biased),
                                                   words[0]);
     }
@@ -48,7 +46,7 @@ struct ScaledDecoding<DataType::kBFloat16> {
     static constexpr int kEnd = 4;  // 4 * 2^125 is in bf16's range
     static constexpr float kFactor = 256.0f;
 
-    __device__ __forceinline__ static Words make(float first, float second) {
+    FASTATTN_DEVICE static Words make(float first, float second) {
         constexpr uint32_t kTo125 = 0x7e007e00, kMinusHalf = 0xbf00bf00;
         const uint32_t factors = pack<DataType::kBFloat16>(first, second);
         const Words offsets = multiply_pairs<DataType::kBFloat16>(factors, kMinusHalf);
@@ -56,7 +54,7 @@ struct ScaledDecoding<DataType::kBFloat16> {
     }
 
     template <int kFirst, int kSecond>
-    __device__ __forceinline__ static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
+    FASTATTN_DEVICE static uint32_t decode(uint32_t four_biased, const uint32_t* words) {
         return fma_pairs<DataType::kBFloat16>(linear_pair<DataType::kBFloat16, kFirst, kSecond>(four_biased), words[0],
                                               words[1]);
     }
@@ -77,13 +75,13 @@ struct alignas(16) StepFactors {
     int32_t has_changed;  // any divisor, since the step before
 
     // Stores the factors of n = 2 * lane and the next.
-    __device__ __forceinline__ void store(int group, int lane, float first, float second) {
+    FASTATTN_DEVICE void store(int group, int lane, float first, float second) {
         const int word = lane / kLanesPerRow * Decoding::kWords;
         uint32_t* destination = &words[group][word / 4][lane % kLanesPerRow][word % 4];
         *reinterpret_cast<typename Decoding::Words*>(destination) = Decoding::make(first, second);
     }
 
-    __device__ __forceinline__ void load(uint32_t (&own)[kLaneWords], int group, int lane) const {
+    FASTATTN_DEVICE void load(uint32_t (&own)[kLaneWords], int group, int lane) const {
 #pragma unroll
         for (int i = 0; i < kLaneWords / 4; ++i) {
             const uint4 four = *reinterpret_cast<const uint4*>(words[group][i][lane % kLanesPerRow]);
@@ -98,9 +96,9 @@ using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
 
 // One warp makes the factors of all steps, whose scales it copies a few steps ahead.
 template <DataType kDataType, typename Tile>
-__device__ __forceinline__ void make_factors(const RingBarriers<Tile::kNumStages>& barriers,
-                                             StepFactors<kDataType> (&stages)[Tile::kNumStages], ScaleSteps& sScales,
-                                             const ClusterParams& params, int rank, int lane) {
+FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers,
+                                  StepFactors<kDataType> (&stages)[Tile::kNumStages], ScaleSteps& sScales,
+                                  const ClusterParams& params, int rank, int lane) {
     static_assert(Tile::kBlockK == kStepN);
     const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
     const Int8WeightView& weight = params.matmul.weight;

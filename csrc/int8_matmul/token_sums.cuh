@@ -24,14 +24,14 @@ struct TokenSumWork {
     int32_t m_tile, column, columns;
     int32_t next_step;  // that this CTA adds up
 
-    __device__ __forceinline__ TokenSumWork(const TokenSumsView& view, int32_t m_tile, int32_t column, int32_t columns,
-                                            int32_t begin_step)
+    FASTATTN_DEVICE TokenSumWork(const TokenSumsView& view, int32_t m_tile, int32_t column, int32_t columns,
+                                 int32_t begin_step)
         : view(view), m_tile(m_tile), column(column), columns(columns) {
         next_step = column + ceil_div(max(begin_step - column, 0), columns) * columns;
     }
 
     // Whether the CTA adds this step up. It asks for one after the other.
-    __device__ __forceinline__ bool takes(int32_t step) {
+    FASTATTN_DEVICE bool takes(int32_t step) {
         if (step != next_step) return false;
         next_step += columns;
         return true;
@@ -40,7 +40,7 @@ struct TokenSumWork {
     // The results of a column from what its tiles have left, by `threads` threads, of which this is one. kBlockN: of a
     // step. kAtOnce: how many loads are on their way at a time.
     template <DataType kDataType, int kBlockN, int kAtOnce>
-    __device__ __forceinline__ void add_tiles(int32_t m_tiles, int thread, int threads) const {
+    FASTATTN_DEVICE void add_tiles(int32_t m_tiles, int thread, int threads) const {
         constexpr int kChunks = kBlockN / kEpilogueColumns;
         for (int chunk = thread;; chunk += threads) {
             const int32_t step = column + chunk / kChunks * columns;
@@ -69,21 +69,21 @@ struct TokenSums {
     const TokenSumsView& view;
     TokenSumWork own;
 
-    __device__ __forceinline__ TokenSums(const TokenSumsView& view, const TilePosition& position, int32_t begin_step,
-                                         int32_t tile_columns)
+    FASTATTN_DEVICE TokenSums(const TokenSumsView& view, const TilePosition& position, int32_t begin_step,
+                              int32_t tile_columns)
         : view(view), own(view, position.m_tile, position.n_tile, tile_columns, begin_step) {}
 
-    __device__ __forceinline__ bool are_wanted() const { return view.out != nullptr; }
+    FASTATTN_DEVICE bool are_wanted() const { return view.out != nullptr; }
 
-    __device__ __forceinline__ bool are_shared() const { return are_wanted() && view.partial != nullptr; }
+    FASTATTN_DEVICE bool are_shared() const { return are_wanted() && view.partial != nullptr; }
 
     // Before the steps, so that its trip to L2 is hidden: prepares finish_tile().
-    __device__ __forceinline__ void open(uint64_t token) const {
+    FASTATTN_DEVICE void open(uint64_t token) const {
         if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, token);
     }
 
     // sdY: [kBlockM, kBlockN], dY in this step.
-    __device__ __forceinline__ void sum(int32_t step, const uint16_t* sdY) {
+    FASTATTN_DEVICE void sum(int32_t step, const uint16_t* sdY) {
         if (!own.takes(step)) return;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
         constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
@@ -112,7 +112,7 @@ struct TokenSums {
     }
 
     // The whole CTA calls this, behind a barrier, when the tile's result is complete.
-    __device__ __forceinline__ void finish_tile(int32_t m_tiles) const {
+    FASTATTN_DEVICE void finish_tile(int32_t m_tiles) const {
         if (!are_shared()) return;
         const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + own.column, m_tiles);
         if (!__syncthreads_or(is_last)) return;

@@ -16,7 +16,7 @@ namespace fastattn {
 
 // Sums of kBlockM tokens from sdY [kBlockM, 64]. A product's rows are 16 columns of dY, and its own columns are alike.
 template <DataType kDataType, int kBlockM>
-__device__ __forceinline__ void sum_step(const TokenSumWork& own, const uint16_t* sdY, int32_t first_n, int lane) {
+FASTATTN_DEVICE void sum_step(const TokenSumWork& own, const uint16_t* sdY, int32_t first_n, int lane) {
     constexpr int kColumns = 64, kBlocks = 2;  // two chains of sums at a time
     constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
     const SwizzledBlocks<kColumns> blocks(sdY, ldmatrix_lane_b(lane));
@@ -51,8 +51,7 @@ __device__ __forceinline__ void sum_step(const TokenSumWork& own, const uint16_t
 // Called by one warp: adds up the steps of all work tiles. It releases every stage, also where it takes nothing from
 // it.
 template <DataType kDataType, typename Tile>
-__device__ __forceinline__ void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
-                                           int lane) {
+FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank, int lane) {
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
     const MatmulSchedule& schedule = epilogue.schedule;
     const TokenSumsView& view = params.matmul.token_sums;

@@ -39,8 +39,8 @@ struct TokensOfCta {
     uint4 next;
 
     // Finds and stores the scales of all rows. Called by all threads.
-    __device__ __forceinline__ void start(const MatrixView<const uint16_t>& input, int32_t begin_step,
-                                          TokensOfCtaStorage& shared, float* sTokenScale) {
+    FASTATTN_DEVICE void start(const MatrixView<const uint16_t>& input, int32_t begin_step, TokensOfCtaStorage& shared,
+                               float* sTokenScale) {
         const int thread = threadIdx.x, group = thread / kGroupThreads, in_group = thread % kGroupThreads;
         const int32_t first_k = begin_step * kBlockK + in_group * kElements;
         gX = group < input.rows ? input.data + group * input.row_stride + first_k : nullptr;
@@ -77,21 +77,21 @@ struct TokensOfCta {
     }
 
     // Zeros where a stage has no tokens: nothing else ever comes there.
-    __device__ __forceinline__ void clear(char* stage) const {
+    FASTATTN_DEVICE void clear(char* stage) const {
         static_assert(kRows % Layout::kPeriodRows == 0, "rows below have the chunks' order of these");
         if (gX == nullptr) *reinterpret_cast<uint2*>(stage + offset) = {};
         *reinterpret_cast<uint2*>(stage + offset + kRows * Layout::kRowBytes) = {};
     }
 
     // The step to load next, into a stage; then loads that after it.
-    __device__ __forceinline__ void store(char* stage) {
+    FASTATTN_DEVICE void store(char* stage) {
         if (gX == nullptr) return;
         *reinterpret_cast<uint2*>(stage + offset) = quantize_eight<kDataType>(next, divide);
         load();
     }
 
   private:
-    __device__ __forceinline__ void load() {
+    FASTATTN_DEVICE void load() {
         next = {};
         if (gX == nullptr) return;
         if (left > 0) next = *reinterpret_cast<const uint4*>(gX);

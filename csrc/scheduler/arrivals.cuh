@@ -32,13 +32,14 @@
 
 #include "device/ptx/atom.cuh"
 #include "device/ptx/ld_acquire.cuh"
+#include "host/host_device.h"
 #include "scheduler/launch_id.h"
 
 namespace fastattn {
 
 // Called by the thread that will count, before it does. Takes one trip to L2 if the last launch there has counted, else
 // two: hide it behind other trips.
-__device__ __forceinline__ void open_arrivals(uint64_t* arrivals, uint64_t launch_id) {
+FASTATTN_DEVICE void open_arrivals(uint64_t* arrivals, uint64_t launch_id) {
     for (uint64_t expected = 0; (expected & ~kLaunchCountMask) != launch_id;) {
         const uint64_t found = ptx::atom_cas_relaxed_b64(arrivals, expected, launch_id);
         if (found == expected) return;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void open_arrivals(uint64_t* arrivals, uint64_t launc
 }
 
 // Counts `brought` more of `all`, at most 2^kLaunchCountBits. Returns true for the CTA that completes them.
-__device__ __forceinline__ bool arrives_last(uint64_t* arrivals, int32_t all, int32_t brought = 1) {
+FASTATTN_DEVICE bool arrives_last(uint64_t* arrivals, int32_t all, int32_t brought = 1) {
     const uint64_t found = ptx::atom_add_acq_rel_b64(arrivals, brought);
     const bool is_last = (found & kLaunchCountMask) + brought == static_cast<uint64_t>(all);
     if (is_last) *arrivals = 0;
@@ -55,7 +56,7 @@ __device__ __forceinline__ bool arrives_last(uint64_t* arrivals, int32_t all, in
 }
 
 // Returns whether all others have arrived: then this CTA is the last, counts as arrived, and need not leave a partial.
-__device__ __forceinline__ bool others_have_arrived(uint64_t* arrivals, uint64_t launch_id, int32_t num_ctas) {
+FASTATTN_DEVICE bool others_have_arrived(uint64_t* arrivals, uint64_t launch_id, int32_t num_ctas) {
     const bool is_last = ptx::ld_acquire_b64(arrivals) == launch_id + static_cast<uint64_t>(num_ctas - 1);
     if (is_last) *arrivals = 0;
     return is_last;

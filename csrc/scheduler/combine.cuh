@@ -31,9 +31,9 @@ namespace fastattn {
 // Threads: the threads of the CTA that combine. Each function is called by all of them.
 //   kCount, index(), sync(), sync_or(predicate)
 struct AllThreadsOfCta {
-    __device__ __forceinline__ static int index() { return threadIdx.x; }
-    __device__ __forceinline__ static void sync() { __syncthreads(); }
-    __device__ __forceinline__ static bool sync_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
+    FASTATTN_DEVICE static int index() { return threadIdx.x; }
+    FASTATTN_DEVICE static void sync() { __syncthreads(); }
+    FASTATTN_DEVICE static bool sync_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
 };
 
 template <typename Rows, typename Threads>
@@ -59,7 +59,7 @@ struct Combiner {
     const PartialRange own;  // the partials that this CTA has made
 
     // Brings the nodes of this CTA, and goes on as long as it is the last to bring.
-    __device__ __forceinline__ void run() const {
+    FASTATTN_DEVICE void run() const {
         PartialRange nodes = own;  // nodes of this round's level that this CTA has; they are always side by side
         int32_t num_nodes = partials.count;
         for (int step = 0;; ++step) {
@@ -80,7 +80,7 @@ struct Combiner {
 
   private:
     // Brings the nodes that this CTA has of kNodes nodes. Returns true if it then has the node that holds them all.
-    __device__ __forceinline__ bool bring(int step, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
+    FASTATTN_DEVICE bool bring(int step, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
         const int32_t brought = min(nodes.end, end_node) - max(nodes.begin, first_node);
@@ -102,7 +102,7 @@ struct Combiner {
     }
 
     // Finds at which of `count` adjacent positions a node begins (a node may cover several), its slot, and its sums.
-    __device__ __forceinline__ void find_nodes(int32_t first_partial, int shift, int32_t count) const {
+    FASTATTN_DEVICE void find_nodes(int32_t first_partial, int shift, int32_t count) const {
         if (Threads::index() < kWarpSize) {
             bool begins = false;
             if (Threads::index() < count) {
@@ -133,7 +133,7 @@ struct Combiner {
         Threads::sync();  // waits until all sums are in shared memory: from here on the first node may be overwritten
     }
 
-    __device__ __forceinline__ void combine(bool is_result) const {
+    FASTATTN_DEVICE void combine(bool is_result) const {
         constexpr int kQuads = Rows::kValueDim / 4, kIndices = Rows::kQuadsAtOnce;
         const int num_indices = rows.num_rows() * kQuads;
 #pragma unroll 1
@@ -157,10 +157,8 @@ struct Combiner {
         }
     }
 
-    __device__ __forceinline__ bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
-
-    // Combines all nodes.
-    __device__ __forceinline__ RowPartial combined_nodes(int row, int column) const {
+    FASTATTN_DEVICE bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
+    FASTATTN_DEVICE RowPartial combined_nodes(int row, int column) const {
         if constexpr (Storage::kHoldsValues) copy_values(row, column);
         RowPartial result = combined_four(0, row, column);
         if constexpr (kNodes == 4) return result;
@@ -174,7 +172,7 @@ struct Combiner {
     }
 
     // Copies four columns of all nodes to shared memory, all in flight together. No other thread reads them.
-    __device__ __forceinline__ void copy_values(int row, int column) const {
+    FASTATTN_DEVICE void copy_values(int row, int column) const {
         const bool exists = column < rows.slots().value_dim;
 #pragma unroll
         for (int node = 0; node < kNodes; ++node) {
@@ -186,13 +184,13 @@ struct Combiner {
         ptx::cp_async_wait_group<0>();
     }
 
-    __device__ __forceinline__ float4 values_of(int node, int row, int column) const {
+    FASTATTN_DEVICE float4 values_of(int node, int row, int column) const {
         if constexpr (Storage::kHoldsValues) return shared.values[node][Threads::index()];
         return rows.slots().load_values(shared.slot[node], row, column);
     }
 
     // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at the first.
-    __device__ __forceinline__ RowPartial combined_four(int first, int row, int column) const {
+    FASTATTN_DEVICE RowPartial combined_four(int first, int row, int column) const {
         const uint32_t present = shared.present >> first;
         RowPartial nodes[4];
 #pragma unroll

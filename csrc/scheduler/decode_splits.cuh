@@ -29,7 +29,7 @@ template <int kBlockN>
 class SplitScheduler {
   public:
     // Called by all threads of the CTA; returns when the line is known.
-    __device__ __forceinline__ SplitScheduler(const DecodeParams& params, SplitLine& shared, int lane)
+    FASTATTN_DEVICE SplitScheduler(const DecodeParams& params, SplitLine& shared, int lane)
         : params_(params), shared_(shared), lane_(lane) {
         if (threadIdx.x < kWarpSize) {
             const int32_t end_batch = min(first_batch() + per_lane(), params.query.batch);
@@ -47,17 +47,17 @@ class SplitScheduler {
         __syncthreads();  // waits until the line is in shared memory
     }
 
-    __device__ __forceinline__ int64_t splits_per_cta() const { return shared_.splits_per_cta; }
+    FASTATTN_DEVICE int64_t splits_per_cta() const { return shared_.splits_per_cta; }
 
     // The first split of this CTA, and the end of its splits.
-    __device__ __forceinline__ int64_t begin_split() const { return blockIdx.x * shared_.splits_per_cta; }
+    FASTATTN_DEVICE int64_t begin_split() const { return blockIdx.x * shared_.splits_per_cta; }
 
-    __device__ __forceinline__ int64_t end_split() const {
+    FASTATTN_DEVICE int64_t end_split() const {
         return min(begin_split() + shared_.splits_per_cta, shared_.num_splits);
     }
 
     // The sequence that has this split of the line. All lanes of a warp call it, and get the same.
-    __device__ __forceinline__ ScheduledSequence sequence_with(int64_t split) const {
+    FASTATTN_DEVICE ScheduledSequence sequence_with(int64_t split) const {
         int32_t batch = first_batch();
         int64_t first_split = shared_.first_split[lane_];
         const bool is_owner = first_split <= split && split < shared_.end_split[lane_];
@@ -75,11 +75,11 @@ class SplitScheduler {
     }
 
   private:
-    __device__ __forceinline__ int32_t per_lane() const { return ceil_div(params_.query.batch, kWarpSize); }
+    FASTATTN_DEVICE int32_t per_lane() const { return ceil_div(params_.query.batch, kWarpSize); }
 
-    __device__ __forceinline__ int32_t first_batch() const { return min(lane_ * per_lane(), params_.query.batch); }
+    FASTATTN_DEVICE int32_t first_batch() const { return min(lane_ * per_lane(), params_.query.batch); }
 
-    __device__ __forceinline__ ScheduledSequence sequence(int32_t batch) const {
+    FASTATTN_DEVICE ScheduledSequence sequence(int32_t batch) const {
         ScheduledSequence found{batch, 0, cached_sequence(params_.sequence, params_.cache_seqlens[batch]), {}};
         found.splits = tile_splits(params_.schedule, found.tokens, kBlockN);
         return found;

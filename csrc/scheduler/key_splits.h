@@ -101,7 +101,7 @@ struct EntryScan {
     int64_t all;          // the sum of all lanes
 
     template <typename CountOf>
-    __device__ __forceinline__ EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
+    FASTATTN_DEVICE EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
         const uint32_t per_lane = (num_entries + kWarpSize - 1) / kWarpSize;
         first = min(lane * per_lane, num_entries);
         end = min(first + per_lane, num_entries);
@@ -117,7 +117,7 @@ struct EntryScan {
     };
 
     template <typename CountOf>
-    __device__ __forceinline__ Position find(int64_t index, CountOf&& count_of) const {
+    FASTATTN_DEVICE Position find(int64_t index, CountOf&& count_of) const {
         Position position{first, index - (upto - own)};
         const bool is_owner = position.before >= 0 && index < upto;
         if (is_owner) {
@@ -130,7 +130,7 @@ struct EntryScan {
 };
 
 template <typename StepsOf>
-__device__ __forceinline__ uint32_t count_work_tiles(const EntryScan& scan, uint32_t heads, StepsOf&& steps_of) {
+FASTATTN_DEVICE uint32_t count_work_tiles(const EntryScan& scan, uint32_t heads, StepsOf&& steps_of) {
     uint32_t num_work_tiles = 0;
     for (uint32_t entry = scan.first; entry < scan.end; ++entry) num_work_tiles += steps_of(entry) > 0 ? heads : 0;
     return __reduce_add_sync(0xffffffff, num_work_tiles);
@@ -140,8 +140,7 @@ __device__ __forceinline__ uint32_t count_work_tiles(const EntryScan& scan, uint
 // steps_of(entry): the steps of each of its work tiles, 0 where there are no rows. A work tile whose rows see no key
 // has one step: some CTA has to write its zeros.
 template <typename StepsOf>
-__device__ __forceinline__ int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas,
-                                                 StepsOf&& steps_of) {
+FASTATTN_DEVICE int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas, StepsOf&& steps_of) {
     const uint32_t num_work_tiles = count_work_tiles(steps, heads, steps_of);
     int32_t longest = 0;
     for (uint32_t entry = steps.first; entry < steps.end; ++entry) longest = max(longest, steps_of(entry));
@@ -156,8 +155,8 @@ __device__ __forceinline__ int32_t steps_per_cta(const EntryScan& steps, uint32_
 
 // Called by one warp of a persistent CTA.
 template <typename StepsOf>
-__device__ __forceinline__ CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
-                                              int lane, StepsOf&& steps_of) {
+FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
+                                   StepsOf&& steps_of) {
     const auto steps_of_entry = [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; };
     const EntryScan steps(num_entries, lane, steps_of_entry);
     CtaSteps own{};
@@ -176,8 +175,8 @@ __device__ __forceinline__ CtaSteps cta_steps(uint32_t num_entries, uint32_t hea
 // Called by one warp of a CTA that takes one split and ends. A work tile has splits in proportion to its steps, rounded
 // down, so that num_ctas CTAs run all of them at a time, and one split at least.
 template <typename StepsOf>
-__device__ __forceinline__ KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas,
-                                              int lane, StepsOf&& steps_of) {
+FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
+                                   StepsOf&& steps_of) {
     const EntryScan steps(num_entries, lane, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
     if (steps_per_cta(steps, heads, num_ctas, steps_of) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
     const auto splits_of_tile = [&](uint32_t entry) {
@@ -195,29 +194,25 @@ __device__ __forceinline__ KeySplit key_split(uint32_t num_entries, uint32_t hea
 }
 
 // The steps of a split of a work tile whose rows see num_tiles tiles of keys.
-__device__ __forceinline__ Steps steps_of(const KeySplit& split, int32_t num_tiles) {
+FASTATTN_DEVICE Steps steps_of(const KeySplit& split, int32_t num_tiles) {
     const auto left_before = [&](int32_t idx) {
         return num_tiles - static_cast<int32_t>(int64_t{num_tiles} * idx / split.num_splits);
     };
     return {left_before(split.idx), left_before(split.idx + 1)};
 }
-
-// Goes through the work tiles of a persistent CTA.
 struct WorkTileWalk {
     uint32_t position;   // the work tile; without splits, how many the CTA has taken before
     int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
 
-    __device__ __forceinline__ explicit WorkTileWalk(const CtaSteps& own)
+    FASTATTN_DEVICE explicit WorkTileWalk(const CtaSteps& own)
         : position(own.tile_idx), step(own.step), left(own.count) {}
-
-    // num_tiles: tiles of keys that the rows of this work tile see.
-    __device__ __forceinline__ Steps steps(bool is_split, int32_t num_tiles) const {
+    FASTATTN_DEVICE Steps steps(bool is_split, int32_t num_tiles) const {
         if (!is_split) return {num_tiles, 0};
         const int32_t begin = max(num_tiles - step, 0);
         return {begin, max(begin - left, 0)};
     }
 
-    __device__ __forceinline__ void advance(bool is_split, bool has_rows, int32_t num_tiles) {
+    FASTATTN_DEVICE void advance(bool is_split, bool has_rows, int32_t num_tiles) {
         if (!is_split) {
             ++position;
             return;
@@ -232,7 +227,7 @@ struct WorkTileWalk {
     }
 
     // The partials of this work tile, from where it begins and ends relative to the first step of CTA `cta`.
-    __device__ __forceinline__ TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
+    FASTATTN_DEVICE TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
         const int32_t first = own.count - left - step, last = first + max(num_tiles, 1) - 1;
         const int32_t ctas_before = first < 0 ? ceil_div(-first, own.per_cta) : 0;
         return {ctas_before + last / own.per_cta + 1, static_cast<int32_t>(cta) - ctas_before, 1};

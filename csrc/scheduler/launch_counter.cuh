@@ -15,6 +15,7 @@
 
 #include "device/ptx/atom.cuh"
 #include "device/ptx/ld_acquire.cuh"
+#include "host/host_device.h"
 #include "scheduler/launch_id.h"
 
 namespace fastattn {
@@ -23,16 +24,15 @@ struct LaunchCounter {
     uint64_t* value;
     uint64_t launch_id;
 
-    __device__ __forceinline__ LaunchCounter(uint64_t* value, uint64_t launch_id)
-        : value(value), launch_id(launch_id) {}
+    FASTATTN_DEVICE LaunchCounter(uint64_t* value, uint64_t launch_id) : value(value), launch_id(launch_id) {}
 
-    __device__ __forceinline__ bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == launch_id; }
+    FASTATTN_DEVICE bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == launch_id; }
 
     // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
     // before is seen by every thread that later waits or counts in this way. Otherwise it only gets a number that no
     // other thread gets.
     template <bool kOrdered = true>
-    __device__ __forceinline__ uint32_t count() const {
+    FASTATTN_DEVICE uint32_t count() const {
         for (;;) {
             const uint64_t found = kOrdered ? ptx::atom_add_acq_rel_b64(value, 1) : ptx::atom_add_relaxed_b64(value, 1);
             if (is_ours(found)) return static_cast<uint32_t>(found & kLaunchCountMask);
@@ -46,7 +46,7 @@ struct LaunchCounter {
     }
 
     // Waits until so many have counted, and no more ever will.
-    __device__ __forceinline__ void wait(uint32_t expected) const {
+    FASTATTN_DEVICE void wait(uint32_t expected) const {
         while (ptx::ld_acquire_b64(value) != launch_id + expected) {
         }
     }

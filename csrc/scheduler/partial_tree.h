@@ -21,8 +21,6 @@
 #include "host/host_device.h"
 
 namespace fastattn {
-
-// Partials [begin, end) of a tile.
 struct PartialRange {
     int32_t begin, end;
 };

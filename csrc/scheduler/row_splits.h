@@ -16,8 +16,6 @@ namespace fastattn {
 
 inline constexpr int32_t kMinStepsOfSplit = 4;
 inline constexpr int32_t kMostConsumersOfTile = 3;  // each waits for its own semaphore to add its dK and dV
-
-// Split idx of a tile of keys.
 struct RowSplit {
     uint32_t tile;
     int32_t idx;

@@ -9,6 +9,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/ld_acquire.cuh"
 #include "device/ptx/red.cuh"
+#include "host/host_device.h"
 
 namespace fastattn {
 
@@ -19,7 +20,7 @@ struct Semaphore {
 
     // Waits until num_before CTAs have added, or more: sequences that overlap share tiles.
     template <typename Barrier>
-    __device__ __forceinline__ void wait(int32_t num_before, Barrier&& barrier) const {
+    FASTATTN_DEVICE void wait(int32_t num_before, Barrier&& barrier) const {
         if (address == nullptr) return;
         if (threadIdx.x == 0) {
             while (ptx::ld_acquire_s32(address) < num_before) {
@@ -29,7 +30,7 @@ struct Semaphore {
     }
 
     template <typename Barrier>
-    __device__ __forceinline__ void release(Barrier&& barrier) const {
+    FASTATTN_DEVICE void release(Barrier&& barrier) const {
         if (address == nullptr) return;
         barrier();  // waits until every thread has added
         if (threadIdx.x == 0) ptx::red_release_add_s32(address, 1);
@@ -37,14 +38,14 @@ struct Semaphore {
 };
 
 // Waits until num_before others have added. Called by one thread, which then adds by bulk copies.
-__device__ __forceinline__ void semaphore_wait(const int32_t* semaphore, int32_t num_before) {
+FASTATTN_DEVICE void semaphore_wait(const int32_t* semaphore, int32_t num_before) {
     while (ptx::ld_acquire_s32(semaphore) < num_before) {
     }
     ptx::fence_proxy_async();
 }
 
 // Waits until all that this thread has added is in memory, and lets the next one add.
-__device__ __forceinline__ void semaphore_release(int32_t* semaphore) {
+FASTATTN_DEVICE void semaphore_release(int32_t* semaphore) {
     ptx::cp_async_bulk_wait_group();
     ptx::fence_proxy_async();
     ptx::red_release_add_s32(semaphore, 1);

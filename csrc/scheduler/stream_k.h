@@ -35,8 +35,6 @@ struct MatmulTile {
     int32_t ctas_per_sm = 2;     // where only one fits (sm_86, sm_89), the second runs after it
     bool scales_groups = false;  // sums of each group of K are multiplied by its scale: the call's, not the kernel's
 };
-
-// How many clusters run at a time.
 inline int32_t resident_clusters(const MatmulTile& tile, int32_t num_sms) {
     return num_sms * tile.ctas_per_sm / tile.cluster_size;
 }
@@ -55,8 +53,6 @@ FASTATTN_HOST_DEVICE uint32_t split_steps(const MatmulSchedule& schedule) {
 FASTATTN_HOST_DEVICE uint32_t split_begin(const MatmulSchedule& schedule, uint32_t split) {
     return split * split_steps(schedule) / schedule.num_splits;
 }
-
-// The split to which a step belongs.
 FASTATTN_HOST_DEVICE int32_t split_with(const MatmulSchedule& schedule, uint32_t step) {
     return static_cast<int32_t>(((step + 1) * schedule.num_splits - 1) / split_steps(schedule));
 }
@@ -127,13 +123,9 @@ inline int64_t num_tiles(const MatmulSchedule& schedule) {
 inline int64_t num_ctas(const MatmulSchedule& schedule) {
     return num_tiles(schedule) - schedule.split_tiles + schedule.num_splits;
 }
-
-// Whether every split lies in one tile.
 inline bool splits_end_with_tiles(const MatmulSchedule& schedule) {
     return schedule.num_splits % schedule.split_tiles == 0;
 }
-
-// The most steps of a CTA.
 inline int64_t longest_steps(const MatmulSchedule& schedule) {
     const int64_t whole = num_tiles(schedule) > schedule.split_tiles ? schedule.steps : 0;
     return schedule.num_splits == 0
@@ -190,8 +182,6 @@ inline int32_t num_clusters(const MatmulSchedule& schedule, int32_t resident_clu
     return static_cast<int32_t>(
         std::min<int64_t>(resident_clusters, std::max<int64_t>(schedule.num_splits, whole_tiles)));
 }
-
-// The most steps of a persistent cluster.
 inline int64_t longest_steps_of_cluster(const MatmulSchedule& schedule, int32_t clusters) {
     const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles;
     const int64_t whole_steps = (whole_tiles + clusters - 1) / clusters * schedule.steps;

@@ -15,30 +15,30 @@ struct WorkspaceSlots {
     int32_t value_dim;
 
     // Reads L2, where what other CTAs have written stands.
-    __device__ __forceinline__ float2 load_sums(int64_t slot, int row) const {
+    FASTATTN_DEVICE float2 load_sums(int64_t slot, int row) const {
         return __ldcg(reinterpret_cast<const float2*>(workspace.sums) + slot * kBlockM + row);
     }
 
-    __device__ __forceinline__ float4 load_values(int64_t slot, int row, int column) const {
+    FASTATTN_DEVICE float4 load_values(int64_t slot, int row, int column) const {
         if (column >= value_dim) return {0.0f, 0.0f, 0.0f, 0.0f};
         return __ldcg(reinterpret_cast<const float4*>(values_of(slot, row) + column));
     }
 
-    __device__ __forceinline__ RowPartial load(int64_t slot, int row, int column) const {
+    FASTATTN_DEVICE RowPartial load(int64_t slot, int row, int column) const {
         const float2 sums = load_sums(slot, row);
         return {sums.x, sums.y, load_values(slot, row, column)};
     }
 
-    __device__ __forceinline__ void store_sums(int64_t slot, int row, float max, float sum) const {
+    FASTATTN_DEVICE void store_sums(int64_t slot, int row, float max, float sum) const {
         reinterpret_cast<float2*>(workspace.sums)[slot * kBlockM + row] = {max, sum};
     }
 
-    __device__ __forceinline__ void store(int64_t slot, int row, int column, const RowPartial& partial) const {
+    FASTATTN_DEVICE void store(int64_t slot, int row, int column, const RowPartial& partial) const {
         if (column == 0) store_sums(slot, row, partial.max, partial.sum);
         if (column < value_dim) *reinterpret_cast<float4*>(values_of(slot, row) + column) = partial.values;
     }
 
-    __device__ __forceinline__ float* values_of(int64_t slot, int row) const {
+    FASTATTN_DEVICE float* values_of(int64_t slot, int row) const {
         return workspace.values + (slot * kBlockM + row) * value_dim;
     }
 };
