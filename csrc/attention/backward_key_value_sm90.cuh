@@ -144,7 +144,7 @@ struct BackwardConsumerSm90 {
         // With 64 dims, and with options, no register is left for what follows from the lane; else computing it anew
         // costs more.
         constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
-        store_panel<kFirstTile, !kHasRegisters>(ring, shared.sPanel[warpgroup], rC, warp, lane);
+        store_panel<kFirstTile, !kHasRegisters>(ring, &shared.sPanel[warpgroup], rC, warp, lane);
     }
 
     FASTATTN_DEVICE void store_query_panel(const QueryPanel& rdQ) const {

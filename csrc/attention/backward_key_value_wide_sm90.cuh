@@ -157,7 +157,15 @@ struct BackwardChainSm90 {
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
         SeenRows columns{};
-        if (!is_full) columns = keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane);
+        if (!is_full) {
+            RowRange seen_by[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int32_t key = keys.first_key + warp * kMmaM + accumulator_row(lane) + 8 * half;
+                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
+            }
+            columns = SeenRows::of<kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+        }
         if constexpr (kOfValues) {
             finish_probabilities(rX, rA, columns, is_full);
         } else {
@@ -235,8 +243,7 @@ struct BackwardChainSm90 {
         for_constant<kPanels>([&](auto panel) {
             const Ring<Config::kPanelStages> ring(
                 shared.panels, num_steps * Config::kQueryPanels + num_key_panels + kBefore + panel.value);
-            store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel[ring.stage], rG,
-                                                                                warp, lane);
+            store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel, rG, warp, lane);
         });
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
         // The chain of values is the last: that of queries has no dS of the next tile before it has passed on P.
@@ -311,7 +318,7 @@ struct BackwardQueryChainSm90 {
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
                     // Waits until no warp's product reads finite keys where dQ goes.
                     if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
-                    store_panel<0, /*kHidesLane=*/false>(ring, sPanel, rdQ, warp, lane);
+                    store_panel<0, /*kHidesLane=*/false>(ring, shared.sPanel, rdQ, warp, lane);
                 }
             }
             key_ring.release(lane);

@@ -45,15 +45,14 @@ FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNum
     }
 }
 
-// Leaves 64 columns of a gradient in the next stage of `ring`, whose panel sPanel is, to the warp that adds panels.
-// kHidesLane: hides the lane's origin from the compiler, which otherwise keeps what follows from it in registers over
-// the main loop.
+// Leaves 64 columns of a gradient in a stage of sPanels to the warp that adds panels. kHidesLane: hides the lane's origin
+// from the compiler, which otherwise keeps what follows from it in registers over the main loop.
 template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
-FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float* sPanel, const float (&rC)[1][kNumTiles][4],
-                                 int warp, int lane) {
+FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
+                                 const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     ring.wait_empty();
     const int own_lane = kHidesLane ? ptx::opaque(lane) : lane;
-    store_panel_rows<kFirstTile>(shared_address(sPanel), rC, warp, own_lane);
+    store_panel_rows<kFirstTile>(shared_address(sPanels[ring.stage]), rC, warp, own_lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();  // waits until every lane has stored its numbers
     if (own_lane == 0) ring.arrive_full();

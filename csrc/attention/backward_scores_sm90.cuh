@@ -43,6 +43,17 @@ struct ScoresPosition {
     int lane;
     float slope;
     int64_t dropout_seed;
+
+    // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
+    FASTATTN_DEVICE SeenRows seen_rows() const {
+        RowRange seen_by[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t key = first_key + accumulator_row(lane) + 8 * half;
+            seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
+        }
+        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+    }
 };
 
 // A block is: prepare(), wait for S, probabilities(), start_gradients(), wait for dP, gradients().
@@ -66,7 +77,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         if (position.is_full) {
             to_probabilities<false>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         } else {
-            seen = position.keys.seen_rows(position.first_key, position.row_tile, position.lane);
+            seen = position.seen_rows();
             to_probabilities<true>(rS, terms.shift_log2, scale_log2, seen, position.lane);
         }
         Types::to_operand(rP16, rS);
@@ -116,8 +127,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
 
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
-        seen = position.is_full ? SeenRows::all()
-                                : position.keys.seen_rows(position.first_key, position.row_tile, position.lane);
+        seen = position.is_full ? SeenRows::all() : position.seen_rows();
         some_probabilities(rP16, rS, terms);
     }
 

@@ -7,7 +7,6 @@
 #include "attention/query_gradient.h"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
-#include "device/transposed_scores.cuh"
 #include "host/params.h"
 #include "scheduler/row_splits.h"
 #include "scheduler/work_tile.h"
@@ -76,17 +75,6 @@ struct KeyWorkTile {
     FASTATTN_DEVICE bool are_all_full() const {
         return warp_uniform(begin_full[Config::kKeyOwners] <= begin_tile && end_full[Config::kKeyOwners] >= end_tile) !=
                0;
-    }
-
-    // The rows of a tile that see this lane's two keys of a warp's 16, from first_key of the sequence on.
-    FASTATTN_DEVICE SeenRows seen_rows(int32_t first_key, int32_t row_tile, int lane) const {
-        RowRange seen_by[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int32_t key = first_key + accumulator_row(lane) + 8 * half;
-            seen_by[half] = key < num_keys ? window.rows_of(key, rows.length) : RowRange{0, 0};
-        }
-        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
     }
 
     // Calls function(head, row_tile) for each step, in the consumers' order: from the last rows on, so that CTAs of

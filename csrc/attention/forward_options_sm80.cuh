@@ -189,9 +189,34 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         }
     }
 
-    // Epilogue.
+    // Epilogue. It looks again which tile this is: the loops have no registers for it.
     const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
-    store_tile<Config, kHeadDim, kDataType>(attention, shared, rO, softmax, warp, lane, /*logit_factor=*/1.0f, factor);
+    const KeySplit& own = shared.split;
+    const QueryTile out_tile = query_tile(attention, kBlockM, own.tile_idx, own.is_split);
+    const Sequence out_rows = query_rows(attention, out_tile.batch);
+    if (attention.max_logits != nullptr) {
+        shared.largest_scores.leave(attention.max_logits + out_tile.head, /*factor=*/1.0f);
+    }
+    if (own.num_splits > 1 || attention.exact_out.data != nullptr) {
+        const TileRowLocator location{out_tile, out_rows, out_tile.idx * kBlockM};
+        const PartialRowsSm80<kBlockM, kHeadDim, kDataType> partial_rows{attention, location, factor};
+        store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, own, rO, softmax, shared.sQ);
+        return;
+    }
+    // A warp stages its rows of the output where its rows of Q were.
+    softmax.finish(rO, factor);
+    uint16_t* sO = shared.sQ + warp * kWarpM * Config::kRowElements;
+    stage_rows<kDataType>(sO, rO, lane);
+    __syncwarp();  // the rows are complete
+    const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
+    uint16_t* gO = row_pointer(attention.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
+    store_rows<kWarpM, kHeadDim>(gO, attention.out.row_stride, out_rows.length - out_row, sO, lane,
+                                 attention.out.head_dim);
+    float* gLse = row_pointer(attention.lse, out_tile.batch, out_tile.head) + out_rows.begin;
+    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+        if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
+    });
 }
 
 template <int kHeadDim, DataType kDataType, bool kPaged>

@@ -200,8 +200,32 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     }
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
-    // Epilogue.
-    store_tile<Config, kHeadDim, kDataType>(params, shared, rO, softmax, warp, lane, fabsf(params.scores.scale));
+    // Epilogue. It looks again which tile this is: the loops have no registers for it.
+    const KeySplit& own = shared.split;
+    const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
+    const Sequence out_rows = query_rows(params, out_tile.batch);
+    if (params.max_logits != nullptr) {
+        shared.largest_scores.leave(params.max_logits + out_tile.head, fabsf(params.scores.scale));
+    }
+    if (own.num_splits > 1 || params.exact_out.data != nullptr) {
+        using Rows = PartialRowsSm80<kBlockM, kHeadDim, kDataType>;
+        const Rows partial_rows{params, {out_tile, out_rows, out_tile.idx * kBlockM}};
+        store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, own, rO, softmax, shared.sQ);
+        return;
+    }
+    // A warp stages its rows of the output where its rows of Q were.
+    softmax.finish(rO);
+    uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
+    stage_rows<kDataType>(sO, rO, lane);
+    __syncwarp();  // the rows are complete
+    const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
+    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
+    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
+    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
+    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
+        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+        if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
+    });
 }
 
 template <int kHeadDim, DataType kDataType>

@@ -1,5 +1,5 @@
 // The work tile of a CTA of the forward kernels for sm_80: a tile of query rows, with all keys that these see or a
-// split of them; and how its rows leave the CTA.
+// split of them.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #ifdef __CUDACC__
 #include "attention/partial_rows.cuh"
 #include "device/ptx/opaque.cuh"
-#include "device/tile_copy.cuh"
 #endif
 #include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
@@ -106,38 +105,6 @@ FASTATTN_DEVICE KeySplit own_split(KeySplit& shared_split, const AttentionForwar
     }
     __syncthreads();  // waits until the split is known
     return shared_split;
-}
-
-// Called by all threads: writes the output, or leaves a partial and combines. It finds the work tile again: the main
-// loops have no registers for it. Largest logits are multiplied by logit_factor, and the output by `factor`.
-template <typename Config, int kHeadDim, DataType kDataType, typename Storage, int kTilesM, int kTilesD,
-          typename Softmax>
-FASTATTN_DEVICE void store_tile(const AttentionForwardParams& params, Storage& shared, float (&rO)[kTilesM][kTilesD][4],
-                                Softmax& softmax, int warp, int lane, float logit_factor, float factor = 1.0f) {
-    constexpr int kBlockM = Config::kBlockM, kWarpM = Config::kWarpM;
-    const KeySplit& split = shared.split;
-    const QueryTile tile = query_tile(params, kBlockM, split.tile_idx, split.is_split);
-    const Sequence rows = query_rows(params, tile.batch);
-    if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + tile.head, logit_factor);
-    if (split.num_splits > 1 || params.exact_out.data != nullptr) {
-        using Rows = PartialRowsSm80<kBlockM, kHeadDim, kDataType>;
-        const Rows partial_rows{params, {tile, rows, tile.idx * kBlockM}, factor};
-        store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, split, rO, softmax, shared.sQ);
-        return;
-    }
-    // A warp stages its rows of the output where its rows of Q were.
-    softmax.finish(rO, factor);
-    uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
-    stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // waits until every lane has staged its rows
-    const int32_t first_row = tile.idx * kBlockM + warp * kWarpM;
-    uint16_t* gO = row_pointer(params.out, tile.batch, tile.head, rows.begin + first_row);
-    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, rows.length - first_row, sO, lane, params.out.head_dim);
-    float* gLse = row_pointer(params.lse, tile.batch, tile.head) + rows.begin;
-    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
-        if (one_of_four && first_row + row < rows.length) gLse[first_row + row] = softmax.row_lse[m][half];
-    });
 }
 #endif
 

@@ -38,19 +38,11 @@ FASTATTN_DEVICE int accumulator_column(int lane) {
     return 2 * (lane % kLanesPerRow);
 }
 
-// Bits of a lane's columns of kTiles accumulator tiles, those from `begin` to `end` of the first tile's: bit 2 * n + e
-// is column 8 * n + e from the lane's first.
-template <int kTiles>
-FASTATTN_DEVICE uint32_t own_columns(int32_t begin, int32_t end, int lane) {
-    static_assert(2 * kTiles <= 32, "one register holds the bits");
-    const auto columns_before = [&](int32_t column) {
-        const int32_t from_own = column - accumulator_column(lane);
-        const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
-        return from_own <= 0 ? 0 : min(columns, 32);
-    };
-    const uint64_t before_end = (uint64_t{1} << columns_before(end)) - 1;
-    const uint64_t before_begin = (uint64_t{1} << columns_before(begin)) - 1;
-    return static_cast<uint32_t>(before_end & ~before_begin);
+// How many of a lane's columns lie before a column, in accumulator tiles whose first column is `first`; at most 32.
+FASTATTN_DEVICE int32_t own_columns_before(int32_t column, int32_t first, int lane) {
+    const int32_t from_own = column - first - accumulator_column(lane);
+    const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
+    return from_own <= 0 ? 0 : min(columns, 32);
 }
 
 // Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.

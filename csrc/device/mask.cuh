@@ -99,11 +99,12 @@ FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColu
 template <int kTilesN>
 FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2], uint32_t present,
                                       int32_t first_key, int lane) {
+    static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
     for (int half = 0; half < 2; ++half) {
-        const KeyRange& keys = seen_by[half];
+        const uint64_t before_end = (uint64_t{1} << own_columns_before(seen_by[half].end, first_key, lane)) - 1;
+        const uint64_t before_begin = (uint64_t{1} << own_columns_before(seen_by[half].begin, first_key, lane)) - 1;
         // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-        const uint32_t bits = ptx::opaque(
-            static_cast<int32_t>(own_columns<kTilesN>(keys.begin - first_key, keys.end - first_key, lane) & present));
+        const uint32_t bits = ptx::opaque(static_cast<int32_t>(before_end & ~before_begin & present));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll

@@ -31,12 +31,14 @@ struct SeenRows {
 
     template <int kTilesM>
     FASTATTN_DEVICE static SeenRows of(const RowRange (&seen_by)[2], int32_t first_row, int lane) {
+        static_assert(2 * kTilesM <= 32, "a register holds the bits of a key");
         SeenRows columns;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const RowRange& rows = seen_by[half];
+            const uint64_t before_end = (uint64_t{1} << own_columns_before(seen_by[half].end, first_row, lane)) - 1;
+            const uint64_t before_begin = (uint64_t{1} << own_columns_before(seen_by[half].begin, first_row, lane)) - 1;
             // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-            columns.seen[half] = ptx::opaque(own_columns<kTilesM>(rows.begin - first_row, rows.end - first_row, lane));
+            columns.seen[half] = ptx::opaque(static_cast<uint32_t>(before_end & ~before_begin));
         }
         return columns;
     }
