@@ -150,7 +150,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     command = [
         *find_cxx(os.environ),
         f"-DBLOCK_MS={','.join(map(str, block_ms))}",
-        f"-DTEAM_BLOCK_MS={','.join(map(str, CLUSTER_BLOCK_MS))}",
+        f"-DCLUSTER_BLOCK_MS={','.join(map(str, CLUSTER_BLOCK_MS))}",
         "-std=c++20",
         "-O1",
         "-shared",
