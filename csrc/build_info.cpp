@@ -1,4 +1,5 @@
-// What this library was built from and for, as the JSON text that the build passes in; Python reads it with ctypes.
+// Returns what this library was built from and for, as the JSON text that the build passes in; Python reads it by
+// ctypes.
 
 #ifndef FASTATTN_BUILD_INFO
 #error "FASTATTN_BUILD_INFO must be defined as a string literal with the build's description in JSON"

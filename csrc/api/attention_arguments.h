@@ -112,7 +112,7 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     return {dtype, true, cu_seqlens_q->size(0) - 1, heads, key_heads, rows, keys, head_dim, value_dim};
 }
 
-// What a kernel is told of packed sequences. The tensors that it points into must live until the kernel has been
+// The parameters of packed sequences. The tensors that it points into must live until the kernel has been
 // started.
 inline PackedParams packed_params(const char* op, const Tensor& query, const Tensor& key,
                                   std::optional<Tensor>& cu_seqlens_q, std::optional<Tensor>& cu_seqlens_k) {
@@ -128,7 +128,7 @@ inline PageStrides page_strides(const char* op, const char* name, const Tensor& 
     return {stride_in_chunks(op, name, pages, 0), stride_in_chunks(op, name, pages, 2)};
 }
 
-// What a kernel is told of pages; the table, contiguous, is kept.
+// The parameters of pages. Makes the table contiguous, and keeps it.
 inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor& value,
                                 std::optional<Tensor>& block_table) {
     block_table = torch::stable::contiguous(*block_table);

@@ -81,7 +81,7 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
     return view;
 }
 
-// What kernels leave for those that follow. It lives until all of them have been started.
+// Memory that kernels leave for those that follow. It lives until all of them have been started.
 struct Workspace {
     Tensor zeros, others;
 };

@@ -140,7 +140,7 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
 }
 
-// What the kernel for int8 activations asks beyond that.
+// Checks what the kernel for int8 activations asks beyond that.
 void check_for_int8_activations(const char* op, const Tensor& weight, const MatmulEpilogue& epilogue) {
     const int64_t rows = weight.size(0), columns = weight.size(1);
     check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
@@ -286,18 +286,18 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
     constexpr const char* kOp = "int8_matmul_grad_input";
     check_arguments(kOp, "grad_out", grad_out, weight, scale, /*weight_dim=*/0);
     const DataType dtype = data_type(kOp, "grad_out", grad_out);
-    const int64_t depth = weight.size(0), columns = weight.size(1);
+    const int64_t N = weight.size(0), columns = weight.size(1);
 
     Int8MatmulTensors tensors{grad_out, weight, scale,
                               torch::stable::new_empty(grad_out, with_columns(grad_out, columns))};
     Int8MatmulParams params{};
     params.weight = weight_view(kOp, tensors);
     if (grad_out.numel() == 0) {
-        return {torch::stable::zero_(tensors.out), torch::stable::new_zeros(grad_out, {bias_grad ? depth : 0})};
+        return {torch::stable::zero_(tensors.out), torch::stable::new_zeros(grad_out, {bias_grad ? N : 0})};
     }
-    const int64_t rows = grad_out.numel() / depth;
+    const int64_t rows = grad_out.numel() / N;
     if (columns == 0) {  // no tile of a result, and no CTA that would add up tokens
-        return {tensors.out, bias_gradient(torch::stable::reshape(grad_out, {rows, depth}), bias_grad)};
+        return {tensors.out, bias_gradient(torch::stable::reshape(grad_out, {rows, N}), bias_grad)};
     }
     tensors.input = with_aligned_rows(as_matrix(grad_out));
     params.input = matrix_view<const uint16_t>(kOp, "grad_out", tensors.input);
@@ -315,7 +315,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
         grad_bias = torch::stable::new_empty(grad_out, {params.token_sums.columns});
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());
-        grad_bias = torch::stable::narrow(grad_bias, 0, 0, depth);
+        grad_bias = torch::stable::narrow(grad_bias, 0, 0, N);
     }
     schedule_work(chosen, params, tensors).launch(params, device.stream());
     return {tensors.out, grad_bias};

@@ -21,7 +21,7 @@
 
 namespace fastattn {
 
-// What decides which forward kernel runs, beside head dims and dtype.
+// Beside head dims and dtype, these decide which forward kernel runs.
 struct ForwardTraits {
     bool changes_scores;  // which are more than scaled and masked by a window
     bool is_paged;
@@ -95,7 +95,7 @@ struct Int8Choice {
 
 inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
 
-// What decides which kernel computes a matmul, beside its sizes.
+// Beside its sizes, these decide which kernel computes a matmul.
 struct Int8Traits {
     DataType dtype;
     bool has_groups;           // of scales, along K

@@ -1,4 +1,4 @@
-// What Python asks about the native kernels, with ctypes: the functions of kernel_choice.h, which the ops launch by.
+// Answers what Python asks about the native kernels, with ctypes, by the functions of kernel_choice.h that the ops use.
 
 #include <algorithm>
 #include <cstdint>

@@ -128,7 +128,7 @@ class BiasTiles {
     }
 };
 
-// Sums along the dims that the bias does not have, and stores what is left. All threads of the CTA take part.
+// Sums along the dims that the bias does not have, and stores what is left. Called by all threads of the CTA.
 template <typename Config>
 FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTile& owned,
                                      float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     }
 
     // Epilogue: the sums of all warps, in shared memory.
-    __syncthreads();  // waits until every warp has read the operands, whose place the sums take
+    __syncthreads();  // waits until every warp has read the operands, which the sums overwrite
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {

@@ -54,7 +54,7 @@ struct HeadDimGrid {
     template <typename RowAt>
     FASTATTN_DEVICE static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim, int warp,
                                        int lane) {
-        // What follows from them would take registers in the main loop.
+        // Hides their origin: what follows from them would take registers in the main loop.
         const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
         for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
             float* gRow = row_at(first_row(own_warp) + row);

@@ -45,8 +45,8 @@ FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNum
     }
 }
 
-// Leaves 64 columns of a gradient in a stage of sPanels to the warp that adds panels. kHidesLane: hides the lane's origin
-// from the compiler, which otherwise keeps what follows from it in registers over the main loop.
+// Leaves 64 columns of a gradient in a stage of sPanels to the warp that adds panels. kHidesLane: hides the lane's
+// origin from the compiler, which otherwise keeps what follows from it in registers over the main loop.
 template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
 FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
                                  const float (&rC)[1][kNumTiles][4], int warp, int lane) {

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
         return;
     }
     Grid::template stage<kDataType>(sQ, rdQ, params.scores.scale, warp, lane);
-    __syncthreads();  // waits until every warp's part of the tile is in shared memory
+    __syncthreads();  // waits until every warp's rows are in shared memory
     uint16_t* gQ = row_pointer(params.grad_query, batch, head, rows.begin + first_row + warp * kWarpRows);
     store_rows<kWarpRows, kHeadDim>(gQ, params.grad_query.row_stride, rows.length - first_row - warp * kWarpRows,
                                     sQ + warp * kWarpRows * Config::kRowElements, lane, params.grad_query.head_dim);

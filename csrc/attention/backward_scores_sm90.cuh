@@ -83,7 +83,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         Types::to_operand(rP16, rS);
     }
 
-    // What the products of dP are added to.
+    // Starts dP at -delta, to which its products are added.
     FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
         start_with_delta(rdP, terms.minus_delta, position.lane);
     }

@@ -48,7 +48,8 @@ struct ForwardConfigSm90 : Tile_ {
 inline constexpr int kGatheringWarps = 3;
 inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 
-// What the producer tells the consumers of a work tile. It is in shared memory, because they have no registers for it.
+// A work tile, as the producer tells it to the consumers. It is in shared memory, because they have no registers for
+// it.
 struct CtaWork {
     RowsOfCta rows;
     KeyTiles tiles;  // of this CTA's split

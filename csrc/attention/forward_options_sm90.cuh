@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (grows) rescale(rO, factor);
 #pragma unroll
                 for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
-                // What is missing from pages is zeros. With a bias all tiles come here: consumers do not wait for each
+                // Missing pages are zeros. With a bias all tiles come here: consumers do not wait for each
                 // other.
                 if (num_left > tiles.num_full || scores.has_bias()) {
                     consumer.template separate_nonfinite_values</*kTogether=*/false>(rO, [&](int, int half, int n) {

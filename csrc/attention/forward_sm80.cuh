@@ -58,7 +58,7 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    // What steps with masks read again each time: they have no registers for it.
+    // Steps with masks read these again each time, as they have no registers for them.
     KeyRange sees[Config::kBlockM];  // the keys that each row sees
     KeyTiles tiles;
     int32_t num_keys;

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
-        // What this lane's upper and lower row see.
+        // The keys that this lane's upper and lower row see.
         const SeenColumns<kTilesN> seen(work.keys_of(own_row + accumulator_row(lane)),
                                         work.keys_of(own_row + accumulator_row(lane) + 8), lane);
 

@@ -24,7 +24,7 @@ struct KeyTiles {
     int32_t all_full;              // their number
     int32_t num_full;              // their number, without those of other splits
 
-    // What the first and the last row of the CTA see: what others see begins and ends between.
+    // first_row, last_row: the keys that the CTA's first and last row see. Those of other rows begin and end between.
     FASTATTN_DEVICE KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
         : begin(first_row.begin / block_n),
           count(max(ceil_div(last_row.end, block_n) - begin, 0)),

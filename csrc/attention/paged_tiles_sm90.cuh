@@ -11,7 +11,7 @@
 //
 // The copies run on while the threads that have started them go on to the next stage; so another thread waits for them.
 //
-// What a key whose page does not exist gives: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's
+// A key whose page does not exist is absent: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's
 // last row, or from copies of no bytes.
 #pragma once
 

@@ -11,7 +11,7 @@
 
 namespace fastattn {
 
-// What the workspace holds for the rows of a lane, those of the sequence from first_row on.
+// The workspace's numbers for the rows of a lane, from first_row of the sequence on.
 template <int kTilesM>
 struct RowTermsOfLane {
     float shift[kTilesM][2], log2_sum[kTilesM][2], delta[kTilesM][2];

@@ -16,7 +16,7 @@
 
 namespace fastattn {
 
-// What the table holds for a key, 0 <= key < capacity.
+// The table's entry for a key, 0 <= key < capacity.
 FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
     const int32_t page_idx = layout.by_block_rows.quotient(key);
     return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);

@@ -44,7 +44,7 @@ FASTATTN_DEVICE DividedChunk divided_to_float16(const uint4& bits) {
 
 // sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become
 // zero. The powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of
-// eight_bit_gemm.cuh. All kThreads take part.
+// eight_bit_gemm.cuh. Called by all kThreads threads.
 template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
 FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
                                    const CachedSequence& tokens, int32_t batch, int32_t kv_head, int32_t first_row) {

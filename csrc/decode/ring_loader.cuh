@@ -26,7 +26,7 @@ struct alignas(128) KeyRing {
     char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
     uint32_t present[Config::kStages];                                     // keys, one bit each
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    // What only loads need to know: registers are scarce.
+    // Facts that loads alone need: registers are scarce.
     HeadKeys head;
 
     FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }

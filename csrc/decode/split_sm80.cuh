@@ -11,7 +11,7 @@
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the
+// These wait for memory one after the other, from the first instruction to the last: lengths → page table → K of the
 // first step … the partial is stored → arrival → partials are loaded → result.
 //
 // A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows: they read the same ring,
@@ -63,7 +63,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// What the loop of steps need not know of the CTA's tile: kept in shared memory, because registers are scarce.
+// Facts of the CTA's tile that the loop of steps does not need: in shared memory, because registers are scarce.
 struct TileInHand {
     TileSplits splits;
     int64_t first_split;  // the first split of its sequence, on the line

@@ -1,4 +1,4 @@
-// What scores and probabilities need on their way: the scales of 8-bit tokens, and values that are not finite.
+// Applies the scales of 8-bit tokens to scores and probabilities, and separates values that are not finite.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct SharedTile {
 };
 
 // NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps`
-// that share the tile take part.
+// of the tile call it.
 template <DataType kDataType, int kTilesD, int kRows, int kRowWarps>
 FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                     const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key, int lane) {

@@ -76,9 +76,9 @@ struct Dropout {
         }
     }
 
-    // What is kept of a transposed tile, of 16 keys by 64 rows: bit 16 * half + 2 * n + e for element [n][2 * half +
-    // e] of this lane's accumulators, whose rows are keys. Four lanes share the four keys of a counter in the same
-    // rows: each computes all four bits of a quarter of their elements, and they give them away.
+    // Bits of the elements of a transposed tile that are kept, 16 keys by 64 rows: bit 16 * half + 2 * n + e for
+    // element [n][2 * half + e] of this lane's accumulators, whose rows are keys. Four lanes share the four keys of a
+    // counter in the same rows: each computes all four bits of a quarter of their elements, and they give them away.
     FASTATTN_DEVICE uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
         constexpr int kTilesOfQuarter = 4;
         const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;

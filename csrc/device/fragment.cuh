@@ -17,8 +17,8 @@ inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
 
-// What is the same in all lanes. They get it from one of them, so that the compiler knows, and keeps it, and what
-// follows from it, in registers that the lanes share.
+// Returns a value that is the same in all lanes. The compiler then knows that, and keeps it, and what follows from it,
+// in uniform registers.
 FASTATTN_DEVICE int32_t warp_uniform(int32_t value) {
     return static_cast<int32_t>(__reduce_or_sync(0xffffffff, static_cast<uint32_t>(value)));
 }

@@ -52,7 +52,7 @@ struct ColumnBits {
     }
 };
 
-// What a lane's upper and lower row see of a warpgroup's tiles: the columns whose bits stand from begin to end.
+// The columns of a warpgroup's tiles that a lane's upper and lower row see: those whose bits stand from begin to end.
 template <int kTilesN>
 struct SeenColumns {
     int32_t begin[2], end[2];

@@ -14,7 +14,7 @@
 
 namespace fastattn {
 
-// What the workspace holds for kRows query rows of one head, in shared memory. A row that does not exist has 0
+// The workspace's numbers for kRows query rows of one head, in shared memory. A row that does not exist has 0
 // throughout, as in Q and dO: its P is exp(0), its dS exp(0) · (0 - 0), and what it adds to dK and dV is 0.
 template <int kRows>
 struct RowTerms {

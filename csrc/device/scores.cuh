@@ -1,4 +1,4 @@
-// What a score goes through between Q·Kᵀ and the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at
+// Makes scores of Q·Kᵀ, before the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at
 // run time, by branches that a whole CTA takes alike; the order of the passes over the accumulators is the order of the
 // steps.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace fastattn {
 
-// What scores of one head and sequence go through. What all heads have in common stays in the kernel's parameters,
+// Makes the scores of one head and sequence. Parameters that all heads have in common stay in the kernel's parameters,
 // which take no registers.
 struct HeadScores {
     using BiasKind = BiasView::Kind;
@@ -52,7 +52,7 @@ struct HeadScores {
         return reinterpret_cast<const T*>(bias)[row * params.bias.row_stride + key * params.bias.key_stride];
     }
 
-    // What these bits add to a score: -inf is a mask.
+    // The number that these bits add to a score: -inf is a mask.
     template <BiasKind kKind>
     FASTATTN_DEVICE static float bias_value(uint32_t bits) {
         if constexpr (kKind == BiasKind::kBool) return bits != 0 ? 0.0f : -kInfinity;

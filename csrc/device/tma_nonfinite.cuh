@@ -1,4 +1,4 @@
-// What device/nonfinite.cuh needs to know of tiles that TMA has copied.
+// Tiles that TMA has copied, for device/nonfinite.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What options make of Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a
+// Applies options to Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a
 // warpgroup whose rows are keys and whose columns are query rows. A pass is over kTilesAtOnce * 8 of the columns,
 // from tile kFirst on: over all, the softcap's slopes would not fit in registers; over fewer, it would be asked more
 // often what options there are.

@@ -12,7 +12,7 @@
 
 namespace fastattn {
 
-// What is needed of each of kRows query rows, in shared memory: see RowTermsView.
+// The terms of kRows query rows, in shared memory: see RowTermsView.
 template <int kRows>
 struct alignas(16) TransposedRowTerms {
     float shift_log2[kRows], minus_delta[kRows];
@@ -64,7 +64,7 @@ FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* s
     }
 }
 
-// What the products of dPᵀ = V·dOᵀ are added to: so dP comes out less delta, with no instructions after the products.
+// Starts dPᵀ at -delta, to which V·dOᵀ is added: so no instructions are needed after the products.
 template <int kTilesM>
 FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
 #pragma unroll

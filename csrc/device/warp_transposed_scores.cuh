@@ -12,7 +12,7 @@
 
 namespace fastattn {
 
-// What the workspace holds for kRows query rows of one head, in shared memory, as accumulators need it: the columns of
+// The workspace's numbers for kRows query rows of one head, in shared memory, as accumulators need it: the columns of
 // a lane are neighbouring rows, the same two in both halves.
 template <int kRows>
 struct alignas(16) ColumnTerms {
@@ -60,7 +60,7 @@ struct ColumnTermsLoader {
     FASTATTN_DEVICE static int own_row() { return threadIdx.x % kRows; }
 };
 
-// What the rows of a tile see of its keys: row r sees key k < num_keys if first <= k - r <= last. Rows that do not
+// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. Rows that do not
 // exist may see any: they add 0.
 struct KeyBand {
     static constexpr int32_t kNone = -(1 << 20);  // less than any distance in a tile

@@ -1,4 +1,4 @@
-// What the host tells the kernels of flash-decoding. Strides count elements unless they say otherwise.
+// The parameters of the kernels of flash-decoding. Strides count elements unless they say otherwise.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace fastattn {
 
-// What a cache holds: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits times
-// its scale is what it stands for.
+// The format of a cache: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits
+// times its scale is what it stands for.
 enum class CacheFormat : int32_t { k16Bit, kInt8, kFp8 };
 
 constexpr bool is_8bit(CacheFormat format) {
@@ -38,7 +38,7 @@ struct CacheLayout {
     int64_t table_batch_stride, table_page_stride;
 };
 
-// What the host knows of all sequences alike.
+// Facts of all sequences, which the host knows.
 struct SequenceShape {
     int32_t capacity;     // tokens, at most 2^30
     int32_t num_new;      // tokens that this call appends
@@ -65,7 +65,7 @@ struct SplitSchedule {
     int32_t slots_per_cta;       // workspace slots
 };
 
-// cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row turn.
+// cos and sin of RoPE: [num_positions, half_dim]; the first 2 * half_dim dims of a row are rotated.
 struct RotaryParams {
     enum class Kind : int32_t { kNone, kFloat16, kBFloat16, kFloat32, kFloat64 };
     const void *cos, *sin;

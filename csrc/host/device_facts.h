@@ -1,4 +1,4 @@
-// What the host has to know of a GPU to deal work to it: asked of the device at hand, once for each.
+// Facts of a GPU by which the host schedules work, asked once for each device.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// What the host tells a kernel: plain structs, with shape and strides beside every pointer. Strides count elements.
+// The parameters of kernels: plain structs, with shape and strides beside every pointer. Strides count elements.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ struct RowsView {
     int64_t batch_stride, head_stride;
 };
 
-// What is added to scores: [batch, heads, rows, keys], with strides of 0 where one number stands for many. kBool says
-// which keys a row may see.
+// A bias, which is added to scores: [batch, heads, rows, keys], with strides of 0 where one number stands for many.
+// kBool says which keys a row may see.
 struct BiasView {
     enum class Kind : int32_t { kNone, kBool, kFloat16, kBFloat16, kFloat32 };
     const void* data;
@@ -50,7 +50,7 @@ struct BiasView {
 };
 
 // Packed sequences: views then have a batch of sequences, a batch stride of 0 and the bound of all lengths as rows.
-// What stands in cu_seqlens is not trusted: see device/sequence.cuh.
+// The numbers in cu_seqlens are not trusted: see device/sequence.cuh.
 struct PackedParams {
     const int32_t* cu_seqlens_q;  // [batch + 1], or null: dense
     const int32_t* cu_seqlens_k;
@@ -87,7 +87,7 @@ struct DropoutOrigin {
     uint32_t row, key, head;  // key % 4 == 0
 };
 
-// What a score becomes between Q·Kᵀ and the softmax, and which of them count.
+// How Q·Kᵀ becomes scores, and which of them count.
 struct ScoreParams {
     static constexpr int32_t kUnbounded = -1, kLastRowAtLastKey = INT32_MIN;
     float scale;    // of Q·Kᵀ; any sign
@@ -139,9 +139,9 @@ struct SlopesGradientView {
     int32_t batch;
 };
 
-// What the backward kernels for Hopper need of query rows, in blocks of block_m rows of a head, one for each tile of
-// dQ's sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows that
-// do not exist have shift +inf and delta 0. For the kernels with options: shift itself, -delta and log2_sum.
+// The terms of query rows for the backward kernels for Hopper, in blocks of block_m rows of a head, one for each tile
+// of dQ's sums and in their order (attention/query_gradient.h): first of every row shift * log2(e), then -delta. Rows
+// that do not exist have shift +inf and delta 0. For the kernels with options: shift itself, -delta and log2_sum.
 struct RowTermsView {
     float* data;  // null: nobody wants it
     int32_t block_m;

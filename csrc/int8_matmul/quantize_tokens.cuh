@@ -54,7 +54,7 @@ FASTATTN_DEVICE float token_scale(float largest) {
     return largest == 0.0f ? 1.0f : is_small ? quotient * (1.0f / kLift) : quotient;
 }
 
-// What a token's scale is multiplied by. largest: the bits of its largest magnitude.
+// Returns the scale, or NaN where a token is not finite. largest: the bits of its largest magnitude.
 template <DataType kDataType>
 FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
     constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;

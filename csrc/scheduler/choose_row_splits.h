@@ -20,7 +20,7 @@ namespace fastattn {
 // The bits of deterministic gradients must not depend on the GPU: their tiles are split as for 132 SMs.
 inline constexpr int32_t kSmsOfDeterministicSplits = 132;
 
-// What a CTA does for a work tile beside its steps, in steps: it loads K and V, and stores dK and dV, or adds those of
+// The cost of a work tile beside its steps, in steps: a CTA loads K and V, and stores dK and dV, or adds those of
 // a split tile to sums, which takes twice the bytes.
 inline constexpr double kStepsPerTile = 0.75, kStepsPerSplit = 1.5;
 

@@ -10,8 +10,8 @@
 
 namespace fastattn {
 
-// What a schedule costs, in clocks of an SM: a formula for choosing between schedules and tiles, not a measurement. It
-// counts what comes one after the other from the first instruction of a CTA to its last store. A work tile costs
+// The costs of a schedule, in clocks of an SM: a formula for choosing between schedules and tiles, not a measurement.
+// It counts what comes one after the other from the first instruction of a CTA to its last store. A work tile costs
 // addresses, the first trip to memory, sums through shared memory, and trips for scale, bias and residual. A split tile
 // costs its partial's way into L2, the arrival, and a trip for each batch of partials; each partial costs its bytes.
 // The arrival counter is opened during the first trip (scheduler/arrivals.cuh).

@@ -26,7 +26,7 @@
 
 namespace fastattn {
 
-// What combining the partials of a work tile costs, in steps: a CTA writes and reads fp32 rows through L2. Splits are
+// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. Splits are
 // not shorter, and splitting has to save more.
 inline constexpr int32_t kCombineCost = 4;
 // CTAs that have more whole work tiles than this are balanced already, and whole tiles keep keys in the L2 cache.

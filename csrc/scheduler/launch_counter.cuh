@@ -2,7 +2,7 @@
 // start, so that opening a counter before would be one more trip. Each adds, and sees whether that was this launch's
 // number.
 //
-// What arrivals.cuh says of launch IDs, replays and streams holds here too; beyond that:
+// All that arrivals.cuh says of launch IDs, replays and streams holds here too. Beyond that:
 // - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen
 //   all others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and that leaves 0. No
 //   thread is within count() then, so that none can put the launch's number back.

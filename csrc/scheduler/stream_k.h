@@ -1,10 +1,10 @@
 // The work tiles of each CTA of a matmul: whole tiles of the result, and stream-K (Osama et al., 2023) for those that
 // would not fill the GPU.
 //
-// A tile's sum over K takes a number of steps, and the resident CTAs run at a time. The first tiles are split: their
-// steps form a line, by tile and then by step, that is cut into splits which differ by a step at most. Each split is a
-// CTA's: the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's each, without
-// partials, and fill the GPU a whole number of times. With 10 tiles and 4 resident CTAs:
+// A tile's sum over K takes a number of steps, and as many CTAs as are resident run at a time. The first tiles are
+// split: their steps form a line, by tile and then by step, that is cut into splits which differ by a step at most.
+// Each split is a CTA's: the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's
+// each, without partials, and fill the GPU a whole number of times. With 10 tiles and 4 resident CTAs:
 //
 //   split tiles    | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
 //   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
@@ -159,9 +159,9 @@ FASTATTN_HOST_DEVICE bool take_whole_tile(const MatmulSchedule& schedule, int64_
     return true;
 }
 
-// The first work tile of a persistent cluster: it takes its split of the split tiles, and then every num_clusters-th
-// whole tile. So partials, for which others wait, are made first, and the loads of a tile are in flight while the tile
-// before is finished. False if the cluster has no work.
+// Finds the first work tile of a persistent cluster, or returns false if it has none. A cluster takes its split, and
+// then every num_clusters-th whole tile. So partials, for which others wait, are made first, and the loads of a tile
+// are in flight while the tile before is finished.
 FASTATTN_HOST_DEVICE bool first_cluster_tile(const MatmulSchedule& schedule, int32_t cluster, MatmulWorkTile& work) {
     if (cluster >= schedule.num_splits) return take_whole_tile(schedule, int64_t{schedule.split_tiles} + cluster, work);
     work = first_work_tile(schedule, cluster);

@@ -1,4 +1,4 @@
-// What the backward pass knows of each row.
+// delta, shift and log2_sum of each row.
 #include "attention/backward_rows_sm80.cuh"
 
 namespace fastattn {
