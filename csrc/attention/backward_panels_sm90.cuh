@@ -126,7 +126,7 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
     if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
 }
 
-// The same with more than 128 dims, where one warp adds all panels, and panels have a ring of kPanelStages.
+// Does the same with more than 128 dims, where one warp adds all panels, and panels have a ring of kPanelStages.
 template <typename Config>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const bool in_order = params.semaphores != nullptr;

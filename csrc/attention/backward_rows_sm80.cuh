@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         return row_pointer(view, batch, head)[begin + row];
     };
 
-    // One thread's row, after the sums of all.
+    // Each thread takes one row once the sums of all rows are complete.
     const int32_t row = threadIdx.x;
     const bool exists = row < num_rows, is_additive = params.log2_sum.data != nullptr;
     const float lse = exists ? number_of(params.lse, row) : 0.0f;

@@ -24,7 +24,7 @@ struct BackwardScoresTypes {
         tiles_to_operand<Config::kTilesM>(rA, rC[0]);
     }
 
-    // The same of some tiles.
+    // Does the same for some of the tiles.
     template <int kTiles>
     FASTATTN_DEVICE static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
 #pragma unroll

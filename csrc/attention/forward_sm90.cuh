@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             }
             softmax.add(sums);
         };
-        // The same where registers hold no second P beside S and what masks take: S becomes P in place, and rP[0] once
+        // Does the same where registers hold no second P beside S and the masks: S becomes P in place, and rP[0] once
         // P·V of the tile before has read it. Maxima have to be known before that.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             to_probabilities(rNextP);
             consumer.release_value();
         };
-        // The same of a tile that may be masked. In place, both P are rP[0].
+        // Does the same for a tile that may be masked. In place, both P are rP[0].
         const auto masked_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
                                      int32_t num_left) {
             consumer.start_qk(rS);

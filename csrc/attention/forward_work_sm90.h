@@ -153,7 +153,7 @@ struct RowsOfCta {
 
     FASTATTN_DEVICE bool cluster_has_rows() const { return cluster_begin < num_rows(); }
 
-    // The same for all CTAs of the cluster. None where it has no rows.
+    // Returns the key tiles of all CTAs of the cluster; none if it has no rows.
     FASTATTN_DEVICE KeyTiles key_tiles(int32_t block_n) const {
         if (!cluster_has_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};

@@ -178,7 +178,7 @@ struct MissingPages {
         return Bits::spread(present_columns<Config::kTilesN>(table, first_key, lane));
     }
 
-    // The same with column i in bit i.
+    // Does the same with column i in bit i.
     FASTATTN_DEVICE uint32_t present_in_order(int32_t first_key, int lane) const {
         return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
     }

@@ -1,5 +1,5 @@
-// Elements of 8 bits of a cache as pairs of 16-bit floats, exactly but for a factor: kFactor times what pairs<…>(four)
-// gives is what the cache holds.
+// Decodes 8-bit elements of a cache to pairs of 16-bit floats, exactly but for a factor: the elements are kFactor times
+// what pairs<…>(four) returns.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Where the tokens of a sequence lie in a cache, and a warp's copies of a tile of them into swizzled shared memory.
+// Locates the tokens of a sequence in a cache, and copies tiles of them into swizzled shared memory, a warp each.
 //
 // Lengths and tables may hold anything: lengths are clamped, and tokens whose page does not exist are absent, neither
 // read nor written.
@@ -22,13 +22,13 @@ FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, 
     return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
 }
 
-// `page`: what the table, if there is one, holds for the key; negative: the key is absent.
+// The location of a key. `page` is the table's entry for it, if there is a table; the key is absent if it is negative.
 FASTATTN_DEVICE TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key, int32_t page) {
     if (layout.block_table == nullptr) return {batch, key};
     return location_in_page(page, layout.num_blocks, key, layout.by_block_rows.quotient(key), layout.block_rows);
 }
 
-// The scale of all tokens of a head, where the caller gives one.
+// The scale that all tokens of a head share, if the caller gives one.
 struct HeadScale {
     bool is_given;
     float value;
@@ -66,8 +66,8 @@ struct CacheHead {
     }
 };
 
-// Starts to copy the scales of a tile's kKeys tokens: lane l passes where that of token l is, null if it is absent. A
-// scale that is `skipped` (one bit each) is written elsewhere.
+// Starts to copy the scales of a tile's kKeys tokens. Lane l passes the address of token l's scale, null if the token
+// is absent. The caller writes the scales that are `skipped` (one bit each).
 template <int kKeys>
 FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
@@ -76,8 +76,8 @@ FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t s
 
 inline constexpr int kLineKeys = 16;  // most page sizes are multiples of it
 
-// A tile [kRows, kHeadDim] of 16-bit elements, copied by a warp: neighbouring lanes copy neighbouring chunks of a row.
-// Of kLineKeys rows at a time the same lanes copy all, so that none needs to know where others lie.
+// A tile [kRows, kHeadDim] of 16-bit elements that a warp copies: neighbouring lanes copy neighbouring chunks of a row.
+// The same lanes copy all of kLineKeys rows, so that each needs the location of one line only.
 template <int kHeadDim, int kRows>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
@@ -89,7 +89,7 @@ struct WarpTile {
 
     char* sTile;
     int row, chunk;        // of this lane's first chunk
-    uint32_t lane_offset;  // in bytes, where it stands
+    uint32_t lane_offset;  // its offset in the tile, in bytes
 
     FASTATTN_DEVICE WarpTile(void* sTile, int lane)
         : sTile(static_cast<char*>(sTile)),
@@ -104,9 +104,9 @@ struct WarpTile {
         return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes. kLineKeys rows at a time lie row_chunks chunks apart, of this lane from
-    // gLine on. Zeros replace rows that are not `present` (one bit each), as they do beyond row_bytes. `skipped`: rows
-    // that are written elsewhere.
+    // Starts to copy rows of row_bytes bytes. This lane's kLineKeys rows start at gLine, row_chunks chunks apart. Rows
+    // that are not `present` (one bit each) become zero, as do bytes beyond row_bytes. The caller writes the rows that
+    // are `skipped`.
     FASTATTN_DEVICE void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
                                    uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
@@ -131,7 +131,8 @@ struct WarpTile {
         }
     }
 
-    // Likewise of rows that lie anywhere: lane l passes where row l % kRows does, null if it is absent.
+    // Starts to copy rows that need not be neighbours: lane l passes the address of row l % kRows, null if it is
+    // absent.
     FASTATTN_DEVICE void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
@@ -145,7 +146,7 @@ struct WarpTile {
         }
     }
 
-    // Calls function(uint32_t& pair_of_elements) for all that this lane has copied.
+    // Calls function(uint32_t& pair_of_elements) for all elements that this lane has copied.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
 #pragma unroll

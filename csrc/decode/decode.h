@@ -10,10 +10,10 @@
 
 namespace fastattn {
 
-inline constexpr int32_t kFewRows = 16;  // of a tile, where no KV head has more
+inline constexpr int32_t kFewRows = 16;  // the rows of a tile if no KV head has more
 
-// For caches of a format, by head dim: those in between run in the next larger one, and nothing of what they lack is
-// loaded. The variant: tiles of more than kFewRows.
+// The kernels for caches of a format, by head dim. Dims in between run in the next larger kernel, which loads no more
+// than they have. The variant: tiles of more than kFewRows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";
@@ -21,7 +21,7 @@ inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// Likewise.
+// The kernels that append to caches of a format, by head dim as above.
 inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     using Table = KernelTable<AppendParams>;
     constexpr const char* kOperation = "append_to_cache";

@@ -18,8 +18,8 @@
 
 namespace fastattn {
 
-// rS = sQ · sKᵀ, without the keys' scales. sQ at ldmatrix_lane, in the order above; sK [kTilesN * 8, kHeadDim] bytes at
-// ldmatrix_lane_b.
+// Computes rS = sQ · sKᵀ, without the keys' scales. sQ is at ldmatrix_lane, in the order above; sK, [kTilesN * 8,
+// kHeadDim] bytes, is at ldmatrix_lane_b.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                   const SwizzledBlocks<kHeadDim / 2>& sK) {
@@ -46,8 +46,8 @@ FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBloc
     }
 }
 
-// rO += rP · sV, with rP rounded to 16 bits. sV [kTilesN * 8, kHeadDim] bytes at ldmatrix_lane. rO[2 * i] and
-// rO[2 * i + 1] are the even and the odd dims of the i-th 16.
+// Computes rO += rP · sV, with rP rounded to 16 bits. sV, [kTilesN * 8, kHeadDim] bytes, is at ldmatrix_lane. rO[2 * i]
+// and rO[2 * i + 1] are the even and the odd dims of the i-th 16.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
                                   const SwizzledBlocks<kHeadDim / 2>& sV) {

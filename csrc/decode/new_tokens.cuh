@@ -1,4 +1,4 @@
-// The append: new keys and values on their way into a tile in shared memory and into the cache.
+// Appends new keys and values: writes them into a tile in shared memory and into the cache.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace fastattn {
 
-// Rows of a tile that hold new tokens, `is_new` (one bit a row), from gNew, where the token of the tile's first row
-// would stand, at first_position. Lane l passes in gRow where row l % kRows is to be stored, null: nowhere.
+// Writes the rows of a tile that hold new tokens, `is_new` (one bit each). gNew is the address that the token of the
+// tile's first row has or would have, and first_position its position. Lane l passes as gRow the address in the cache
+// of row l % kRows, null if the row is not stored.
 template <DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
                                      int head_dim, uint32_t is_new, const RotaryParams& rotary, int32_t first_position,
@@ -37,7 +38,7 @@ struct QuantisedChunk {
     float scale;
 };
 
-// The largest number of the format; a row's own scale makes its largest element that.
+// The largest number of the format, to which a row's own scale maps its largest element.
 template <CacheFormat kFormat>
 inline constexpr float kLargestElement = kFormat == CacheFormat::kFp8 ? kLargestFp8 : 127.0f;
 
@@ -78,8 +79,8 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
     return {{packed[0], packed[1]}, scale};
 }
 
-// As take_new_tokens, quantised. sScales and gScale are for scales what the tile and gRow are for rows; nothing is
-// stored in gScale where the scale is `given`. The tile's kRows rows are kHeadDim bytes each.
+// Does what take_new_tokens does, and quantises the rows to kHeadDim bytes each. Their scales go to sScales and, unless
+// the caller gave the scale, to gScale, as the rows go to the tile and to gRow.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
                                          int head_dim, uint32_t is_new, const RotaryParams& rotary,

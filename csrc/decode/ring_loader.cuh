@@ -1,5 +1,5 @@
-// The way of keys and values into a ring: a warp looks up where the keys of a step lie, and starts to copy them, and
-// later their values. New tokens come from k_new and v_new instead, and go into the cache on their way.
+// Loads keys and values into a ring: a warp looks up the locations of a step's keys, starts to copy the keys, and later
+// their values. New tokens are read from k_new and v_new instead, and are appended to the cache as well.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,16 @@ struct HeadKeys {
     int32_t batch, kv_head;
     int32_t begin_key, end_key;
     int32_t first_new;  // key: tokens from there on are new
-    bool stores_new;    // into the cache
+    bool stores_new;    // whether this CTA appends the new tokens to the cache
 };
 
-// A ring in shared memory, and what belongs to the keys in it.
+// A ring of K and V in shared memory, with the scales and the presence of its keys.
 template <typename Config>
 struct alignas(128) KeyRing {
     char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
-    uint32_t present[Config::kStages];                                     // keys, one bit each
+    uint32_t present[Config::kStages];                                     // one bit for each key
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    // Facts that loads alone need: registers are scarce.
+    // Loads alone need it: it lies in shared memory because registers are scarce.
     HeadKeys head;
 
     FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
@@ -35,7 +35,7 @@ struct alignas(128) KeyRing {
     FASTATTN_DEVICE float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
 };
 
-// The steps of a warp: kWarpN keys each, kBlockN apart, of the head that the ring is for.
+// Loads the steps of a warp from one head: each step has kWarpN keys, and starts kBlockN keys after the one before.
 template <typename Config, DataType kDataType>
 class RingLoader {
   public:
@@ -45,18 +45,18 @@ class RingLoader {
           lane_(lane),
           in_lines_(params.layout.block_table == nullptr || params.layout.block_rows % kLineKeys == 0) {}
 
-    // Before the first step, whose keys are those from first_key on.
+    // Prepares the first step, whose keys start at first_key.
     FASTATTN_DEVICE void begin(const HeadKeys& head, int32_t first_key) {
         if (lane_ == 0) ring_.head = head;
-        __syncwarp();  // waits until all lanes can read that
+        __syncwarp();  // waits until all lanes can read the head
         next_page_ = page_of(first_key);
     }
 
-    // K of the next step.
+    // Starts to load K of the next step.
     FASTATTN_DEVICE void load_keys(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
-            next_page_ = page_of(first_key + Config::kBlockN);  // on its way while this step is copied and multiplied
+            next_page_ = page_of(first_key + Config::kBlockN);  // in time for the next step
             tokens_ = tokens_in(page, first_key);
             if (lane_ == 0) ring_.present[stage] = tokens_.present;
             const Head cache(params_.k_cache, ring_.head.kv_head);
@@ -65,7 +65,7 @@ class RingLoader {
         ptx::cp_async_commit_group();
     }
 
-    // Loads V of the step whose K has been loaded last.
+    // Starts to load V of the step that load_keys() took last.
     FASTATTN_DEVICE void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Head cache(params_.v_cache, ring_.head.kv_head);
@@ -78,8 +78,8 @@ class RingLoader {
     static constexpr int kWarpN = Config::kWarpN;
     using Head = CacheHead<Config::kFormat>;
 
-    // The keys of a step: where the key lies that this lane looks up, and bits of the keys that exist, and of those
-    // that are new.
+    // The keys of a step: the location of the key that this lane looks up, one bit for each key that exists, and one
+    // for each that is new.
     struct Tokens {
         TokenLocation location;
         uint32_t present, is_new;
@@ -91,7 +91,7 @@ class RingLoader {
         return first_key + (in_lines_ ? key / kLineKeys * kLineKeys : key);
     }
 
-    // The page table's entry for that key.
+    // The page table's entry for own_key(first_key), -1 if the step does not need it.
     FASTATTN_DEVICE int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
         const bool is_wanted = key < ring_.head.end_key && (in_lines_ || key >= ring_.head.begin_key);
@@ -147,8 +147,8 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool in_lines_;     // kLineKeys keys always lie in one block, one after the other
-    Tokens tokens_{};         // the step that is loaded
+    const bool in_lines_;     // whether each kLineKeys keys lie in one block, in order
+    Tokens tokens_{};         // of the step that is being loaded
     int32_t next_page_ = -1;  // the next step's entry of the table
 };
 

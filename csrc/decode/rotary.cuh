@@ -1,4 +1,4 @@
-// RoPE on 16-byte chunks of a row: Su et al., "RoFormer" (2021), section 3.4.2.
+// Applies RoPE to 16-byte chunks of a row: Su et al., "RoFormer" (2021), section 3.4.2.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace fastattn {
 
-// (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation: what becomes of x, whose partner is
-// y.
+// Returns what (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, makes of x, whose
+// partner is y. is_first: whether x is a.
 FASTATTN_DEVICE float turned(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
@@ -34,7 +34,7 @@ struct Angles {
         if constexpr (kIs16Bit) return value(reinterpret_cast<const uint16_t*>(first)[index]);
     }
 
-    // Four neighbours, in one load.
+    // Four neighbouring angles, from one load.
     struct Four {
         uint32_t words[kIs16Bit ? 2 : 4];
 
@@ -67,9 +67,9 @@ FASTATTN_DEVICE uint4 packed(const float (&chunk)[kChunkElements]) {
             pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
 }
 
-// The chunk from first_dim on of the row at gRow, whose elements are `own`. table_row: that of its token. Where a
-// chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, all loads are wide, and on their way
-// together. Elements of other chunks are loaded one by one, and so are float64 tables.
+// Returns the rotated chunk that starts at first_dim of the row at gRow; `own` holds its elements, and table_row is its
+// token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, all
+// loads take 16 bytes and none waits for another. Other chunks, and float64 tables, are loaded element by element.
 template <DataType kDataType, RotaryParams::Kind kKind>
 FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own, int first_dim,
                               int64_t table_row) {
@@ -116,8 +116,8 @@ FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, 
     return packed<kDataType>(results);
 }
 
-// Chunk `chunk` of the row at gRow, whose token stands at `position`: the first 2 * half_dim dims are rotated in pairs,
-// and are rounded to 16 bits. Positions outside of the tables are clamped to them.
+// Loads chunk `chunk` of the row at gRow, whose token has the given position. The first 2 * half_dim dims are rotated
+// in pairs, and rounded to 16 bits. Positions outside of the tables are clamped to them.
 template <DataType kDataType>
 FASTATTN_DEVICE uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk, int32_t position) {
     using Kind = RotaryParams::Kind;

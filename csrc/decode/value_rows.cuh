@@ -12,7 +12,7 @@
 
 namespace fastattn {
 
-// A tile that several warps read: only what the one that has copied it changes is changed.
+// A tile that several warps read, and that only the warp that has copied it changes.
 template <typename Tile>
 struct SharedTile {
     using Layout = typename Tile::Layout;
@@ -40,7 +40,8 @@ FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const 
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
 
-// The same of a tile of fp8 values [kKeys, kTilesD * 8]: NaN is all that is not finite. rO as in eight_bit_gemm.cuh.
+// Does the same in a tile of fp8 values [kKeys, kTilesD * 8], where only NaN is not finite. eight_bit_gemm.cuh says
+// which dims rO holds.
 template <int kKeys, int kTilesD, int kRows, int kRowWarps>
 FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                         const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
@@ -56,7 +57,7 @@ FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, co
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
 #pragma unroll
-        for (int chunk = 0; chunk < kTilesD / 2; ++chunk) {  // of 16 dims, of which a lane has four
+        for (int chunk = 0; chunk < kTilesD / 2; ++chunk) {  // 16 dims, four of them this lane's
             const auto* fours = reinterpret_cast<const uint32_t*>(sV + Tile::Layout::offset(key, chunk));
             const uint32_t is_nan = nan_bits_of_fp8(fours[lane % kLanesPerRow]);
             if (is_nan == 0) continue;
@@ -71,15 +72,15 @@ FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, co
             }
         }
     }
-    warps.sync();  // waits until every lane has read V as it was
+    warps.sync();  // waits until every lane has read the NaN
     tile.for_own_pairs([](uint32_t& four) {
         const uint32_t is_nan = nan_bits_of_fp8(four);
         four &= ~((is_nan << 1) - (is_nan >> 7));
     });
-    warps.sync();  // waits until V is finite in all of the tile
+    warps.sync();  // waits until the whole tile is finite
 }
 
-// Scores of 8-bit keys, times the keys' scales and `factor`.
+// Multiplies the scores of 8-bit keys by the keys' scales and by `factor`.
 template <int kTilesN>
 FASTATTN_DEVICE void multiply_columns(float (&rS)[1][kTilesN][4], const float* sScales, float factor, int lane) {
 #pragma unroll
@@ -90,15 +91,15 @@ FASTATTN_DEVICE void multiply_columns(float (&rS)[1][kTilesN][4], const float* s
     }
 }
 
-// The scales of 8-bit values go into P, divided by a scale of the output's own: alone they may lie below what 16 bits
-// hold. rO is then the output divided by it. It is a power of two, at most twice the largest scale of the last tile of
-// values, and seldom another than before.
+// The scale by which rO has to be multiplied to give the output. P is multiplied by the scales of 8-bit values divided
+// by this scale, because 16 bits may not hold P times the scales alone. It is a power of two, at most twice the largest
+// scale of the last tile of values, and seldom changes.
 struct OutputScale {
     float inverse = 1.0f;
 
     FASTATTN_DEVICE float value() const { return inverse_of_power(inverse); }
 
-    // Adapts this scale to those of kKeys keys, and rO to this scale.
+    // Adapts this scale to the scales of kKeys keys, and rO to this scale.
     template <int kKeys, int kTilesD>
     FASTATTN_DEVICE void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
         const float own = fabsf(sScales[lane % kKeys]);
@@ -122,7 +123,8 @@ struct OutputScale {
         }
     }
 
-    // The probability of a key that a row does not see stays 0, whatever the key's scale is.
+    // Multiplies P by the scales. The probability of a key that a row does not see stays 0, whatever the key's scale
+    // is.
     template <int kTilesN, int kRows>
     FASTATTN_DEVICE void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows<kRows>& rows,
                                uint32_t present, int32_t first_key, int lane) const {

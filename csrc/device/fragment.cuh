@@ -81,7 +81,7 @@ FASTATTN_DEVICE LdmatrixLane ldmatrix_lane_b(int lane) {
     return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
 
-// The same for blocks that start `column` columns further right.
+// Returns the lane's address in blocks that start `column` columns further right.
 FASTATTN_DEVICE LdmatrixLane at_column(LdmatrixLane lane, int column) {
     constexpr int kColumnsPerChunk = 8;
     return {lane.row, lane.chunk + column / kColumnsPerChunk};

@@ -17,16 +17,16 @@ template <int kNumWarps>
 struct LargestScores {
     struct OfWarp {
         float score;
-        int32_t num_rows;  // of its rows, those that exist
+        int32_t num_rows;  // how many of its rows exist
     } warps[kNumWarps];
 
-    // The whole warp, whose first row is followed by num_rows that exist.
+    // Called by the whole warp. num_rows: how many of its rows exist.
     FASTATTN_DEVICE void start(int32_t num_rows) {
         if (ptx::tid_x() % kWarpSize == 0) own_warp() = {-kInfinity, num_rows};
         __syncwarp();  // every lane can read it
     }
 
-    // The whole warp, with the maxima of a tile. NaN counts as nothing.
+    // Called by the whole warp with the maxima of a tile; ignores NaN.
     template <int kTilesM>
     FASTATTN_DEVICE void take(const RowNumbers<kTilesM>& max_of_lane) {
         OfWarp& own = own_warp();
@@ -42,10 +42,11 @@ struct LargestScores {
         if (lane == 0) own.score = fmaxf(own.score, largest);
     }
 
-    // The whole warp: adds what it has found to what others have. factor: of a score, not negative.
+    // Called by the whole warp: updates the largest score in global memory with its own times `factor`, which is not
+    // negative.
     FASTATTN_DEVICE void leave(float* gLargest, float factor) {
         if (ptx::tid_x() % kWarpSize != 0) return;
-        const float score = own_warp().score;  // which this lane alone has written
+        const float score = own_warp().score;  // only this lane has written it
         if (score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);
     }
 

@@ -71,7 +71,7 @@ struct SeenColumns {
     }
 };
 
-// The same as mask_columns() for a warpgroup's rows, with bits instead of comparisons: fewer instructions. `present`
+// Does what mask_columns() does for a warpgroup's rows, with bits instead of comparisons: fewer instructions. `present`
 // has the columns that anybody may see; first_bit: of the tile.
 template <int kTilesN>
 FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen, uint32_t present,
@@ -94,8 +94,8 @@ FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColu
     }
 }
 
-// The same with column i in bit i, for kernels whose registers the other form overflows. seen_by[half]: the keys that
-// this lane's upper or lower row sees; `present` has the columns that anybody may see.
+// Does the same with column i in bit i, for kernels whose registers the other form overflows. seen_by[half]: the keys
+// that this lane's upper or lower row sees; `present` has the columns that anybody may see.
 template <int kTilesN>
 FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2], uint32_t present,
                                       int32_t first_key, int lane) {

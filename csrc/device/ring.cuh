@@ -17,8 +17,8 @@ template <int kStages>
 struct RingBarriers {
     uint64_t full[kStages], empty[kStages];
 
-    // One thread, before anybody uses them. num_consumers: warps that empty a stage, of all CTAs. num_producers: who
-    // arrive when they have filled a stage.
+    // Called by one thread before any other uses the barriers. num_consumers: how many warps of all CTAs empty a stage.
+    // num_producers: how many arrivals say that a stage is full.
     FASTATTN_DEVICE void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
@@ -27,13 +27,13 @@ struct RingBarriers {
     }
 };
 
-// Beside a ring whose stages may be filled by cp.async: for each stage, an mbarrier at which the threads that copy
-// arrive.
+// Stands beside a ring whose stages may be filled by cp.async: one mbarrier for each stage, at which the threads that
+// copy arrive.
 template <int kStages>
 struct GatherBarriers {
     uint64_t landed[kStages];
 
-    // One thread, before anybody uses them.
+    // Called by one thread before any other uses the barriers.
     FASTATTN_DEVICE void init(int num_threads) {
         for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&landed[stage]), num_threads);
     }
@@ -52,7 +52,7 @@ struct Ring {
     FASTATTN_DEVICE Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
-    // The same stage of another ring, for a side that goes through two in step: one stage and phase serve both.
+    // Returns the same stage of another ring, for a side that goes through two in step: one stage and phase serve both.
     FASTATTN_DEVICE Ring at_same_stage(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage;
@@ -63,8 +63,8 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // The same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive at
-    // the barrier that is returned.
+    // Does the same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive
+    // at the barrier that is returned.
     FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
         wait_empty();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
@@ -74,7 +74,7 @@ struct Ring {
     // Producer, for a stage that it has written itself.
     FASTATTN_DEVICE void arrive_full() const { ptx::mbarrier_arrive(full()); }
 
-    // The same for a warp whose lanes share the copies.
+    // Does the same for a warp whose lanes share the copies.
     FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
         wait_empty();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);

@@ -130,7 +130,7 @@ struct HeadScores {
         if constexpr (kMasked) mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
     }
 
-    // The same, with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
+    // Does the same with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
     // is one, every tile is kMasked.
     template <bool kMasked, int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
@@ -143,9 +143,9 @@ struct HeadScores {
         }
     }
 
-    // The same for the backward pass, always masked, which also wants d score / d (scale · Q·Kᵀ). It has no registers
-    // to hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and goes into the
-    // keys' gradients.
+    // Does the same for the backward pass, always masked, which also needs d score / d (scale · Q·Kᵀ). It has no
+    // registers to hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and
+    // goes into the keys' gradients.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {

@@ -23,7 +23,7 @@ FASTATTN_DEVICE float row_reduce_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// P as the backward pass finds it again: exp(score - shift) / 2^log2_sum.
+// P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum.
 FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum) {
     return ptx::ex2_approx_ftz_f32(fmaf(score - shift, kLog2E, -log2_sum));
 }
@@ -90,7 +90,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // A score that this row has seen already, in nats, and that has no value. For one of the lanes that share the row.
+    // Starts the rows with a score, in nats, that has no value. one_of_four: true in one of the lanes that share a row,
+    // which counts the score.
     FASTATTN_DEVICE void set_sink(float sink, bool one_of_four) {
         const float score = fmaxf(kInNats ? sink : sink * kLog2E, kLowest);
 #pragma unroll
@@ -100,7 +101,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // The same for a lane whose upper and lower row have sinks of their own.
+    // Starts a lane's upper and lower rows with different scores.
     FASTATTN_DEVICE void set_sinks(float upper, float lower, bool one_of_four) {
         static_assert(kTilesM == 1, "two rows of a lane");
         set_sink(lower, one_of_four);
@@ -110,8 +111,8 @@ struct OnlineSoftmax {
         row_sum[0][1] = sum_below;
     }
 
-    // Whether some row of the warp needs another reference; the same for all lanes. What a row's maximum is over all
-    // lanes matters only then.
+    // Whether some row of the warp needs another reference; the same for all lanes. Only then do the lanes have to
+    // combine their maxima.
     FASTATTN_DEVICE bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {
         bool grows = false;
 #pragma unroll
@@ -132,7 +133,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, lacks);
     }
 
-    // Gives the rows that lack a reference the first one. O, which is 0 in them, need not know.
+    // Gives the rows that lack a reference the first one. O is 0 in them and needs no rescaling.
     FASTATTN_DEVICE void start(const RowNumbers<kTilesM>& max_of_lane) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -185,8 +186,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // The same without the maxima, and rP for P: references stay as they are, S too, and the sums are returned. Only
-    // what is_outgrown_by_sums() lets pass is right.
+    // Writes P to rP with the references that there are, keeps S, and returns the sums of P. P is right only if
+    // is_outgrown_by_sums() says false of them.
     template <DataType kDataType, int kTilesN>
     FASTATTN_DEVICE RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
                                                         const float (&rS)[1][kTilesN][4]) const {
@@ -249,9 +250,10 @@ struct OnlineSoftmax {
     }
 
   private:
-    // As a reference is written. Rounded by itself, never fused into what follows: P, the correction and the logarithm
-    // then refer to the same number, and its rounding cancels. It makes P larger by a factor of at most 2^4 for scores
-    // below 2^27 (binary logarithms); fp32 scores above have an error of the same size in themselves.
+    // A score in the unit of references. The product is rounded by itself, never fused into what follows: P, the
+    // correction and the logarithm then refer to the same number, and its rounding cancels. It makes P larger by a
+    // factor of at most 2^4 for scores below 2^27 (binary logarithms); fp32 scores above have an error of the same size
+    // in themselves.
     FASTATTN_DEVICE float in_unit(float score) const { return kInNats ? score : __fmul_rn(score, scale_log2); }
 
     // The binary logarithm of P.

@@ -38,7 +38,7 @@ struct TileStream {
         global += advance;
     }
 
-    // Likewise a tile that lies `distance` bytes from this one, which stays the one to load next.
+    // Does the same for a tile `distance` bytes from this one, which stays the next one to load.
     FASTATTN_DEVICE void load_beside(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
         const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
         const char* source = global + distance;

@@ -46,14 +46,14 @@ struct SwizzledBlocks {
     FASTATTN_DEVICE SwizzledBlocks(const uint16_t* tile, LdmatrixLane lane)
         : tile(shared_address(tile)), lane_offset(Layout::offset(lane.row, lane.chunk)) {}
 
-    // The same in the tile that starts so many rows further down, a multiple of 8.
+    // Returns the same blocks `row` rows further down, a multiple of 8.
     FASTATTN_DEVICE SwizzledBlocks at_row(int row) const {
         SwizzledBlocks blocks = *this;
         blocks.tile += row * Layout::kRowBytes;
         return blocks;
     }
 
-    // The same where the distance is known only at run time: it then goes into the lane's own offset, to which
+    // Does the same where the distance is known only at run time: it then goes into the lane's own offset, to which
     // compile-time distances are added where the address is used.
     FASTATTN_DEVICE SwizzledBlocks below(int num_rows) const {
         SwizzledBlocks blocks = *this;

@@ -1,4 +1,4 @@
-// A CTA's copies of tiles [kRows, kHeadDim] of 16-bit elements into swizzled shared memory, and a warp's copies out.
+// Copies tiles [kRows, kHeadDim] of 16-bit elements: a CTA into swizzled shared memory, and a warp out of it.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ struct TileChunks {
         : head_dim(head_dim),
           sChunk(reinterpret_cast<char*>(sTile) + Layout::offset(thread / kChunksPerPass, thread % kChunksPerPass)) {}
 
-    // Calls function(uint32_t& pair_of_elements) for all that this thread has copied.
+    // Calls function(uint32_t& pair_of_elements) for all elements that this thread has copied.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         for_own_chunks([&](int, int, char* chunk) {
@@ -125,8 +125,8 @@ FASTATTN_DEVICE void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTil
     });
 }
 
-// Rounds scores to 16 bits, into [*, kColumns]. offset: in bytes, of the lane's first element (accumulator_offset).
-// They are some, from first_tile on, of a warp's tiles there, the columns of which share no bit with the first one's.
+// Rounds scores to 16 bits and writes them to a tile [*, kColumns]. `offset` is the accumulator_offset of a warp's
+// tiles there, of which rS holds those from first_tile on. No column of them may share a bit with the first one's.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const float (&rS)[kTilesM][kTilesN][4],
                                      int first_tile) {
@@ -140,18 +140,19 @@ FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const flo
     }
 }
 
-// Where in [*, kColumns] a lane's accumulators of a warp's tiles from [first_row][first_column] on start, in bytes.
+// The offset in a tile [*, kColumns], in bytes, of a lane's first accumulator of the warp's tiles that start at
+// [first_row][first_column].
 template <int kColumns>
 FASTATTN_DEVICE uint32_t accumulator_offset(int first_row, int first_column, int lane) {
     return Swizzle<kColumns>::offset(first_row + accumulator_row(lane), first_column / kChunkElements) +
            lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t));
 }
 
-// The same, of a warp's tiles from [first_row][first_column] on.
+// Does the same for a warp's tiles that start at [first_row][first_column].
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
                                   int first_column, int first_tile, int lane) {
-    // One register for all addresses: those of other tiles follow from it each time.
+    // Keeps one register for all addresses: the compiler then derives those of other tiles from it each time.
     const uint32_t offset = ptx::opaque(accumulator_offset<kColumns>(first_row, first_column, lane));
     stage_scores_at<kDataType, kColumns>(sTile, offset, rS, first_tile);
 }

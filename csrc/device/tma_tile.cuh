@@ -37,9 +37,8 @@ struct TmaTile {
                (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
 
-    // One thread: starts to copy rows from `row` on, of a group of heads of the map: a box, which may be some rows of
-    // the tile and goes to the rows of it that begin there. What lies outside of the tensor becomes zero, and its bytes
-    // count too.
+    // Called by one thread: starts to copy a box, the rows of a group of heads that start at `row`, to rows_of_tile. A
+    // box may have fewer rows than the tile. Elements outside of the tensor become zero, and their bytes count too.
     FASTATTN_DEVICE static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch, int32_t group,
                                      int32_t row, uint32_t barrier) {
 #pragma unroll
@@ -49,7 +48,7 @@ struct TmaTile {
         }
     }
 
-    // The same to two CTAs of a cluster, to the same rows of their tiles. Each of them copies a half of the rows.
+    // Does the same to two CTAs of a cluster, to the same rows of their tiles. Each of them copies a half of the rows.
     FASTATTN_DEVICE static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");

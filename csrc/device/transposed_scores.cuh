@@ -18,7 +18,7 @@ struct alignas(16) TransposedRowTerms {
     float shift_log2[kRows], minus_delta[kRows];
 };
 
-// The same for the kernels with options.
+// The terms of kRows query rows for the kernels with options.
 template <int kRows>
 struct alignas(16) TransposedOptionsTerms {
     float shift[kRows], minus_delta[kRows], log2_sum[kRows];

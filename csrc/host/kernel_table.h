@@ -127,7 +127,7 @@ class KernelTable {
         return nullptr;
     }
 
-    // The same. Throws std::runtime_error where there is none.
+    // Does the same, and throws std::runtime_error if there is none.
     Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
               int32_t shared_bytes = kAnySharedBytes) {
         if (Row* row = find_or_null(compute_capability, size, dtype, variant, shared_bytes)) return *row;

@@ -169,7 +169,7 @@ FASTATTN_DEVICE void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
     });
 }
 
-// The same with scales per group; kBlocks times 32 k, which have one scale, are summed in int32.
+// Does the same with scales per group; sums kBlocks times 32 k, which have one scale, in int32.
 template <int kBlocks, typename Config>
 FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
                                               const Int8MatmulS8StageSm80<Config>& stage,

@@ -80,8 +80,8 @@ struct S8Consumer {
         release();
     }
 
-    // The same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the thread's
-    // columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the
+    // thread's columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;

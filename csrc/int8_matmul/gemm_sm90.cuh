@@ -89,9 +89,9 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
 
-    // The same with a scale for each group of K: every product of kGroupK, 32 or 64, is multiplied by that of its group
-    // and then added. scale(half, first_k): that of one of the thread's columns of N; first_k counts from the first
-    // step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each group of K: every product of kGroupK, 32 or 64, is multiplied by that of its
+    // group and then added. scale(half, first_k): that of one of the thread's columns of N; first_k counts from the
+    // first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;

@@ -196,7 +196,7 @@ FASTATTN_DEVICE void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_
     __syncthreads();
 }
 
-// One thread of each CTA calls it when its CTA waits for no more tokens. Of all CTAs the last leaves zeros behind.
+// One thread of each CTA calls it when its CTA waits for no more tokens. The last CTA sets the counters back to zero.
 template <int kBlockM, int kThreads>
 FASTATTN_DEVICE void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
     // Before it come all tickets, the one beyond them that each CTA has seen, and the other CTAs' leaving.

@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t atom_add_acq_rel_b64(uint64_t* global, uint6
     return found;
 }
 
-// The same two without any order.
+// Both do the same without any order.
 __device__ __forceinline__ uint64_t atom_cas_relaxed_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
     uint64_t found;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"

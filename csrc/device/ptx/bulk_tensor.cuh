@@ -26,8 +26,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t destination, co
         : "memory");
 }
 
-// The same into all CTAs of the cluster whose bits are set, at the same address in each, whose own barrier gets the
-// bytes.
+// Copies into all CTAs of the cluster whose bits are set, at the same address in each. The bytes count at each CTA's
+// own barrier.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast(uint32_t destination, const void* tensor_map,
                                                                   int32_t x0, int32_t x1, uint32_t barrier,
                                                                   uint16_t ctas) {

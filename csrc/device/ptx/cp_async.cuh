@@ -16,7 +16,7 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t shared_address, const vo
                  : "memory");
 }
 
-// The same for 4 bytes.
+// Does the same for 4 bytes.
 __device__ __forceinline__ void cp_async_ca_4(uint32_t shared_address, const void* global, uint32_t src_size) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address), "l"(global), "r"(src_size)
                  : "memory");

@@ -8,7 +8,7 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for global memory, too, and for what the async proxy has written: a thread that has waited for its copies
+// Orders accesses to global memory, too, and writes by the async proxy: a thread that has waited for its copies
 // makes them known to others by this fence and a release.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");

@@ -9,7 +9,7 @@ __device__ __forceinline__ void bar_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// The same, and whether the predicate holds for any of the threads.
+// Does the same, and returns whether the predicate holds for any of the threads.
 __device__ __forceinline__ bool bar_red_or(int id, int num_threads, bool predicate) {
     int any;
     asm volatile(
