@@ -103,6 +103,7 @@ struct alignas(1024) BackwardStorageSm90 {
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
     RingBarriers<1> panels[Config::kNumConsumers];
     uint64_t gradients_stored[Config::kExchanges][kExchangeStages];  // dS, of even and of odd steps
+    uint64_t rows_issued;               // completes when the last rows of a work tile are under way
     uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
     KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
     bool is_last[2];                    // the ring `work` has no more
@@ -124,6 +125,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     for (auto& barriers : shared.gradients_stored) {
         for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
     }
+    ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.landed), 1);
     ptx::fence_mbarrier_init();
 }

@@ -61,6 +61,7 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
     RingBarriers<Config::kPassStages> probabilities, gradients;
     RingBarriers<Config::kPanelStages> panels;
+    uint64_t rows_issued;               // completes when the last rows of a work tile are under way
     uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
     KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
     bool is_last[2];                    // the ring `work` has no more
@@ -82,6 +83,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kH
     init(shared.probabilities, kWarps, kWarps);
     init(shared.gradients, kWarps, kWarps);
     init(shared.panels, kWarps, 1);
+    ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.landed), 1);
     ptx::fence_mbarrier_init();
 }

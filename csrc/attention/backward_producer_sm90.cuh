@@ -26,12 +26,16 @@ FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Tak
     }
 }
 
-// Called by one warp: claims work tiles, and tells all other warps of them.
+// Called by one warp: claims work tiles, and tells all other warps of them. Claims the next one once the last rows of a
+// tile are under way: late enough that CTAs which are done sooner get more, and kStages steps before it is needed.
 template <typename Config>
 FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
-        if (lane == 0) ring.wait_empty();
+        if (lane == 0) {
+            ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);  // at first for nothing
+            ring.wait_empty();
+        }
         bool is_last, exists;
         do {
             const uint32_t claimed = lane == 0 ? atomicAdd(params.num_claimed, 1) : 0;
@@ -109,6 +113,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             }
             row_ring.advance();
         });
+        if (lane == 0) ptx::mbarrier_arrive(shared_address(&shared.rows_issued));
     });
 }
 

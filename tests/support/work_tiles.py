@@ -29,7 +29,7 @@ def unfair_claims(launched: Launched, tile_of: Callable[[int], int | None]) -> l
         if tile is not None:
             last_writes.setdefault(write.cta, {})[tile] = i
     num_tiles = sum(map(len, last_writes.values()))
-    assert num_tiles <= len(claims), "a claim for each tile"
+    assert 0 < num_tiles <= len(claims), "a claim for each tile"
     claims_of_tiles = set(claims[:num_tiles])
     ends = {i for tiles in last_writes.values() for i in tiles.values()}
     held = Counter(dict.fromkeys(range(launched.grid[0] * launched.grid[1] * launched.grid[2]), 0))
