@@ -13,10 +13,10 @@ from fastattn import native, nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
 from fastattn.cache.protocol import StepCache
-from fastattn.dispatch.explain import Explanation, explain
 from fastattn.dispatch.recording import record
 from fastattn.dispatch.thread_state import use_backend
 from fastattn.errors import CacheFull, InputError
+from fastattn.explain import Explanation, explain
 from fastattn.functional.append_to_cache import append_to_cache
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.int8_linear import int8_linear

@@ -335,7 +335,7 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
     weight = fastattn.Int8Weight(int8(n, k), fp32(n, 1))
     explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, input_precision="int8")
     assert explained.backend == "torch" and "int8 activations takes N and K that" in explained.rejected["cuda"]
-    assert explained.rejected["triton"] == "the Triton kernel does not have: int8 activations."
+    assert explained.rejected["triton"] == "the kernels do not have: int8 activations."
     with pytest.raises(RuntimeError, match="8 rows, and of 16 columns up to 131072, for int8 activations"):
         matmul(zeros(1, k), weight.data, weight.scale)
 

@@ -166,17 +166,15 @@ def test_the_fastest_way_is_taken_and_told() -> None:
         ways = native.int8_ways("int8_matmul", 90, 132, torch.bfloat16, True, False, 4096, 2048, 2048)
         assert min(ways, key=lambda way: ways[way]) == native.DEQUANTISED and len(ways) == 2
         explained = fastattn.explain(fastattn.int8_linear, many, weight)
-        assert explained.kernel == native.DEQUANTISED and explained.predicted == ways
-        for way, microseconds in ways.items():
-            assert f"predicted: {way}: {microseconds:.1f} µs" in str(explained)
+        assert explained.kernel == native.DEQUANTISED and "µs" not in str(explained)
         with fastattn.record() as calls:
             out = fastattn.int8_linear(many, weight)
         assert [call.kernel for call in calls] == [native.DEQUANTISED]
         assert torch.equal(out, many @ weight.dequantize(torch.bfloat16).t())
         of_few = fastattn.explain(fastattn.int8_linear, few, weight)
-        assert of_few.kernel in native.KERNELS and of_few.predicted[of_few.kernel] == min(of_few.predicted.values())
+        assert of_few.kernel in native.KERNELS
         with_bias = fastattn.explain(fastattn.int8_linear, many, weight, torch.randn(2048).bfloat16())
-        assert list(with_bias.predicted) == [with_bias.kernel]
+        assert with_bias.kernel in native.KERNELS
 
 
 @only_emulated
@@ -199,11 +197,11 @@ def test_a_mapped_call_is_explained_by_all_its_tokens() -> None:
         of_one = fastattn.explain(fastattn.int8_linear, x[0], weight)
         of_all = fastattn.explain(fastattn.int8_linear, x.flatten(0, 1), weight)
         mapped = fastattn.explain(torch.vmap(lambda each: fastattn.int8_linear(each, weight)), x)
-        assert (mapped.kernel, mapped.predicted) == (of_all.kernel, of_all.predicted) and mapped.kernel != of_one.kernel
+        assert mapped.kernel == of_all.kernel != of_one.kernel
         residual = torch.zeros(512, 8, 2048).bfloat16()
         add = torch.vmap(lambda added: fastattn.int8_linear(x[0], weight, residual=added))
         unmapped = fastattn.explain(fastattn.int8_linear, x.flatten(0, 1), weight, residual=residual.flatten(0, 1))
-        assert fastattn.explain(add, residual).predicted == unmapped.predicted
+        assert fastattn.explain(add, residual).kernel == unmapped.kernel
 
 
 @only_emulated

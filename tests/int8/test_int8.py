@@ -258,7 +258,7 @@ def test_explain_names_the_path() -> None:
 
 def test_kernels_refuse_int8_activations_and_say_so() -> None:
     x, weight = inputs(torch.float16)[0].to(DEVICE), weight_of().to(DEVICE)
-    with fastattn.use_backend("triton"), pytest.raises(InputError, match="does not have: int8 activations"):
+    with fastattn.use_backend("triton"), pytest.raises(InputError, match="do not have: int8 activations"):
         int8_linear(x, weight, input_precision="int8")
 
 

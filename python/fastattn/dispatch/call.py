@@ -44,8 +44,6 @@ class Choice:
         padded: the head dim and the value head dim to which query, key and value must be padded, or None.
         decodes: whether the decoding kernel computes this attention, with keys and values as its cache.
         prefills: whether the attention kernel computes this decoding, with the cache as its pages.
-        predicted: the microseconds that each way to compute an int8 matmul is predicted to take, by which the kernel
-            was chosen.
         lacking: what this build or the driver lacks, if Triton runs a call that a CUDA C++ kernel could take.
     """
 
@@ -57,5 +55,4 @@ class Choice:
     padded: tuple[int, int] | None = None
     decodes: bool = False
     prefills: bool = False
-    predicted: dict[str, float] = field(default_factory=dict)
     lacking: str | None = None

@@ -14,7 +14,6 @@ from fastattn.checks import check_choice
 from fastattn.dispatch import reasons
 from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts, facts, when_emulation_changes
-from fastattn.dispatch.order import order_for
 from fastattn.dispatch.reasons import lacking_for_cuda, reason_against
 from fastattn.dispatch.recording import is_recording
 from fastattn.dispatch.support import CHANGES_SCORES, FEATURES, KERNEL_BACKENDS, SUPPORT, Support
@@ -107,8 +106,7 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
     device_facts = facts(call.device)
     rejected: dict[str, str] = {}
     chosen = "torch"
-    order = order_for(call, device_facts.arch) if device_facts is not None else None
-    for backend in KERNEL_BACKENDS if order is None else order.backends:
+    for backend in KERNEL_BACKENDS:
         reason = reason_against(backend, call, device_facts)
         if reason is None and forced is not None and forced != backend:
             reason = reasons.another_is_forced(forced)
@@ -119,8 +117,7 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         elif chosen == "torch":
             chosen = backend
         else:
-            assert order is not None
-            rejected[backend] = reasons.another_comes_first(chosen, backend, order.reason)
+            rejected[backend] = reasons.another_comes_first(chosen, backend)
     if forced is not None and forced != chosen:
         raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}')
     if chosen != "torch":
@@ -133,13 +130,13 @@ def _decide(call: Call, forced: str | None, torch_asked_for: bool) -> Choice:
         dims = seen.head_dim, seen.value_dim
         padded = dims if dims != (call.head_dim, call.value_dim) else None
         decodes, prefills = decoding is not None, prefilling is not None
-        predicted = _predicted(chosen, call, device_facts)
         is_second_best = chosen == "triton" and forced is None
         lacking = lacking_for_cuda(call, device_facts) if is_second_best else None
-        return Choice(chosen, kernel, tile, rejected, None, padded, decodes, prefills, predicted, lacking)
+        return Choice(chosen, kernel, tile, rejected, None, padded, decodes, prefills, lacking)
     detour = None
     if device_facts is not None and forced is None and not torch_asked_for:
-        detour = " ".join(dict.fromkeys(rejected.values()))
+        found = reasons.each_once(rejected)
+        detour = " ".join(f"{names}: {reason}" if len(found) > 1 else reason for names, reason in found.items())
     return Choice("torch", "PyTorch", None, rejected, detour)
 
 
@@ -288,13 +285,6 @@ def _int8_call(call: Call, device_facts: DeviceFacts) -> tuple[Any, ...]:
     follows = {"bias"} if "gradients" in features else {"bias", "residual", "activation", *GATED}
     traits = call.dtype, "group scales" in features, not features.isdisjoint(follows)
     return op, *gpu, *traits, *map(int, call.sizes[:3])
-
-
-def _predicted(backend: str, call: Call, device_facts: DeviceFacts) -> dict[str, float]:
-    """Returns the microseconds that each way is predicted to take, where several ways compete."""
-    if backend != "cuda" or call.op != "int8_matmul" or torch.compiler.is_compiling():
-        return {}
-    return native.int8_ways(*_int8_call(call, device_facts))
 
 
 def is_watched() -> bool:

@@ -36,9 +36,17 @@ def another_is_forced(forced: str) -> str:
     return f'use_backend("{forced}") is in force.'
 
 
-def another_comes_first(chosen: str, backend: str, reason: str) -> str:
-    """Returns the reason against ``backend``, which could run the call as ``chosen`` can; ``reason`` is the order's."""
-    return f'"{chosen}" comes first: {reason}. use_backend("{backend}") selects this one.'
+def another_comes_first(chosen: str, backend: str) -> str:
+    """Returns the reason against ``backend``, which could run the call as ``chosen`` can, but is tried later."""
+    return f'{chosen} comes first (no measurement says that {backend} is faster); use_backend("{backend}") selects it.'
+
+
+def each_once(rejected: dict[str, str]) -> dict[str, str]:
+    """Returns each reason once, by the names of the backends against which it stands."""
+    names: dict[str, list[str]] = {}
+    for backend, reason in rejected.items():
+        names.setdefault(reason, []).append(backend)
+    return {", ".join(backends): reason for reason, backends in names.items()}
 
 
 def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -> str | None:
@@ -69,12 +77,11 @@ def lacking_for_cuda(call: Call, device_facts: DeviceFacts) -> str | None:
 def _reason_of_the_kernels(backend: str, support: Support, call: Call, device_facts: DeviceFacts) -> str | None:
     if device_facts.arch < support.min_arch:
         return (
-            f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the "
-            f"{_NAMES[backend]} kernel needs {support.min_arch // 10}.{support.min_arch % 10} or later."
+            f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the kernels need "
+            f"{support.min_arch // 10}.{support.min_arch % 10} or later."
         )
     if call.dtype not in support.dtypes:
-        takes = f"the {_NAMES[backend]} kernel takes {support.dtypes_text()}"
-        return f"the dtype is {call.dtype}, and {takes}; cast or autocast."
+        return f"the dtype is {call.dtype}, and the kernels take {support.dtypes_text()}; cast or autocast."
     if backend == "cuda" and call.op == "int8_matmul" and not torch.compiler.is_compiling():
         most = max(call.sizes, default=0)
         if most > _MAX_INT32:
@@ -87,21 +94,21 @@ def _reason_of_the_kernels(backend: str, support: Support, call: Call, device_fa
         taken = support.kernel_head_dim(dim)
         if "paged" in call.features and taken is not None and taken != dim:
             return (
-                f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}; pages are "
-                "never copied, and hence not padded."
+                f"the {name} is {dim}, and the kernels take {support.head_dims_text()}; pages are never copied, and "
+                "hence not padded."
             )
         if taken is None:
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
-            return f"the {name} is {dim}, and the {_NAMES[backend]} kernel takes {support.head_dims_text()}{advice}."
+            return f"the {name} is {dim}, and the kernels take {support.head_dims_text()}{advice}."
         limit = support.most_dims_with_gradients
         if limit is not None and "gradients" in call.features and dim > limit:
             return (
-                f"the {name} is {dim}, and the {_NAMES[backend]} kernel has gradients up to {limit}; without them, "
-                "under torch.no_grad(), it takes this call."
+                f"the {name} is {dim}, and the kernels have gradients up to {limit}; without them, under "
+                "torch.no_grad(), they take this call."
             )
     missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
     if missing:
-        return f"the {_NAMES[backend]} kernel does not have: {', '.join(missing)}."
+        return f"the kernels do not have: {', '.join(missing)}."
     return None
 
 

@@ -51,10 +51,9 @@ def int8_linear(
     """Returns ``activation(x @ weight^T + bias) + residual``; the int8 weight is dequantised on the fly.
 
     Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
-    more before the activation and the residual). A plain product of many tokens may be computed by cuBLAS where that is
-    predicted to be faster (``fastattn.explain`` tells). Then the weight is first rounded, as by ``weight.dequantize``,
-    and so are partial sums where PyTorch lets cuBLAS round them (docs/concepts.md). Autocast is honoured as by
-    ``F.linear``.
+    more before the activation and the residual). cuBLAS may compute a plain product of many tokens, as
+    ``fastattn.explain`` tells. Then the weight is first rounded, as by ``weight.dequantize``, and so are partial sums
+    where PyTorch lets cuBLAS round them (docs/concepts.md). Autocast is honoured as by ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.

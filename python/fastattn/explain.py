@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.dispatch.call import Choice
+from fastattn.dispatch.reasons import each_once
 from fastattn.dispatch.thread_state import Explained, explaining
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import Int8Weight
@@ -21,8 +22,7 @@ from fastattn.layout import as_matrix, reason_to_copy
 class Explanation:
     """The ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why other backends do not.
 
-    ``copied`` names the tensors that would have to be copied first, and why. ``predicted`` has the microseconds that
-    each way to compute an int8 matmul is predicted to take, of which the least decides. They are not measurements.
+    ``copied`` names the tensors that would have to be copied first, and why.
     """
 
     backend: str
@@ -30,15 +30,13 @@ class Explanation:
     tile: Any
     rejected: dict[str, str]
     copied: dict[str, str]
-    predicted: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.kernel}"]
         if self.tile is not None:
             lines.append(f"  tile: {self.tile}")
-        lines += [f"  predicted: {way}: {microseconds:.1f} µs" for way, microseconds in self.predicted.items()]
         lines += [f"  copied first: {name}: {reason}" for name, reason in self.copied.items()]
-        lines += [f"  not {backend}: {reason}" for backend, reason in self.rejected.items()]
+        lines += [f"  not {backends}: {reason}" for backends, reason in each_once(self.rejected).items()]
         return "\n".join(lines)
 
 
@@ -74,9 +72,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(rows, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
-    return Explanation(
-        choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, dict(choice.predicted)
-    )
+    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
