@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastattn.dispatch.device import is_emulated
 from fastattn.errors import InputError
 
+MOST_HEADS = 256  # that a model may have; the most so far are 128
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -28,6 +30,37 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {type_name(value)}")
+
+
+# What other libraries call the arguments of attention, and what they are called here.
+_OTHER_NAMES = {
+    "is_causal": "causal",
+    "attn_mask": "bias",
+    "attention_mask": "bias",
+    "mask": "bias",
+    "softmax_scale": "scale",
+    "window_size": "window",
+    "sliding_window": "window",
+    "dropout": "dropout_p",
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
+    "return_softmax_lse": "return_lse",
+    "page_table": "block_table",
+}
+
+
+def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
+    """Raises the ``TypeError`` of a function that got keywords it does not have, with the right one where other
+    libraries have another name for it."""
+    for name in unknown:
+        advice = advice_on_keyword(name, inspect.signature(function).parameters)
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
+
+
+def advice_on_keyword(name: str, known: Container[str]) -> str:
+    """Returns the end of an error about an unknown keyword: the right one, if one of the ``known`` means the same."""
+    meant = _OTHER_NAMES.get(name)
+    return f"; it is called {meant!r} here" if meant in known else ""
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
@@ -65,9 +98,9 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
     shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
-    if k and q % k == 0:
+    if 0 < k <= q <= MOST_HEADS and q % k == 0:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
-    elif k and query.shape[1] % k == 0:
+    elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"
     else:
         return f": {shapes}"

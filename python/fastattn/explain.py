@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.checks import type_name
 from fastattn.dispatch.call import Choice
 from fastattn.dispatch.reasons import each_once
 from fastattn.dispatch.thread_state import Explained, explaining
+from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import Int8Weight
 from fastattn.layout import as_matrix, reason_to_copy
@@ -46,6 +48,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     ``function`` is one of fastattn's, or one that calls such a function: the first call is explained. Bad arguments
     raise the same error as the call itself; a function that never reaches fastattn raises ``TypeError``.
     """
+    if not callable(function):
+        call = "explain(fastattn.attention, query, key, value)"
+        raise InputError(f"function: expected a function and then its arguments, as {call}, got {type_name(function)}")
     try:
         with explaining():
             function(*args, **kwargs)

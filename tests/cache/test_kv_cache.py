@@ -239,6 +239,11 @@ def test_reset_forgets_everything() -> None:
     assert cache.capacity == capacity
 
 
+def test_formats_have_names() -> None:
+    for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        assert cache_of(quantized=name).arguments(0)["k_cache"].dtype == dtype
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_reorder_moves_whole_sequences(quantized: bool) -> None:
     cache, expected = cache_of(quantized=quantized), cache_of(quantized=quantized)
@@ -337,6 +342,13 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "capacity": (cache_of, {"capacity": 0}, InputError, ("capacity", "at least 1", "0")),
     "max_capacity": (cache_of, {"max_capacity": 3}, InputError, ("max_capacity", "at least 4", "3")),
     "dtype": (cache_of, {"dtype": torch.int8}, InputError, ("dtype", "float16", "int8")),
+    "another dtype": (
+        cache_of(dtype=torch.float16).attend,
+        attend(),
+        InputError,
+        ("dtype", "query's dtype, torch.float64", "torch.float16", "dtype=torch.float64"),
+    ),
+    "quantized to what": (cache_of, {"quantized": "int4"}, InputError, ("quantized", "'int8', 'fp8'", "'int4'")),
     "dtype type": (cache_of, {"dtype": "half"}, TypeError, ("dtype", "torch.dtype", "str")),
     "quantized": (cache_of, {"quantized": None}, TypeError, ("quantized", "bool", "NoneType")),
     "layer": (C.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),

@@ -6,6 +6,7 @@ The other public functions have such tables beside their own tests (test_int8.py
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "causal": (A, dense(causal="yes"), TypeError, ("causal", "bool", "str")),
     "window form": (A, dense(window=(1, 2, 3)), InputError, ("window", "(left, right)", "(1, 2, 3)")),
+    "window of one number": (A, dense(window=128), InputError, ("window", "(left, right), got 128; (127, 0) lets")),
     "window values": (A, dense(window=(-2, 0)), InputError, ("window", "at least -1", "-2")),
     "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),
     "softcap negative": (A, dense(softcap=-1.0), InputError, ("softcap", "at least 0", "-1")),
@@ -131,6 +133,19 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "bias rank": (A, dense(bias=torch.zeros(5, 7)), InputError, ("bias", "[B or 1, Hq or 1", "[5, 7]")),
     "bias shape": (A, dense(bias=torch.zeros(2, 2, 5, 7)), InputError, ("bias", "[2, 4, 5, 7]", "[2, 2, 5, 7]")),
     "bias dtype": (A, dense(bias=torch.zeros(1, 1, 5, 7).int()), InputError, ("bias", "torch.bool", "int32")),
+    "Hugging Face's mask": (
+        A,
+        dense(bias=torch.ones(2, 7).long()),
+        InputError,
+        ("bias", "torch.int64 [2, 7]", "pass mask[:, None, None, :].bool()"),
+    ),
+    "bool padding mask": (
+        A,
+        dense(bias=torch.ones(2, 7) == 1),
+        InputError,
+        ("bias", "torch.bool [2, 7]", "pass mask[:, None, None, :]"),
+    ),
+    "mask of ints": (A, dense(bias=torch.ones(2, 1, 1, 7).long()), InputError, ("bias", "pass mask.bool()")),
     "bias device": (A, dense(bias=torch.zeros(1, 1, 5, 7, device="meta")), InputError, ("bias", "cpu", "meta")),
     "bias type": (A, dense(bias=0.5), TypeError, ("bias", "torch.Tensor or None", "float")),
     "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), InputError, ("alibi_slopes", "[Hq] = [4]", "[3]")),
@@ -243,10 +258,43 @@ def test_types_are_named_in_full() -> None:
         A(**dense(causal=bool_()))
 
 
-@pytest.mark.parametrize("function", [A, V, fastattn.scaled_dot_product_attention])
-def test_unknown_options_are_refused(function: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="windows"):
-        function(**dense(windows=(1, 1)))
+def test_heads_are_only_said_to_come_after_rows_where_that_fits() -> None:
+    for query, key in (((1, 12, 4096, 8), (1, 5, 4096, 8)), ((1, 6, 9, 8), (1, 4, 7, 8)), ((2, 6, 5, 8), (2, 4, 0, 8))):
+        with pytest.raises(InputError, match=r"multiple of the . KV heads") as raised:
+            A(torch.zeros(query), torch.zeros(key), torch.zeros(key))
+        assert "transpose" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (A, dense()),
+        (V, packed()),
+        (fastattn.attention_with_kv_cache, cached()),
+        (fastattn.scaled_dot_product_attention, dense()),
+    ],
+)
+def test_unknown_options_are_refused(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'windows'$"):
+        function(**arguments, windows=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("is_causal", "causal"),
+        ("attn_mask", "bias"),
+        ("softmax_scale", "scale"),
+        ("window_size", "window"),
+        ("dropout", "dropout_p"),
+    ],
+)
+def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
+    for function, arguments in ((A, dense()), (V, packed()), (fastattn.attention_with_kv_cache, cached())):
+        has_it = ours in inspect.signature(function).parameters
+        words = f"unexpected keyword argument '{theirs}'" + (f"; it is called '{ours}' here$" if has_it else "$")
+        with pytest.raises(TypeError, match=words):
+            function(**arguments, **{theirs: None})
 
 
 def test_a_good_call_after_a_bad_one_with_the_same_shapes() -> None:

@@ -255,6 +255,12 @@ def test_explain_names_tensors_that_are_copied() -> None:
     assert "copied first: key" in str(explanation) and explanation.tile is not None
 
 
+def test_explain_refuses_a_result() -> None:
+    query = torch.randn(1, 2, 4, 16)
+    with pytest.raises(fastattn.InputError, match=r"function: expected a function and then .*, got torch.Tensor"):
+        fastattn.explain(fastattn.attention(query, query, query))
+
+
 def test_explain_refuses_what_never_reaches_fastattn() -> None:
     with pytest.raises(TypeError, match="function: expected one that calls fastattn"):
         fastattn.explain(torch.add, torch.ones(1), torch.ones(1))

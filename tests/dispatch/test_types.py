@@ -52,4 +52,4 @@ def test_two_options_decide_the_type_of_the_result(function: Callable[..., Any])
 
 
 def dropped(hints: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: kind for name, kind in hints.items() if name not in names}
+    return {name: kind for name, kind in hints.items() if name not in (*names, "unknown")}

@@ -42,8 +42,8 @@ class KVCache(StepCache):
         capacity: the tokens per sequence that fit at first.
         max_capacity: the capacity beyond which ``CacheFull`` is raised instead of growing; by default there is none.
         dtype, device: of the queries, keys and values; by default torch's defaults.
-        quantized: store int8 (``True`` or ``torch.int8``) or fp8 (``torch.float8_e4m3fn``) with one float32 scale per
-            token and head: half the memory of 16 bits.
+        quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
+            with one float32 scale per token and head: half the memory of 16 bits.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -61,7 +61,7 @@ class KVCache(StepCache):
         max_capacity: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        quantized: bool | torch.dtype = False,
+        quantized: bool | str | torch.dtype = False,
     ) -> None:
         check_int("num_layers", num_layers, minimum=1)
         check_int("batch", batch, minimum=0)
@@ -120,6 +120,7 @@ class KVCache(StepCache):
         check_tensor("v_new", v_new)
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
         check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
+        self.layout.check_query(query)
         num_new = k_new.shape[2]
         storage, lengths = self._storage_for(layer, self._longest[layer] + num_new), self._lengths[layer]
         result = attention_with_kv_cache(

@@ -17,6 +17,13 @@ from fastattn.checks import check_int, expect
 NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat such a page as absent
 
 
+def _names(sequences: Any) -> list[int]:
+    """Returns the numbers of the sequences, which must come in a list, even a single one."""
+    is_one = isinstance(sequences, int)
+    expect(not is_one, "sequences", "a list of sequences' numbers", f"{sequences!r}; of one pass [{sequences!r}]")
+    return list(sequences)
+
+
 class PagedKVCache:
     """Keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
@@ -48,8 +55,8 @@ class PagedKVCache:
         page_size: tokens per page.
         value_dim: the values' head dim, by default ``head_dim``.
         dtype, device: of the queries, keys and values; by default torch's defaults.
-        quantized: store int8 (``True`` or ``torch.int8``) or fp8 (``torch.float8_e4m3fn``) with one float32 scale per
-            token and head.
+        quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
+            with one float32 scale per token and head.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -66,7 +73,7 @@ class PagedKVCache:
         value_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        quantized: bool | torch.dtype = False,
+        quantized: bool | str | torch.dtype = False,
     ) -> None:
         check_int("num_layers", num_layers, minimum=1)
         check_int("num_pages", num_pages, minimum=1)
@@ -137,7 +144,7 @@ class PagedKVCache:
             CacheFull: the pool has too few free pages.
             InputError, TypeError: an argument is wrong. Nothing has changed then.
         """
-        names = list(sequences)
+        names = _names(sequences)
         check_int("num_new", num_new, minimum=0)
         demand = self._pool.demand(names, [num_new] * len(names))
         block_table, before = self._block_table(demand), self._to_device([s.length for s in demand.sequences])
@@ -155,7 +162,9 @@ class PagedKVCache:
         expect(
             not self.layout.quantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True
         )
-        names, counts = list(sequences), list(num_new)
+        names = _names(sequences)
+        expect(not isinstance(num_new, int), "num_new", "a list of numbers, one for each sequence", num_new)
+        counts = list(num_new)
         expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))
         for count in counts:
             check_int("num_new", count, minimum=0)

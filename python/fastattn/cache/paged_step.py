@@ -106,6 +106,7 @@ class PagedStep(_NewTokens):
         check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
         self._check_num_new("k_new", self.num_new, k_new.shape[2])
+        self.cache.layout.check_query(query)
         result = attention_with_kv_cache(
             query,
             cache_seqlens=self.cache_seqlens,
@@ -181,6 +182,7 @@ class PagedChunk(_NewTokens):
             self._packed(name, tensor, is_row)
             for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new))
         )
+        self.cache.layout.check_query(query)
         cast = autocast_dtype(query.device.type)
         if cast is not None:
             query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))

@@ -9,6 +9,8 @@ from typing import Literal, TypedDict, overload
 from torch import Tensor
 from typing_extensions import Unpack  # in typing from Python 3.11 on
 
+from fastattn.checks import advice_on_keyword
+
 
 class AttendOptions(TypedDict, total=False):
     """The options of ``attention_with_kv_cache`` that the model may set. The cache itself sets all others."""
@@ -40,7 +42,8 @@ def check_options(function: str, names: Iterable[str]) -> None:
         if name in _SET_BY_THE_CACHE:
             raise TypeError(f"{name}: expected no such argument of {function}: the cache sets it itself")
         if name not in _OPTIONS:
-            raise TypeError(f"{name}: expected no such argument of {function}, which takes {', '.join(_OPTIONS)}")
+            takes = f"{', '.join(sorted(_OPTIONS))}{advice_on_keyword(name, _OPTIONS)}"
+            raise TypeError(f"{name}: expected no such argument of {function}, which takes {takes}")
 
 
 class StepCache(ABC):

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import FLOATING, check_bool, check_choice, check_int
+from fastattn.errors import InputError
+from fastattn.functional.autocast import autocast_dtype
 from fastattn.layout import ALIGNMENT_BYTES
 from fastattn.quantization import FP8, as_numbers
+
+QUANTIZED = {"int8": torch.int8, "fp8": FP8}
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,24 @@ class CacheLayout:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         check_choice("dtype", dtype, FLOATING)
+        if isinstance(quantized, str):
+            check_choice("quantized", quantized, tuple(QUANTIZED))
+            quantized = QUANTIZED[quantized]
         if not isinstance(quantized, torch.dtype):
             quantized = torch.int8 if check_bool("quantized", quantized) else None
         check_choice("quantized", quantized, (None, torch.int8, FP8))
         device = torch.get_default_device() if device is None else torch.device(device)
         return cls(kv_heads, head_dim, value_dim, dtype, device, quantized)
+
+    def check_query(self, query: Tensor) -> None:
+        """Checks that a cache that is not quantized has the dtype of the query, as autocast makes it."""
+        cast = autocast_dtype(query.device.type)
+        dtype = query.dtype if cast is None or query.dtype == torch.float64 else cast
+        if self.quantized is None and dtype != self.dtype:
+            raise InputError(
+                f"dtype: expected a cache of the query's dtype, {dtype}, got one of {self.dtype}; make it with "
+                f"dtype={dtype}"
+            )
 
     @property
     def stored_dtype(self) -> torch.dtype:

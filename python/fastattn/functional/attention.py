@@ -6,16 +6,15 @@ from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack  # torch brings it
+from typing_extensions import Never, Unpack  # torch brings it
 
-from fastattn.checks import check_bool, check_tensor, is_distributed
+from fastattn.checks import MOST_HEADS, check_bool, check_tensor, is_distributed, refuse_keywords
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.functional import nested
 from fastattn.functional.attend import attend
 from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
 from fastattn.functional.distributed_tensors import attend_over_distributed
 
-_MOST_HEADS = 256  # that a model may have; the most so far are 128
 _has_warned_of_layout = False
 
 
@@ -119,6 +118,7 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     deterministic: bool | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, tiled (Dao, "FlashAttention-2", 2023).
 
@@ -151,6 +151,8 @@ def attention(
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
+    if unknown:
+        refuse_keywords(attention, unknown)
     tensors = (query, key, value, bias, alibi_slopes, sinks, None, None, None)
     options = Options(0, 0, causal, window, softcap, dropout_p, scale, return_max_logit)
     if type(query) is Tensor and not query.is_nested:
@@ -263,6 +265,7 @@ def attention_varlen(
     return_max_logit: bool = False,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """``attention`` over sequences of different lengths, packed one after the other without padding.
 
@@ -293,6 +296,8 @@ def attention_varlen(
     Raises:
         InputError, TypeError: an argument that the host can see is wrong.
     """
+    if unknown:
+        refuse_keywords(attention_varlen, unknown)
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_tensor("block_table", block_table, optional=True)
@@ -317,7 +322,7 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
     """
     global _has_warned_of_layout
     (_, query_heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
-    are_like_heads = query_heads == key_heads and 0 < keys < queries <= _MOST_HEADS and queries % keys == 0
+    are_like_heads = query_heads == key_heads and 0 < keys < queries <= MOST_HEADS and queries % keys == 0
     if _has_warned_of_layout or not are_like_heads or query.stride(1) < query.stride(2):
         return
     _has_warned_of_layout = True

@@ -192,7 +192,10 @@ def default_scale(head_dim: int) -> float:
 def check_window(window: Any) -> tuple[int, int]:
     """Checks and returns ``(left, right)``, each at least -1."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InputError(f"window: expected (left, right), got {window!r}")
+        advice = ""
+        if isinstance(window, int) and window > 0 and not isinstance(window, bool):
+            advice = f"; ({window - 1}, 0) lets a query see {window} keys up to its own"
+        raise InputError(f"window: expected (left, right), got {window!r}{advice}")
     left, right = (check_int("window", side, minimum=UNBOUNDED) for side in window)
     return left, right
 
@@ -200,9 +203,18 @@ def check_window(window: Any) -> tuple[int, int]:
 def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
     """Checks that ``bias`` is ``[B or 1, Hq or 1, Sq or 1, Sk or 1]``, and bool, float32 or of the query's dtype."""
     check_tensor("bias", bias, optional=True)
-    check_rank("bias", bias, "[B or 1, Hq or 1, Sq or 1, Sk or 1]")
     check_same_device("bias", bias, query.device)
-    check_dtype("bias", bias, (torch.bool, *dict.fromkeys((query.dtype, torch.float32))))
+    layout, dtypes = "[B or 1, Hq or 1, Sq or 1, Sk or 1]", (torch.bool, *dict.fromkeys((query.dtype, torch.float32)))
+    is_mask = bias.dtype == torch.bool or not (bias.is_floating_point() or bias.is_complex())
+    if is_mask and tuple(bias.shape) == (full[0], full[3]):
+        padding = "mask[:, None, None, :]" + ("" if bias.dtype == torch.bool else ".bool()")
+        came = f"{bias.dtype} {list(bias.shape)}; of a padding mask [B, Sk], 1 for tokens, pass {padding}"
+        expect(False, "bias", f"a bool or floating {layout}", came)
+    if is_mask and bias.dtype != torch.bool:
+        expected = " or ".join(map(str, dtypes))
+        expect(False, "bias", expected, f"{bias.dtype}; of a mask that is 1 where a query sees a key, pass mask.bool()")
+    check_rank("bias", bias, layout)
+    check_dtype("bias", bias, dtypes)
     fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
     expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))
 

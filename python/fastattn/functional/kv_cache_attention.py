@@ -6,9 +6,10 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from fastattn import reference, run
-from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked
+from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked, refuse_keywords
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
@@ -138,6 +139,7 @@ def attention_with_kv_cache(
     batch_invariant: bool = False,
     tree_mask: Tensor | None = None,
     out: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k_new`` and ``v_new`` to a cache in place, then attends over it: one step of generation.
 
@@ -186,6 +188,8 @@ def attention_with_kv_cache(
         InputError, TypeError: an argument that the host can see is wrong. Lengths and tables are checked on a CPU, and
             with ``FASTATTN_CHECK=1`` also on a GPU, and then scales too. The cache is then unchanged.
     """
+    if unknown:
+        refuse_keywords(attention_with_kv_cache, unknown)
     tensors = Tensors(
         query,
         k_cache,
