@@ -16,16 +16,11 @@ from torch import Tensor
 import fastattn
 from fastattn import native
 from fastattn.activations import result_columns
+from fastattn.call import AttentionCall
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import KERNEL_BACKENDS
 from fastattn.distributed.merge import merge_attention, merge_into
-from fastattn.functional.attention_block import (
-    BackwardTensors,
-    BlockOptions,
-    Place,
-    add_gradients_of_block,
-    attention_block,
-)
+from fastattn.functional.attention_block import BackwardTensors, add_gradients_of_block, attention_block
 
 DTYPE = torch.bfloat16
 Case = Callable[[torch.device], None]
@@ -74,12 +69,12 @@ def backward(device: torch.device, head_dim: int, causal: bool, deterministic: b
 def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
     """Runs a block of a larger call, with its result in float32 and with gradients that are added to sums."""
     query, key, value = query_key_value(device, head_dim)
-    options, place = BlockOptions(window=window), Place(row=200, key=180)
-    out, lse = attention_block(query, key, value, options, place)
+    call = AttentionCall(query, key, value, window=window, first_row=200, first_key=180)
+    out, lse = attention_block(call)
     sums = [torch.zeros(tensor.shape).to(device) for tensor in (query, key, value)]
     grad_out, grad_lse = random(device, *out.shape, seed=9), random(device, *lse.shape, dtype=torch.float32, seed=8)
     tensors = BackwardTensors(grad_out, grad_lse, query, key, value, out.to(DTYPE), lse)
-    add_gradients_of_block((sums[0], sums[1], sums[2]), None, tensors, options, place)
+    add_gradients_of_block((sums[0], sums[1], sums[2]), None, tensors, call)
 
 
 def every_option(device: torch.device, gradients: bool) -> None:

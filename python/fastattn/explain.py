@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import type_name
-from fastattn.dispatch.call import Choice
 from fastattn.dispatch.reasons import each_once
+from fastattn.dispatch.request import Choice
 from fastattn.dispatch.thread_state import Explained, explaining
 from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import Int8Tensor

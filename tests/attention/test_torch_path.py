@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from by_hand import normal
 from fastattn import reference
-from fastattn.dispatch.call import Call
-from fastattn.functional import torch_sdpa
+from fastattn.dispatch.request import Request
+from fastattn.functional import composite, torch_sdpa
+from fastattn.ops.describe import ATTENTION
 from oracle import check_against_oracle
 
 BATCH, HEADS, KV_HEADS, ROWS, DIM = 2, 4, 2, 9, 16
@@ -112,8 +113,8 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         if name == "torch":
             monkeypatch.setattr(torch_sdpa, "torch_sdpa", called)
         else:
-            monkeypatch.setattr(reference, "attention", called)
-            monkeypatch.setattr(reference, "attention_varlen", called)
+            monkeypatch.setattr(composite, "_attend_by_reference", called)
+            monkeypatch.setattr(composite, "_attend_packed_by_reference", called)
 
 
 @pytest.mark.parametrize("name", EXPRESSED)
@@ -254,13 +255,13 @@ def test_on_a_gpu_the_reference_keeps_biases_and_packed_sequences(feature: str) 
     """``finfo.min`` times log2(e) is -inf in PyTorch's memory-efficient kernel; lengths are not read back."""
     bias = torch.zeros(1, 1, ROWS, ROWS) if feature == "bias" else None
     for device, expected in (("cpu", True), ("cuda", False)):
-        call = Call("attention", torch.device(device), torch.float32, DIM, DIM, frozenset({feature}))
+        call = Request(ATTENTION, torch.device(device), torch.float32, frozenset({feature}), DIM, DIM)
         assert torch_sdpa.can_express(call, ROWS, 0.25, bias) is expected
 
 
 def test_on_a_gpu_the_reference_keeps_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless PyTorch itself is told to have them."""
-    call = Call("attention", torch.device("cuda"), torch.float32, DIM, DIM, frozenset({"causal", "gradients"}))
+    call = Request(ATTENTION, torch.device("cuda"), torch.float32, frozenset({"causal", "gradients"}), DIM, DIM)
     assert torch_sdpa.can_express_now(call, None) and not torch_sdpa.can_express_now(call, True)
     assert torch_sdpa.can_express_now(call._replace(features=frozenset({"causal"})), True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

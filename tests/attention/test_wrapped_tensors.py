@@ -14,6 +14,7 @@ from torch import Tensor
 import fastattn
 from cuda_kernels import needs_nested
 from fastattn import InputError
+from fastattn.call import AttentionCall
 from fastattn.functional.nested import unpack
 from fastattn.functional.torch_sdpa import torch_sdpa
 from kernel_device import DEVICE
@@ -75,7 +76,7 @@ def test_the_longest_sequence_is_known_without_reading_the_gpu() -> None:
     known = torch.nested.nested_tensor_from_jagged(rows, offsets, min_seqlen=3, max_seqlen=6).transpose(1, 2)
     unknown = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
     for tensor, longest in ((known, 6), (unknown, 5 if DEVICE == "cpu" else 8)):
-        packed = unpack(tensor, tensor, tensor, None)
+        packed = unpack(AttentionCall(tensor, tensor, tensor)).call
         assert (packed.max_seqlen_q, packed.max_seqlen_k) == (longest, longest)
     assert unknown._maybe_max_seqlen is None  # type: ignore[attr-defined]
 

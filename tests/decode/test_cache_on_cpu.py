@@ -15,8 +15,8 @@ import fastattn
 from by_hand import normal
 from decode_cases import CASES, SCENARIOS, Case, check, clone, make_arguments, same_bits_alone
 from fastattn import reference
+from fastattn.call import DecodeCall
 from fastattn.functional import cache_on_cpu, composite, torch_sdpa
-from fastattn.functional.kv_cache_checks import Tensors
 
 pytestmark = pytest.mark.quick
 
@@ -30,9 +30,8 @@ def run(case: Case, arguments: dict[str, Any], return_lse: bool = True) -> tuple
     on_cpu = moved_to_cpu(arguments)
     options = {name: on_cpu.pop(name) for name in ("rotary_interleaved", "softcap", "scale")}
     window = (case.window[0], 0 if case.causal else case.window[1])
-    found = cache_on_cpu.attention_with_kv_cache(
-        Tensors(**on_cpu), **options, window=window, return_lse=return_lse, batch_invariant=case.batch_invariant
-    )
+    call = DecodeCall(**on_cpu, **options, window=window, return_lse=return_lse, batch_invariant=case.batch_invariant)
+    found = cache_on_cpu.attention_with_kv_cache(call)
     if found is None:
         assert 0 in (*on_cpu["query"].shape, *on_cpu["k_cache"].shape), "only where there is nothing"
         found = reference.attention_with_kv_cache(**on_cpu, **options, causal=False, window=window)

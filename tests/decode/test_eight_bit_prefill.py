@@ -17,7 +17,7 @@ import proof
 from cuda_kernels import DTYPES, EMULATED, checked, only_emulated
 from decode_cases import FP8_SCALES, HUGE, Case, check, clone, comparable, make_arguments
 from fastattn import native
-from fastattn.ops import dequantize
+from fastattn.ops.decode import Dequantization, dequantize_cache
 from fastattn.ops.registration import NAMESPACES
 from fastattn.quantization import as_numbers
 from kernel_device import DEVICE
@@ -95,7 +95,7 @@ def test_the_memory_of_the_copy_is_bounded(
     expected = run_prompt(case, clone(arguments))
     sizes, launch = [], run_module.dequantize_cache
 
-    def seen(backend: str, given: dequantize.DequantizeArguments) -> None:
+    def seen(backend: str, given: Dequantization) -> None:
         sizes.append(given.k_out.nbytes + given.v_out.nbytes)
         launch(backend, given)
 
@@ -151,7 +151,7 @@ def test_a_prompt_compiles(backend: str) -> None:
 # --- The operator -----------------------------------------------------------------------------------------------------
 
 
-def dequantize_arguments(case: Case) -> dequantize.DequantizeArguments:
+def dequantize_arguments(case: Case) -> Dequantization:
     """Of a case's caches, with outputs that hold 7."""
     made = make_arguments(case)
     table = made["block_table"]
@@ -161,7 +161,7 @@ def dequantize_arguments(case: Case) -> dequantize.DequantizeArguments:
         for name in ("k_cache", "v_cache")
     )
     names = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
-    return dequantize.DequantizeArguments(*(made[name] for name in names), *outs)
+    return Dequantization(*(made[name] for name in names), *outs)
 
 
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
@@ -174,7 +174,7 @@ def test_each_token_is_rounded_once_and_nothing_else_is_written(
     case = replace(case, **cache, dtype=dtype, lengths=(0, 31, 144, HUGE, -3), dims=(128, 40))
     given = dequantize_arguments(case)
     with checked():
-        assert dequantize.dequantize_cache(backend, given) is None
+        assert dequantize_cache(backend, given) is None
     proof.compared()
     for stored, scales, found in ((given[0], given[2], given[6]), (given[1], given[3], given[7])):
         expected = torch.full_like(found, 7.0)
@@ -214,5 +214,5 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     given = dequantize_arguments(replace(PAGES, int8=True))
     changed = given._replace(**{name: function(getattr(given, name)) for name, function in change.items()})
     with pytest.raises(RuntimeError, match=f"fastattn.dequantize_cache: {message}"):
-        dequantize.dequantize_cache("cuda", changed)
+        dequantize_cache("cuda", changed)
     assert bool((given.k_out == 7).all()) and bool((as_numbers(given.v_out) == 7).all())

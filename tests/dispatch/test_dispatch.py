@@ -15,10 +15,11 @@ import torch.nn.functional as F
 import fastattn
 from fastattn.dispatch import choose as dispatch
 from fastattn.dispatch import device
-from fastattn.dispatch.call import Call, Choice
 from fastattn.dispatch.device import DeviceFacts
+from fastattn.dispatch.request import Choice, Request
 from fastattn.dispatch.support import FEATURES, SUPPORT, support_table
 from fastattn.ops import registration
+from fastattn.ops.describe import ATTENTION, INT8_MATMUL, MERGE, AttentionDetails, Int8Details
 from kernel_device import DEVICE
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
@@ -28,8 +29,9 @@ TURING = DeviceFacts(arch=75, num_sms=68, shared_memory_bytes=64 * 1024, driver_
 GPU = torch.device("cuda", 0)
 
 
-def call(**changes: object) -> Call:
-    usual = Call("attention", GPU, torch.bfloat16, 128, 128, frozenset({"causal"}), (1, 8, 8, 512, 512))
+def call(**changes: object) -> Request:
+    sizes = AttentionDetails(1, 8, 8, 512, 512)
+    usual = Request(ATTENTION, GPU, torch.bfloat16, frozenset({"causal"}), 128, 128, sizes)
     return usual._replace(**changes)
 
 
@@ -154,7 +156,7 @@ class TestChoice:
             with fastattn.use_backend("triton"):
                 dispatch.choose(call())
             dispatch.choose(call(head_dim=512, value_dim=512))  # which no CUDA C++ kernel takes
-            merge = call(op="merge", features=frozenset())
+            merge = call(op=MERGE, features=frozenset(), head_dim=0, value_dim=0)
             assert dispatch.choose(merge).backend == "triton"
             monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
             dispatch.choose(call())
@@ -189,7 +191,7 @@ class TestChoice:
 
     def test_sdpa_kernel_says_nothing_about_linear_layers(self) -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            linear = call(op="int8_matmul", features=frozenset(), sizes=(4, 64, 64, 0))
+            linear = call(op=INT8_MATMUL, features=frozenset(), details=Int8Details(4, 64, 64))
             assert dispatch.choose(linear).backend == "cuda"
 
     def test_old_gpus_are_told_what_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +339,7 @@ def test_record_lists_no_call_whose_kernel_failed(monkeypatch: pytest.MonkeyPatc
     with fastattn.use_backend("triton"), fastattn.record() as calls:
         out = fastattn.attention(query, query, query)
         for name in ("attention_forward", "attention_backward"):
-            monkeypatch.setitem(registration._overloads, ("triton", name), fail)
+            monkeypatch.setitem(registration._operators[name]._overloads, "triton", fail)
         with pytest.raises(RuntimeError, match="out of shared memory"):
             fastattn.attention(query.detach(), query.detach(), query.detach())
         with pytest.raises(RuntimeError, match="out of shared memory"):
@@ -347,7 +349,7 @@ def test_record_lists_no_call_whose_kernel_failed(monkeypatch: pytest.MonkeyPatc
 
 def test_choices_are_immutable() -> None:
     with pytest.raises(AttributeError):
-        Choice("torch", "PyTorch").backend = "cuda"  # type: ignore[misc]
+        Choice("torch", "PyTorch", ATTENTION).backend = "cuda"  # type: ignore[misc]
 
 
 def test_support_table_covers_every_feature_and_stands_in_the_readme() -> None:

@@ -7,18 +7,20 @@ import torch
 
 import fastattn
 from fastattn.dispatch import choose as dispatch
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import DeviceFacts
+from fastattn.dispatch.request import Request
 from fastattn.dispatch.support import KERNEL_BACKENDS
+from fastattn.ops.describe import ATTENTION, AttentionDetails
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
 
 GPU = torch.device("cuda", 0)
 
 
-def attention(head_dim: int, *features: str, value_dim: int | None = None) -> Call:
+def attention(head_dim: int, *features: str, value_dim: int | None = None) -> Request:
     value_dim = head_dim if value_dim is None else value_dim
-    return Call("attention", GPU, torch.bfloat16, head_dim, value_dim, frozenset(features), (1, 8, 8, 512, 512))
+    sizes = AttentionDetails(1, 8, 8, 512, 512)
+    return Request(ATTENTION, GPU, torch.bfloat16, frozenset(features), head_dim, value_dim, sizes)
 
 
 @pytest.fixture

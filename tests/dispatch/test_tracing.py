@@ -23,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from cuda_kernels import HAS_KERNELS, NO_KERNELS
 from fastattn import reference
-from fastattn.dispatch.call import Choice
-from fastattn.ops.attention import AttentionArguments
+from fastattn.call import AttentionCall
+from fastattn.dispatch.request import Choice
+from fastattn.ops.attention import is_deterministic
 from kernel_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -505,9 +506,9 @@ def test_deterministic_follows_torch(backend: str, monkeypatch: pytest.MonkeyPat
     seen: list[bool] = []
     original = fastattn.run.attention
 
-    def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool) -> Any:
-        seen.append(deterministic)
-        return original(choice, arguments, needs_grad, deterministic)
+    def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Any:
+        seen.append(is_deterministic(call))
+        return original(choice, call, needs_grad)
 
     monkeypatch.setattr(fastattn.run, "attention", attention)
     query = draw(1, 1, 3, 16)

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ranks
 from fastattn import InputError, reference
 from fastattn.distributed.blocks import PackedSpread
-from fastattn.distributed.dealing import LAYOUTS, deal
 from fastattn.distributed.gathering import reads_little
-from fastattn.distributed.packed import arrange
+from fastattn.distributed.packed import LAYOUTS, arrange, deal
 from fastattn.profiler.work import visible_pairs
 
 STRATEGIES = ("ring", "allgather", "ulysses")

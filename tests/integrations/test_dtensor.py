@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fastattn
 import ranks
 from cuda_kernels import HAS_KERNELS
+from fastattn.call import AttentionCall
 from fastattn.functional.distributed_tensors import are_split_alike
 from fastattn.integrations import dtensor, torch_flash
 from fastattn.integrations.torch_flash.switch import Overrides
-from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
+from fastattn.ops.attention import attention_backward, attention_forward
 from flash_formulas import flash_attention
 from kernel_device import DEVICE
 
@@ -207,14 +208,15 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
     cases: list[tuple[dict[str, Any], Any]] = [
         ({}, Shard(0)),
         ({}, Shard(1)),
-        ({"window_right": 0, "alibi_slopes": random(1, HEADS, dtype=torch.float32).abs()}, Shard(0)),
+        ({"window": (-1, 0), "alibi_slopes": random(1, HEADS, dtype=torch.float32).abs()}, Shard(0)),
         ({"sinks": random(HEADS, dtype=torch.float32), "bias": random(1, 1, 6, 7, dtype=torch.float16)}, Shard(0)),
         ({"sinks": random(HEADS, dtype=torch.float32), "bias": random(1, HEADS, 6, 7, dtype=torch.float16)}, Shard(1)),
     ]
     for options, placement in cases:
-        arguments = AttentionArguments(query, key, value, scale=0.25, return_max_logit=True, **options)
+        call = AttentionCall(query, key, value, scale=0.25, return_max_logit=True, **options)
+        arguments = attention_forward.Arguments(*attention_forward.arguments(call))
         out, lse, max_logit = forward(*arguments)
-        spread = AttentionArguments(
+        spread = attention_forward.Arguments(
             *(
                 distribute_tensor(a, mesh, [placement if index < 3 else Replicate()]) if isinstance(a, Tensor) else a
                 for index, a in enumerate(arguments)
@@ -226,10 +228,10 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         torch.testing.assert_close(local_lse.full_tensor(), lse, **NEAR)
         torch.testing.assert_close(local_max.full_tensor(), max_logit, **NEAR)
 
-        def gradients(given: AttentionArguments, *results: Tensor) -> Any:
-            names = [name for name in AttentionBackwardArguments._fields if name in given._fields]
+        def gradients(given: Any, *results: Tensor) -> Any:
+            names = [name for name in attention_backward.Arguments._fields if name in given._fields]
             return backward(
-                *AttentionBackwardArguments(
+                *attention_backward.Arguments(
                     grad_out=results[0],
                     grad_lse=results[1],
                     out=results[0],
@@ -258,9 +260,11 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
     # KV heads that two ranks cannot share: the rule offers no split of heads.
     spread_three = [distribute_tensor(random(1, h, 4, DIM, dtype=torch.float16), mesh, [Shard(1)]) for h in (12, 3, 3)]
-    out, _, _ = forward(*AttentionArguments(*spread_three, scale=0.25))
+    out, _, _ = forward(*attention_forward.arguments(AttentionCall(*spread_three, scale=0.25)))
     plain = [tensor.full_tensor() for tensor in spread_three]
-    torch.testing.assert_close(out.full_tensor(), forward(*AttentionArguments(*plain, scale=0.25))[0], **NEAR)
+    torch.testing.assert_close(
+        out.full_tensor(), forward(*attention_forward.arguments(AttentionCall(*plain, scale=0.25)))[0], **NEAR
+    )
 
 
 def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:

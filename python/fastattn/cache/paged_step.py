@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn.cache.pages import Reservation
 from fastattn.cache.protocol import AttendOptions, StepCache
+from fastattn.call import AttentionCall
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -21,9 +22,8 @@ from fastattn.checks import (
     check_tensor,
     expect,
 )
-from fastattn.dispatch.thread_state import Explained, explaining, is_explaining
 from fastattn.errors import InputError
-from fastattn.functional.attention import attention_varlen
+from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.rotary import rotary
@@ -194,15 +194,12 @@ class PagedChunk(_NewTokens):
         self._check_new(layer, k_new, v_new)
         query, k_new = self._rotated(query, k_new, options)
         key, value = self.cache.pools(layer)
-        arguments = {
-            **self.arguments(),
-            **{name: option for name, option in options.items() if name in _OF_ATTENTION_VARLEN},
-            "causal": options.get("causal", True),
-            "return_lse": return_lse,
-        }
-        _check_call(query, key, value, arguments)
+        call = AttentionCall(query, key, value, **self.arguments(), causal=True, return_lse=return_lse)
+        own: dict[str, Any] = {name: value for name, value in options.items() if name in AttentionCall._fields}
+        call = call._replace(**own)
+        prepared = prepare(call)  # it raises what is wrong before anything is stored
         self._write(layer, k_new, v_new)
-        result = attention_varlen(query, key, value, **arguments)
+        result: Any = carry_out(prepared)
         self.reservation.stored[layer] = True
         if not is_row:
             return result
@@ -260,20 +257,3 @@ class PagedChunk(_NewTokens):
             return rotary(x.transpose(0, 1)[None], *angles, interleaved)[0].transpose(0, 1)
 
         return turned(query), turned(k_new)
-
-
-_OF_ATTENTION_VARLEN = frozenset(("window", "softcap", "alibi_slopes", "sinks", "scale", "batch_invariant"))
-
-
-def _check_call(query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-    """Raises the error that ``attention_varlen`` would raise, or the explanation that is asked for, before anything is
-    stored."""
-    if torch.compiler.is_compiling():
-        return  # an error while tracing comes before anything has run
-    is_asked_for = is_explaining()
-    try:
-        with explaining():
-            attention_varlen(query, key, value, **arguments)
-    except Explained:
-        if is_asked_for:
-            raise

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Literal, TypedDict, overload
+from typing import Literal, overload
 
 from torch import Tensor
 from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 from fastattn.checks import advice_on_keyword
-
-
-class AttendOptions(TypedDict, total=False):
-    """The options of ``attention_with_kv_cache`` that the model may set. The cache itself sets all others."""
-
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    rotary_interleaved: bool
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    scale: float | None
-    num_splits: int
-    batch_invariant: bool
-    tree_mask: Tensor | None
-
+from fastattn.functional.kv_cache_attention import AttendOptions
 
 _OPTIONS = frozenset(AttendOptions.__annotations__)
 _SET_BY_THE_CACHE = frozenset(

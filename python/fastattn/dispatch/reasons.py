@@ -2,7 +2,7 @@
 
 ``explain`` shows them; the error of a forced backend and the warning about a call that runs in PyTorch quote them.
 support.py lists what the kernels take. Functions that know more about their own arguments word such reasons themselves
-(``Call.only_torch``); layout.py says why a tensor is copied first.
+(``Request.only_torch``); layout.py says why a tensor is copied first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastattn import native
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import DeviceFacts
+from fastattn.dispatch.request import Request
 from fastattn.dispatch.support import FEATURES, SUPPORT, Support
 
 # Reasons against every kernel, whatever the call is.
@@ -25,7 +25,7 @@ FORWARD_MODE = (
 )
 
 # The reason against PyTorch where a kernel was chosen.
-A_KERNEL_RUNS = "a kernel of fastattn runs this call."
+A_KERNEL_RUNS = "a kernel of fastattn runs this request."
 
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -49,50 +49,45 @@ def each_once(rejected: dict[str, str]) -> dict[str, str]:
     return {", ".join(backends): reason for reason, backends in names.items()}
 
 
-def reason_against(backend: str, call: Call, device_facts: DeviceFacts | None) -> str | None:
-    """Returns why ``backend`` cannot run ``call``, as a sentence that a user can act on, or None."""
-    if call.only_torch is not None:
-        return call.only_torch
+def reason_against(backend: str, request: Request, device_facts: DeviceFacts | None) -> str | None:
+    """Returns why ``backend`` cannot run ``request``, as a sentence that a user can act on, or None."""
+    if request.only_torch is not None:
+        return request.only_torch
     if device_facts is None:
-        return f"the tensors are on {call.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
-    support = SUPPORT[call.op].get(backend)
+        return f"the tensors are on {request.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
+    support = SUPPORT[request.op.name].get(backend)
     if support is None:
-        return f"there is no {_NAMES[backend]} kernel for {call.op} yet."
-    unavailable = _unavailable(backend, call.device, device_facts)
-    return unavailable or _reason_of_the_kernels(backend, support, call, device_facts)
+        return f"there is no {_NAMES[backend]} kernel for {request.op.name} yet."
+    unavailable = _unavailable(backend, request.device, device_facts)
+    return unavailable or _reason_of_the_kernels(backend, support, request, device_facts)
 
 
-def lacking_for_cuda(call: Call, device_facts: DeviceFacts) -> str | None:
-    """Returns what this build or the driver lacks to run ``call`` on this GPU by a CUDA C++ kernel, or None if nothing
-    is lacking or no such kernel takes the call."""
-    support = SUPPORT[call.op].get("cuda")
-    if support is None or (call.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
+def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
+    """Returns what this build or the driver lacks to run ``request`` on this GPU by a CUDA C++ kernel, or None if
+    nothing is lacking or no such kernel takes the call."""
+    support = SUPPORT[request.op.name].get("cuda")
+    if support is None or (request.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
-    unavailable = _unavailable("cuda", call.device, device_facts)
-    if unavailable is None or _reason_of_the_kernels("cuda", support, call, device_facts) is not None:
+    unavailable = _unavailable("cuda", request.device, device_facts)
+    if unavailable is None or _reason_of_the_kernels("cuda", support, request, device_facts) is not None:
         return None
     return unavailable
 
 
-def _reason_of_the_kernels(backend: str, support: Support, call: Call, device_facts: DeviceFacts) -> str | None:
+def _reason_of_the_kernels(backend: str, support: Support, request: Request, device_facts: DeviceFacts) -> str | None:
     if device_facts.arch < support.min_arch:
         return (
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the kernels need "
             f"{support.min_arch // 10}.{support.min_arch % 10} or later."
         )
-    if call.dtype not in support.dtypes:
-        return f"the dtype is {call.dtype}, and the kernels take {support.dtypes_text()}; cast or autocast."
-    if backend == "cuda" and call.op == "int8_matmul" and not torch.compiler.is_compiling():
-        most = max(call.sizes, default=0)
-        if most > _MAX_INT32:
-            return f"there are {most} tokens, and the CUDA C++ kernels count them in 32 bits; call it for fewer."
-    if backend == "cuda" and "int8 activations" in call.features:
-        reason = _reason_against_int8_activations(call, device_facts)
-        if reason is not None:
-            return reason
-    for name, dim in (("head dim", call.head_dim), ("value head dim", call.value_dim)):
+    if request.dtype not in support.dtypes:
+        return f"the dtype is {request.dtype}, and the kernels take {support.dtypes_text()}; cast or autocast."
+    refusal = request.op.refusal(backend, request, device_facts)
+    if refusal is not None:
+        return refusal
+    for name, dim in (("head dim", request.head_dim), ("value head dim", request.value_dim)):
         taken = support.kernel_head_dim(dim)
-        if "paged" in call.features and taken is not None and taken != dim:
+        if "paged" in request.features and taken is not None and taken != dim:
             return (
                 f"the {name} is {dim}, and the kernels take {support.head_dims_text()}; pages are never copied, and "
                 "hence not padded."
@@ -101,15 +96,18 @@ def _reason_of_the_kernels(backend: str, support: Support, call: Call, device_fa
             advice = "" if support.pads else "; pad with zeros and pass the original scale"
             return f"the {name} is {dim}, and the kernels take {support.head_dims_text()}{advice}."
         limit = support.most_dims_with_gradients
-        if limit is not None and "gradients" in call.features and dim > limit:
+        if limit is not None and "gradients" in request.features and dim > limit:
             return (
                 f"the {name} is {dim}, and the kernels have gradients up to {limit}; without them, under "
                 "torch.no_grad(), they take this call."
             )
-    missing = [words for feature, words in FEATURES[call.op].items() if feature in call.features - support.features]
-    if missing:
-        return f"the kernels do not have: {', '.join(missing)}."
-    return None
+    missing = request.features - support.features
+    return f"the kernels do not have: {words_for(request.op.name, missing)}." if missing else None
+
+
+def words_for(op: str, features: frozenset[str]) -> str:
+    """Returns the words of support.py for some features of an operation."""
+    return ", ".join(words for feature, words in FEATURES[op].items() if feature in features)
 
 
 def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -> str | None:
@@ -132,42 +130,6 @@ def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) 
         return None
     if not _TRITON_IS_INSTALLED:
         return "triton is not installed; `pip install triton`."
-    return None
-
-
-# Limits of the CUDA C++ kernels that multiply int8 by int8, csrc/int8_matmul/gemm_s8_sm80.cuh and gemm_s8_sm90.cuh.
-_INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
-_MAX_INT8_SUM_DEPTH = 2**17
-_MAX_INT8_LAUNCH_COUNT = 2**24
-_MAX_INT32 = 2**31 - 1
-
-
-def _reason_against_int8_activations(call: Call, device_facts: DeviceFacts) -> str | None:
-    """Returns why the kernel for int8 activations cannot run a call that the one for 16-bit ones might, or None."""
-    tokens, rows, columns, _ = call.sizes
-    others = call.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
-    if others:
-        words = ", ".join(words for feature, words in FEATURES[call.op].items() if feature in others)
-        return f"the CUDA C++ kernel for int8 activations does not have: {words}."
-    if rows % 8 != 0 or columns % 16 != 0:
-        return (
-            f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations takes N and K that are "
-            "multiples of 8 and 16; pad it with zeros."
-        )
-    if columns > _MAX_INT8_SUM_DEPTH:
-        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
-    if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
-        gpu, sizes = ("int8_matmul_s8", device_facts.arch, device_facts.num_sms), (tokens, rows, columns)
-        has_groups = "group scales" in call.features
-        kernel = native.int8_matmul_kernel(*gpu, call.dtype, has_groups, False, *sizes)
-        if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
-            return None
-        ctas = native.dealt_int8_matmul(*gpu, has_groups, *sizes).ctas
-        if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
-            return (
-                f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
-                "activations counts in a launch; call it for fewer tokens at a time."
-            )
     return None
 
 

@@ -10,19 +10,19 @@ from typing import NamedTuple
 import torch
 
 from fastattn.checks import check_choice
-from fastattn.dispatch.call import Choice
+from fastattn.dispatch.request import Choice
 from fastattn.dispatch.support import BACKENDS
 
 
 class Explained(BaseException):
-    """Carries the choice out of a call that is only explained, not run."""
+    """Carries the choice out of a call that is only explained, not run.
+
+    ``explain`` takes any function that leads to one of ours, as ``torch.vmap`` and modules do: nothing but an exception
+    leaves it before it runs or changes something.
+    """
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-
-
-class NoKernel(Exception):
-    """No kernel takes a call that came from an operator of torch's own, so torch must run its own code."""
 
 
 class Asked(NamedTuple):
@@ -37,7 +37,6 @@ class _ThreadState(threading.local):
         self.forced: str | None = None
         self.sdpa: bool | None = None  # None: torch's own switches say it
         self.explaining = False
-        self.serving_torch = False
 
 
 thread = _ThreadState()
@@ -90,23 +89,3 @@ def explaining() -> Iterator[None]:
         yield
     finally:
         thread.explaining = before
-
-
-@contextlib.contextmanager
-def serving_torch() -> Iterator[None]:
-    """Marks the calls inside the block as those of an operator of torch's own, which must not be called again.
-
-    ``choose`` then raises ``NoKernel`` where it would choose PyTorch, and ignores ``torch.nn.attention.sdpa_kernel``,
-    which torch has already followed.
-    """
-    before = thread.serving_torch
-    thread.serving_torch = True
-    try:
-        yield
-    finally:
-        thread.serving_torch = before
-
-
-def is_explaining() -> bool:
-    """Returns whether this call will raise ``Explained`` where it chooses: nothing may be changed before that."""
-    return thread.explaining

@@ -5,8 +5,7 @@ Process groups, meshes and collectives are torch's. Importing ``fastattn`` does 
 
 from __future__ import annotations
 
-from fastattn.distributed.context_parallel import context_parallel_attention
-from fastattn.distributed.context_parallel_varlen import context_parallel_attention_varlen
+from fastattn.distributed.context_parallel import context_parallel_attention, context_parallel_attention_varlen
 from fastattn.distributed.merge import merge_attention
 from fastattn.distributed.packed import PackedShards, shard_varlen
 from fastattn.distributed.sequence import gather_sequence, shard_sequence

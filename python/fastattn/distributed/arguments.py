@@ -3,89 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn.checks import check_bool, check_choice, expect
+from fastattn.call import AttentionCall
+from fastattn.checks import check_choice, expect
 from fastattn.distributed.agreement import checked_on_all_ranks
-from fastattn.functional.attention_block import BlockOptions
-from fastattn.functional.attention_checks import Options, check_call, check_window
+from fastattn.functional.attention_checks import check_call, check_window
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 
 STRATEGIES = ("ring", "allgather", "ulysses")
 
 
-class Arguments(NamedTuple):
-    """The arguments of the dense and of the packed call; query, key and value are ``[B, H, S, D]``."""
+def prepared(
+    call: AttentionCall, strategy: str, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
+) -> AttentionCall:
+    """Returns the call over ``[B, H, S, D]``, checked on all ranks, with its tensors in the dtype of autocast and one
+    seed for all ranks.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    strategy: str
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    dropout_p: float
-    dropout_seed: int | Tensor | None
-    scale: float | None
-    return_lse: bool
-    deterministic: bool | None
+    ``check`` covers what differs between the dense and the packed call. It either raises or returns by name the values
+    that all ranks must share.
+    """
+    found: list[AttentionCall] = []
 
-    def prepared(
-        self, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
-    ) -> tuple[Tensor, Tensor, Tensor, BlockOptions]:
-        """Returns query, key and value in the dtype of autocast, and the options of all blocks, without slopes.
+    def check_all() -> dict[str, Any]:
+        shared = check()
+        found.append(_checked(call))
+        return {**shared, "strategy": strategy, **_facts(call)}
 
-        ``check`` covers what differs between the two calls. It either raises or returns by name the values that all
-        ranks must share.
-        """
-        checked_on_all_ranks(groups, lambda: {**check(), **self._facts()})
-        tensors = self.query, self.key, self.value
-        cast = autocast_dtype(self.query.device.type)
-        if cast is not None:  # before anything is sent: 16-bit messages are smaller
-            tensors = tuple(autocast_to(cast, tensor) for tensor in tensors)  # type: ignore[assignment]
-        left, right = self.window
-        seed = self._common_seed(groups) if self.dropout_p > 0 else None
-        window = (left, 0 if self.causal else right)
-        return *tensors, BlockOptions(window, self.softcap, None, self.dropout_p, seed, self.scale, self.deterministic)
+    checked_on_all_ranks(groups, check_all)
+    (checked,) = found
+    cast = autocast_dtype(call.query.device.type)
+    if cast is not None:  # before anything is sent: 16-bit messages are smaller
+        checked = checked.with_tensors(tuple(autocast_to(cast, tensor) for tensor in checked[:3]))
+    return checked._replace(dropout_seed=_common_seed(call, groups) if call.dropout_p > 0 else None)
 
-    def _facts(self) -> dict[str, Any]:
-        slopes = self.alibi_slopes
-        of_batch = slopes if slopes is None or slopes.dim() == 1 else None  # a row of slopes may be a document's
-        check_call(
-            (self.query, self.key, self.value, None, of_batch, self.sinks, None, None, None),
-            Options(0, 0, self.causal, self.window, self.softcap, self.dropout_p, self.scale),
-        )
-        check_bool("return_lse", self.return_lse)
-        if self.deterministic is not None:
-            check_bool("deterministic", self.deterministic)
-        if isinstance(self.dropout_seed, int):
-            seed_tensor(self.dropout_seed, self.query.device)
-        tensors = {name: getattr(self, name) for name in ("query", "key", "value", "alibi_slopes", "sinks")}
-        return {
-            **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},
-            "strategy": self.strategy,
-            "causal": self.causal,
-            "window": check_window(self.window),
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
-            "dropout_seed": self.dropout_seed if isinstance(self.dropout_seed, int) else self.dropout_seed is None,
-            "scale": self.scale,
-        }
 
-    def _common_seed(self, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Returns the given seed, or else one that the first rank draws and broadcasts."""
-        if self.dropout_seed is not None:
-            return seed_tensor(self.dropout_seed, self.query.device)
-        drawn = draw_seed(self.query.device)
-        for group in groups:
-            dist.broadcast(drawn, dist.get_global_rank(group, 0), group=group)
-        return drawn
+def _checked(call: AttentionCall) -> AttentionCall:
+    slopes = call.alibi_slopes
+    if isinstance(call.dropout_seed, int):
+        seed_tensor(call.dropout_seed, call.query.device)
+    # A row of slopes may be a document's.
+    checked, _ = check_call(call._replace(alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else None))
+    return checked._replace(alibi_slopes=slopes)
+
+
+def _facts(call: AttentionCall) -> dict[str, Any]:
+    """Returns by name what all ranks must share."""
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value", "alibi_slopes", "sinks")}
+    seed = call.dropout_seed
+    return {
+        **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},
+        **{name: getattr(call, name) for name in ("causal", "softcap", "dropout_p", "scale")},
+        "window": check_window(call.window),
+        "dropout_seed": seed if isinstance(seed, int) else seed is None,
+    }
+
+
+def _common_seed(call: AttentionCall, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Returns the given seed, or else one that the first rank draws and broadcasts."""
+    if call.dropout_seed is not None:
+        return seed_tensor(call.dropout_seed, call.query.device)
+    drawn = draw_seed(call.query.device)
+    for group in groups:
+        dist.broadcast(drawn, dist.get_global_rank(group, 0), group=group)
+    return drawn
 
 
 def split_groups(

@@ -1,68 +1,60 @@
-"""Attention over a sequence of which each rank has a part."""
+"""Attention over a sequence, or over packed sequences, of which each rank has a part."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack  # torch brings it
 
-from fastattn.checks import check_rank, check_tensor, expect
+from fastattn.call import UNBOUNDED, AttentionCall
+from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect
 from fastattn.dispatch.thread_state import asked
-from fastattn.distributed.arguments import Arguments, check_heads, split_groups
-from fastattn.distributed.blocks import Spread
+from fastattn.distributed.arguments import check_heads, prepared, split_groups
+from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Spread
 from fastattn.distributed.collectives import Group, all_to_all, process_groups
-from fastattn.distributed.gathered import gathered_attention
+from fastattn.distributed.gathering import gathered_attention
 from fastattn.distributed.local_attention import LocalAttention
+from fastattn.distributed.packed import PackedLayout, PackedShards
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
-from fastattn.functional.attend import attend
-from fastattn.functional.attention_checks import UNBOUNDED, Options, check_slopes
+from fastattn.functional.attention import attend
+from fastattn.functional.attention_checks import check_slopes
+
+
+class _PackedOptions(TypedDict, total=False):
+    """The options that do not change the type of the result."""
+
+    strategy: str
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    scale: float | None
+    deterministic: bool | None
+
+
+class _DenseOptions(_PackedOptions, total=False):
+    group: Group
+    layout: str
 
 
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Group = ...,
-    strategy: str = ...,
-    layout: str = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_DenseOptions]
 ) -> Tensor: ...
 
 
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Group = ...,
-    strategy: str = ...,
-    layout: str = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -118,9 +110,20 @@ def context_parallel_attention(
             one rank is wrong, or where ranks differ in shapes or options; without it the others would wait.
     """
     groups = process_groups(group)
-    arguments = Arguments(
-        *(query, key, value, strategy, causal, window, softcap, alibi_slopes, sinks),
-        *(dropout_p, dropout_seed, scale, return_lse, deterministic),
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        dropout_seed=dropout_seed,
     )
 
     def check() -> dict[str, Any]:
@@ -131,19 +134,21 @@ def context_parallel_attention(
             check_slopes(alibi_slopes, query.device, *query.shape[:2])
         if dropout_p > 0 and strategy == "ring":
             rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
-            expect(rows % 4 == 0, "query", "parts of a multiple of 4 rows for dropout with strategy 'ring'", rows)
+            parts = f"parts of a multiple of {KEYS_OF_A_DRAW} rows for dropout with strategy 'ring'"
+            expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
         return {"layout": layout}
 
-    query, key, value, options = arguments.prepared(groups, check)
+    call = prepared(call, strategy, groups, check)
     by_heads, by_keys = split_groups(groups, strategy)
-    inputs = _Inputs(query, key, value, alibi_slopes, sinks, LocalAttention(options, 0, query.shape[1], asked()))
+    attention = LocalAttention(call.without_tensors(), 0, query.shape[1], asked())
+    inputs = _Inputs(*call[:3], alibi_slopes, sinks, attention)
     if by_heads is not None:
         inputs = _with_whole_sequence(inputs, by_heads, layout)
     if by_keys is None:
-        out, lse = _attend(inputs)
+        out, lse = _attend_alone(inputs)
     else:
         goes_by_places = alibi_slopes is not None or dropout_p > 0
-        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], options.window, goes_by_places)
+        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], call.window, goes_by_places)
         over_keys = ring_attention if strategy == "ring" else gathered_attention
         out, lse = over_keys(*inputs[:5], spread, inputs.attention, by_keys)
     if by_heads is not None:
@@ -193,34 +198,28 @@ def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str)
     )
 
 
-def _attend(inputs: _Inputs) -> tuple[Tensor, Tensor]:
+def _attend_alone(inputs: _Inputs) -> tuple[Tensor, Tensor]:
     """Attends over the whole sequence.
 
     Dropout numbers the heads through all batch entries. A rank has some heads of each, so it takes one entry at a time.
     """
     options, first_head, all_heads, _ = inputs.attention
 
-    def of(entries: slice) -> tuple[Tensor, ...]:
+    def attend_to(entries: slice) -> tuple[Tensor, ...]:
         query, key, value = (tensor[entries] for tensor in inputs[:3])
         slopes = inputs.slopes if inputs.slopes is None or inputs.slopes.dim() == 1 else inputs.slopes[entries]
-        found = attend(
-            (query, key, value, None, slopes, inputs.sinks, None, None, None),
-            Options(
-                *(0, 0, False, options.window, options.softcap, options.dropout_p, options.scale, False),
-                first_head=first_head + entries.start * all_heads,
-            ),
-            options.dropout_seed,
-            options.deterministic,
-            return_lse=True,
-        )
+        first = first_head + entries.start * all_heads
+        call = options.with_tensors((query, key, value, None, slopes, inputs.sinks))
+        found = attend(call._replace(return_lse=True, first_head=first))
         assert isinstance(found, tuple)
         return found
 
     batch = inputs.query.shape[0]
     if options.dropout_p == 0 or batch < 2:
-        out, lse = of(slice(0, batch))
+        out, lse = attend_to(slice(0, batch))
         return out, lse
-    out, lse = (torch.cat(of_entries) for of_entries in zip(*(of(slice(b, b + 1)) for b in range(batch)), strict=True))
+    found = zip(*(attend_to(slice(b, b + 1)) for b in range(batch)), strict=True)
+    out, lse = (torch.cat(results) for results in found)
     return out, lse
 
 
@@ -234,3 +233,239 @@ def _to_all_heads(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
     """The inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
     by_rank = in_order_of_ranks(x, 2, layout, dist.get_world_size(group)).unflatten(2, (dist.get_world_size(group), -1))
     return all_to_all(by_rank.movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+
+
+# --- packed sequences, here called documents --------------------------------------------------------------------------
+
+
+@overload
+def context_parallel_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: PackedShards,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_PackedOptions],
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: PackedShards,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_PackedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@torch.compiler.disable  # what is sent and computed follows from the lengths: a graph ends before the call
+def context_parallel_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shards: PackedShards,
+    *,
+    strategy: str = "allgather",
+    causal: bool = False,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``fastattn.attention_varlen`` over packed sequences that are spread over ranks: this rank's part of the result.
+
+    A rank attends to its whole sequences by itself; ``strategy`` is about the others alone. Gradients are as in
+    ``context_parallel_attention``.
+
+    Args:
+        query: ``[num_rows, Hq, D]``; key: ``[num_rows, Hkv, D]``; value: ``[num_rows, Hkv, Dv]``: this rank's rows, as
+            ``shards.shard`` gives them. The contents of padding have no influence.
+        shards: how the sequences lie on the ranks of a group, from ``shard_varlen``.
+        strategy: as for ``context_parallel_attention``.
+        alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences. The other options are those of
+            ``fastattn.attention_varlen``.
+        dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on how
+            sequences are spread.
+
+    Returns:
+        ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Padding has 0 and -inf.
+
+    Raises:
+        InputError, TypeError: as ``context_parallel_attention``; also for a number of rows other than that of
+            ``shards``.
+    """
+    expect(isinstance(shards, PackedShards), "shards", "what shard_varlen returns", type(shards).__name__)
+    groups = process_groups(shards.group)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+        check_rank(name, tensor, "[num_rows, H, D]")
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        dropout_seed=dropout_seed,
+    )
+
+    def check() -> dict[str, Any]:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", tensor.shape[2])
+        by_heads, _ = split_groups(groups, strategy)
+        check_heads(query, key, by_heads)
+        if alibi_slopes is not None:
+            check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
+        return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
+
+    call = prepared(call, strategy, groups, check)
+    attention = LocalAttention(call.without_tensors(), 0, query.shape[1], asked())
+    rows = _Rows(*call[:3], alibi_slopes, sinks, attention, shards.layout, shards.rank)
+    by_heads, by_keys = split_groups(groups, strategy)
+    out, lse = _attend_to_rows(rows, by_heads, by_keys, ring_attention if strategy == "ring" else gathered_attention)
+    return (out[0].transpose(0, 1), lse[0]) if return_lse else out[0].transpose(0, 1)
+
+
+class _Rows(NamedTuple):
+    """The inputs of a rank: rows of some heads, ``[1, H, rows, D]``, and the layout of all ranks with these heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
+    sinks: Tensor | None
+    attention: LocalAttention  # without slopes
+    layout: PackedLayout
+    rank: int
+
+
+def _attend_to_rows(
+    rows: _Rows, by_heads: dist.ProcessGroup | None, by_keys: dist.ProcessGroup | None, over_keys: Any
+) -> tuple[Tensor, Tensor]:
+    """Returns output and lse of all rows. Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys."""
+    layout = rows.layout
+    found = []
+    num_cut = max((part.rows.stop for part in layout.cut_parts[rows.rank]), default=0)
+    if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
+        query, key, value = (_first_rows(tensor, num_cut, layout.cut_rows) for tensor in rows[:3])
+        cut = rows._replace(query=query, key=key, value=value)
+        if by_heads is not None:
+            out, lse = _with_other_heads(cut, by_heads, by_keys, over_keys)
+        else:
+            spread = layout.spread(rows.attention.options.window)
+            out, lse = over_keys(*cut[:5], spread, rows.attention, by_keys)
+        found.append((out[:, :, :num_cut], lse[:, :, :num_cut]))
+    if whole := [part for part in layout.parts[rows.rank] if layout.is_whole(part)]:
+        found.append(_attend_whole(rows, whole))
+    found.append(_padding(rows, rows.query.shape[2] - sum(lse.shape[2] for _, lse in found)))
+    out, lse = (torch.cat(of_all, 2) for of_all in zip(*found, strict=True))
+    return out, lse
+
+
+def _first_rows(x: Tensor, num_rows: int, length: int) -> Tensor:
+    return F.pad(x[:, :, :num_rows], (0, 0, 0, length - num_rows))
+
+
+def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns the output and lse of padding rows. They depend on all tensors, so that a rank with nothing but padding
+    has gradients too: DDP waits for them."""
+    shape = (*rows.query.shape[:2], num_rows, rows.value.shape[3])
+    lse_dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
+    tensors = [tensor for tensor in (*rows[:3], rows.slopes, rows.sinks) if tensor is not None]
+    nothing = torch.stack([tensor[..., :0].sum().to(lse_dtype) for tensor in tensors]).sum()  # empty views: no copies
+    out = rows.query.new_zeros(shape) + nothing.to(rows.query.dtype)
+    return out, rows.query.new_full(shape[:3], -torch.inf, dtype=lse_dtype) + nothing
+
+
+# --- Whole documents --------------------------------------------------------------------------------------------------
+
+
+def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
+    """Attends to whole documents in one call.
+
+    Dropout numbers the heads through all documents, so with it each call takes only consecutive documents, or a single
+    one where the rank has some of the heads.
+    """
+    options, first_head, all_heads, _ = rows.attention
+    has_all_heads = rows.query.shape[1] == all_heads
+    calls: list[list[Part]] = []
+    for part in documents:
+        last = calls[-1][-1].document if calls else None
+        follows = last is not None and part.document == last + 1 and has_all_heads
+        if calls and (options.dropout_p == 0 or follows):
+            calls[-1].append(part)
+        else:
+            calls.append([part])
+    found = []
+    for call in calls:
+        numbers = tuple(part.document or 0 for part in call)
+        offsets, number_tensor = rows.layout.offsets(numbers, rows.query.device)
+        own = slice(call[0].rows.start, call[-1].rows.stop)
+        query, key, value = (tensor[0, :, own].transpose(0, 1) for tensor in rows[:3])
+        slopes, longest = rows.slopes, max(part.length for part in call)
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes.index_select(0, number_tensor)
+        own_call = options.with_tensors((query, key, value, None, slopes, rows.sinks, offsets, offsets))
+        result = attend(
+            own_call._replace(
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                return_lse=True,
+                first_head=numbers[0] * all_heads + first_head,
+            )
+        )
+        found.append((result[0].transpose(0, 1)[None], result[1][None]))
+    out, lse = (torch.cat(of_all, 2) if len(found) > 1 else of_all[0] for of_all in zip(*found, strict=True))
+    return out, lse
+
+
+# --- Rows for heads, and back -----------------------------------------------------------------------------------------
+
+
+def _with_other_heads(
+    rows: _Rows, by_heads: dist.ProcessGroup, by_keys: dist.ProcessGroup | None, over_keys: Any
+) -> tuple[Tensor, Tensor]:
+    """Exchanges rows for heads among the ranks of ``by_heads``, attends with these heads, and exchanges back."""
+    num_ranks, rank_of_heads = dist.get_world_size(by_heads), dist.get_rank(by_heads)
+    layout, rows_of_groups = rows.layout.exchanged(num_ranks)
+    group = rows.rank // num_ranks
+    index = rows_of_groups[group](rows.query.device)
+
+    def to_heads(x: Tensor) -> Tensor:
+        by_rank = all_to_all(x.unflatten(1, (num_ranks, -1)).movedim(1, 0), by_heads)  # [ranks, 1, H, rows, D]
+        return by_rank.movedim(0, 2).flatten(2, 3).index_select(2, index)
+
+    def back(x: Tensor) -> Tensor:
+        all_rows = x.new_zeros(*x.shape[:2], num_ranks * rows.layout.cut_rows, x.shape[3]).index_copy(2, index, x)
+        return all_to_all(all_rows.unflatten(2, (num_ranks, -1)).movedim(2, 0), by_heads).movedim(0, 1).flatten(1, 2)
+
+    heads = rows.query.shape[1] // num_ranks
+    own = slice(rank_of_heads * heads, (rank_of_heads + 1) * heads)
+    exchanged = _Rows(
+        query=to_heads(rows.query),
+        key=to_heads(rows.key),
+        value=to_heads(rows.value),
+        slopes=None if rows.slopes is None else rows.slopes[..., own],
+        sinks=None if rows.sinks is None else rows.sinks[own],
+        attention=rows.attention.of_heads(own),
+        layout=layout,
+        rank=group,
+    )
+    out, lse = _attend_to_rows(exchanged, None, by_keys, over_keys)
+    return back(out), back(lse[..., None])[..., 0]

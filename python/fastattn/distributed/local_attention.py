@@ -9,25 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.call import AttentionCall
 from fastattn.dispatch.thread_state import Asked, as_asked
 from fastattn.distributed.blocks import Block
-from fastattn.functional.attention_block import (
-    BackwardTensors,
-    BlockOptions,
-    Place,
-    add_gradients_of_block,
-    attention_block,
-)
+from fastattn.functional.attention_block import BackwardTensors, add_gradients_of_block, attention_block
 
 
 class LocalAttention(NamedTuple):
     """Attention with options that all blocks share, except for the window, for heads from ``first_head`` on of
-    ``all_heads``.
+    ``all_heads``. The options are a call without tensors, except for slopes.
 
     ``asked`` is what the thread of the call has asked of the dispatcher. Gradients follow it too, in autograd's thread.
     """
 
-    options: BlockOptions
+    options: AttentionCall
     first_head: int
     all_heads: int
     asked: Asked
@@ -44,8 +39,8 @@ class LocalAttention(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Returns output and lse of ``query`` over ``key`` and ``value``, which are the rows and keys of ``block``."""
         found = [
-            attention_block(query[entries], key[entries], value[entries], self._options(block, entries), place)
-            for entries, place in self._calls(query, block)
+            attention_block(call._replace(query=query[entries], key=key[entries], value=value[entries]))
+            for entries, call in self._calls(query, block)
         ]
         out, lse = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
         return out, lse
@@ -83,32 +78,39 @@ class LocalAttention(NamedTuple):
         block: Block,
     ) -> None:
         """Adds the gradients of query, key and value to ``sums``; all tensors have the rows and keys of ``block``."""
-        for entries, place in self._calls(tensors.query, block):
-            of_query, of_key, of_value = (total[entries] for total in sums)
-            of_slopes = _slopes_of(slopes_sum, block, entries)
-            of_entries = BackwardTensors._make(tensor[entries] for tensor in tensors)
+        for entries, call in self._calls(tensors.query, block):
+            grad_query, grad_key, grad_value = (total[entries] for total in sums)
+            grad_slopes = _slopes_of(slopes_sum, block, entries)
+            own = BackwardTensors._make(tensor[entries] for tensor in tensors)
             with as_asked(self.asked):
-                add_gradients_of_block(
-                    (of_query, of_key, of_value), of_slopes, of_entries, self._options(block, entries), place
-                )
+                add_gradients_of_block((grad_query, grad_key, grad_value), grad_slopes, own, call)
 
-    def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, Place]]:
-        """Returns the batch entries of each call, and where they stand in the whole.
+    def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
+        """Returns the batch entries of each call, and the options of the call.
 
         Dropout numbers the heads through all batch entries, or documents, so a rank with some of the heads takes one
         entry at a time.
         """
         batch, heads = query.shape[:2]
-        row, key = block.first_row, block.first_key
         if block.document is not None:
-            return [(slice(0, batch), Place(row, key, block.document * self.all_heads + self.first_head))]
-        if self.options.dropout_p == 0 or heads == self.all_heads or batch < 2:
-            return [(slice(0, batch), Place(row, key, self.first_head))]
-        return [(slice(b, b + 1), Place(row, key, b * self.all_heads + self.first_head)) for b in range(batch)]
-
-    def _options(self, block: Block, entries: slice) -> BlockOptions:
-        slopes = _slopes_of(self.options.alibi_slopes, block, entries)
-        return self.options._replace(window=block.window, alibi_slopes=slopes)
+            firsts = [(slice(0, batch), block.document * self.all_heads)]
+        elif self.options.dropout_p == 0 or heads == self.all_heads or batch < 2:
+            firsts = [(slice(0, batch), 0)]
+        else:
+            firsts = [(slice(b, b + 1), b * self.all_heads) for b in range(batch)]
+        return [
+            (
+                entries,
+                self.options._replace(
+                    window=block.window,
+                    alibi_slopes=_slopes_of(self.options.alibi_slopes, block, entries),
+                    first_row=block.first_row,
+                    first_key=block.first_key,
+                    first_head=self.first_head + first,
+                ),
+            )
+            for entries, first in firsts
+        ]
 
 
 def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,19 +13,18 @@ from fastattn.checks import (
     check_shape,
     check_tensor,
     expect,
-    needs_gradient,
 )
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.device import facts
-from fastattn.dispatch.reasons import only_torch_handles, reason_against
+from fastattn.dispatch.reasons import reason_against
 from fastattn.dispatch.recording import note
+from fastattn.dispatch.request import Request
 from fastattn.dispatch.thread_state import thread
 from fastattn.functional.autocast import without_autocast
 from fastattn.functional.checked_once import CheckedOnce
-from fastattn.ops.merge import MergeArguments, MergeIntoArguments, differentiable_merge
+from fastattn.ops.describe import describe_merge
+from fastattn.ops.merge import Merge, MergeInto, differentiable_merge, merge_attention_into
 from fastattn.ops.merge import merge_attention as merge_by_kernel
-from fastattn.ops.merge import merge_attention_into as merge_by_kernel_into
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,17 +46,16 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     Raises:
         InputError, TypeError: shapes that differ or are none of the above, or devices that differ.
     """
-    tensors = MergeArguments(out_a, lse_a, out_b, lse_b)
-    call = _checked_calls.get(tensors, ())
-    choice = choose(call)
+    merge, request = _check_once(Merge(out_a, lse_a, out_b, lse_b))
+    choice = choose(request)
     if choice.backend == "torch":
-        with without_autocast(call.device.type):
-            results = reference.merge_attention(*tensors)
-    elif "gradients" in call.features:
-        results = differentiable_merge(choice.backend, tensors)
+        with without_autocast(request.device.type):
+            results = reference.merge_attention(*merge)
+    elif "gradients" in request.features:
+        results = differentiable_merge(choice.backend, merge)
     else:
-        results = merge_by_kernel(choice.backend, tensors)
-    note(call.op, choice.backend, choice.kernel)
+        results = merge_by_kernel(choice.backend, merge)
+    note(request.op.name, choice.backend, choice.kernel)
     return results
 
 
@@ -69,33 +65,29 @@ def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     This is a step of a larger call, whose backend a user may have forced. Where that backend is not Triton, or no
     kernel takes the tensors, PyTorch merges; nothing is refused.
     """
-    call = _checked_calls.get((out, lse, block_out, block_lse), ())
+    _, request = _check_once(Merge(out, lse, block_out, block_lse))
     with torch.no_grad():
-        if thread.forced in (None, "triton") and reason_against("triton", call, facts(call.device)) is None:
-            merge_by_kernel_into("triton", MergeIntoArguments(out, lse, block_out, block_lse))
+        if thread.forced in (None, "triton") and reason_against("triton", request, facts(request.device)) is None:
+            merge_attention_into("triton", MergeInto(out, lse, block_out, block_lse))
             return
         merged = reference.merge_attention(out, lse, block_out, block_lse)
         for total, result in zip((out, lse), merged, strict=True):
             total.copy_(result)
 
 
-def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
-    for name, tensor in zip(MergeArguments._fields, tensors, strict=True):
+def _check(merge: Merge) -> tuple[Merge, Request]:
+    for name, tensor in merge._asdict().items():
         check_tensor(name, tensor)
         check_dtype(name, tensor, FLOATING)
-        check_same_device(name, tensor, tensors[0].device)
-    out_a, lse_a, out_b, lse_b = tensors
+        check_same_device(name, tensor, merge.out_a.device)
+    out_a, lse_a, out_b, lse_b = merge
     is_packed = out_a.dim() == 3
     expect(out_a.dim() in (3, 4), "out_a", "[B, Hq, Sq, Dv] or [total, Hq, Dv]", list(out_a.shape))
     check_shape("out_b", out_b, out_a.shape, "of out_a")
     rows = (out_a.shape[1], out_a.shape[0]) if is_packed else out_a.shape[:3]
     check_shape("lse_a", lse_a, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
     check_shape("lse_b", lse_b, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else out_a.dtype
-    features = {"varlen"} if is_packed else set()
-    if torch.is_grad_enabled() and any(map(needs_gradient, tensors)):
-        features.add("gradients")
-    return Call("merge", out_a.device, dtype, 0, 0, frozenset(features), (), only_torch_handles(*tensors))
+    return merge, describe_merge(*merge)
 
 
-_checked_calls = CheckedOnce(_check_call)
+_check_once = CheckedOnce(_check, Merge)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastattn import reference
+from fastattn.call import AppendCall
 from fastattn.checks import check_tensor, device_checks_are_on
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.kv_cache_checks import AppendTensors, check_append, check_slots
-from fastattn.ops.append import AppendArguments
-from fastattn.ops.append import append_to_cache as append_by_kernel
+from fastattn.functional.kv_cache_checks import check_append_once, check_slots
+from fastattn.ops.decode import append_to_cache as append_by_kernel
 
 
 def append_to_cache(
@@ -59,21 +58,17 @@ def append_to_cache(
     cast = autocast_dtype(k_new.device.type)
     if cast is not None:
         k_new, v_new = autocast_to(cast, k_new), autocast_to(cast, v_new)
-    tensors = AppendTensors(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    call = _checked_calls.get(tensors, ())
+    call, request = check_append_once(AppendCall(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale))
     if device_checks_are_on():
-        check_slots(tensors)
+        check_slots(call)
 
-    choice = choose(call)
+    choice = choose(request)
     if choice.backend == "torch":
         with without_autocast(k_new.device.type):
-            if not cache_on_cpu.append_to_cache(tensors):
-                reference.append_to_cache(*tensors[:5], k_scale=k_scale, v_scale=v_scale)
+            if not cache_on_cpu.append_to_cache(call):
+                reference.append_to_cache(*call[:5], k_scale=k_scale, v_scale=v_scale)
     else:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_uncopied(name, cache, "it is written in place")
-        append_by_kernel(choice.backend, AppendArguments(*tensors))
-    note(call.op, choice.backend, choice.kernel)
-
-
-_checked_calls = CheckedOnce(check_append)
+        append_by_kernel(choice.backend, call)
+    note(request.op.name, choice.backend, choice.kernel)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Never, Unpack  # torch brings it
 
-from fastattn.checks import MOST_HEADS, check_bool, check_tensor, is_distributed, refuse_keywords
+from fastattn import run
+from fastattn.call import UNBOUNDED, AttentionCall
+from fastattn.checks import MOST_HEADS, check_tensor, expect, is_distributed, places_are_checked, refuse_keywords
+from fastattn.dispatch.choose import choose
+from fastattn.dispatch.recording import note
+from fastattn.dispatch.request import Choice, Request
 from fastattn.dispatch.users_line import warn_at_users_line
-from fastattn.functional import nested
-from fastattn.functional.attend import attend
-from fastattn.functional.attention_checks import UNBOUNDED, Options, Tensors
+from fastattn.functional import composite, nested
+from fastattn.functional.attention_checks import check_offsets, check_once, check_pages, check_uncopied
+from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.distributed_tensors import attend_over_distributed
+from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 
 _has_warned_of_layout = False
+
+Yes: TypeAlias = Literal[True]
+No: TypeAlias = Literal[False]
 
 
 class _Options(TypedDict, total=False):
@@ -32,11 +41,11 @@ class _Options(TypedDict, total=False):
     deterministic: bool | None
 
 
-class _DenseOptions(_Options, total=False):
+class _Dense(_Options, total=False):
     bias: Tensor | None
 
 
-class _PackedOptions(_Options, total=False):
+class _Packed(_Options, total=False):
     block_table: Tensor | None
     batch_invariant: bool
 
@@ -47,9 +56,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[False] = ...,
-    **options: Unpack[_DenseOptions],
+    return_lse: No = ...,
+    return_max_logit: No = ...,
+    **options: Unpack[_Dense],
 ) -> Tensor: ...
 
 
@@ -59,9 +68,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = ...,
-    **options: Unpack[_DenseOptions],
+    return_lse: Yes,
+    return_max_logit: No = ...,
+    **options: Unpack[_Dense],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,9 +80,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[True],
-    **options: Unpack[_DenseOptions],
+    return_lse: No = ...,
+    return_max_logit: Yes,
+    **options: Unpack[_Dense],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -83,9 +92,9 @@ def attention(
     key: Tensor,
     value: Tensor,
     *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    **options: Unpack[_DenseOptions],
+    return_lse: Yes,
+    return_max_logit: Yes,
+    **options: Unpack[_Dense],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -97,7 +106,7 @@ def attention(
     *,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
-    **options: Unpack[_DenseOptions],
+    **options: Unpack[_Dense],
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 
@@ -153,14 +162,29 @@ def attention(
     """
     if unknown:
         refuse_keywords(attention, unknown)
-    tensors = (query, key, value, bias, alibi_slopes, sinks, None, None, None)
-    options = Options(0, 0, causal, window, softcap, dropout_p, scale, return_max_logit)
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        bias,
+        alibi_slopes,
+        sinks,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=return_lse,
+        return_max_logit=return_max_logit,
+        deterministic=deterministic,
+        dropout_seed=dropout_seed,
+    )
     if type(query) is Tensor and not query.is_nested:
-        result = attend(tensors, options, dropout_seed, deterministic, return_lse)
+        result = attend(call)
         if causal and not torch.compiler.is_compiling() and query.shape[2] > key.shape[2]:
             _warn_where_heads_seem_to_be_queries(query, key)
         return result
-    return _attend_over_wrapped(tensors, options, dropout_seed, deterministic, return_lse)
+    return _attend_over_wrapped(call)
 
 
 @overload
@@ -173,9 +197,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[False] = ...,
-    **options: Unpack[_PackedOptions],
+    return_lse: No = ...,
+    return_max_logit: No = ...,
+    **options: Unpack[_Packed],
 ) -> Tensor: ...
 
 
@@ -189,9 +213,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[False] = ...,
-    **options: Unpack[_PackedOptions],
+    return_lse: Yes,
+    return_max_logit: No = ...,
+    **options: Unpack[_Packed],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -205,9 +229,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[False] = ...,
-    return_max_logit: Literal[True],
-    **options: Unpack[_PackedOptions],
+    return_lse: No = ...,
+    return_max_logit: Yes,
+    **options: Unpack[_Packed],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -221,9 +245,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[True],
-    return_max_logit: Literal[True],
-    **options: Unpack[_PackedOptions],
+    return_lse: Yes,
+    return_max_logit: Yes,
+    **options: Unpack[_Packed],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -239,7 +263,7 @@ def attention_varlen(
     *,
     return_lse: bool = ...,
     return_max_logit: bool = ...,
-    **options: Unpack[_PackedOptions],
+    **options: Unpack[_Packed],
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 
@@ -301,16 +325,31 @@ def attention_varlen(
     check_tensor("cu_seqlens_q", cu_seqlens_q)
     check_tensor("cu_seqlens_k", cu_seqlens_k)
     check_tensor("block_table", block_table, optional=True)
-    tensors = (query, key, value, None, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table)
-    options = Options(max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit)
-    batch_invariant = check_bool("batch_invariant", batch_invariant)
-
-    def attend_to(local: Tensors) -> Tensor | tuple[Tensor, ...]:
-        return attend(local, options, dropout_seed, deterministic, return_lse, batch_invariant)
-
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=return_lse,
+        return_max_logit=return_max_logit,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        dropout_seed=dropout_seed,
+    )
     if type(query) is not Tensor and is_distributed(query):
-        return attend_over_distributed(tensors, options, dropout_seed, return_lse, attend_to)
-    return attend_to(tensors)
+        return attend_over_distributed(call, attend)
+    return attend(call)
 
 
 def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
@@ -333,41 +372,80 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
     )
 
 
-def _attend_over_wrapped(
-    tensors: Tensors,
-    options: Options,
-    dropout_seed: int | Tensor | None,
-    deterministic: bool | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, ...]:
+def _attend_over_wrapped(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
     """Attends with a query that may be nested, a DTensor, or another subclass of Tensor."""
-    query, key, value, bias, alibi_slopes, sinks, *_ = tensors
+    query = call.query
     check_tensor("query", query)
     if is_distributed(query):
-        return attend_over_distributed(
-            tensors,
-            options,
-            dropout_seed,
-            return_lse,
-            lambda local: attend(local, options, dropout_seed, deterministic, return_lse),
-        )
+        return attend_over_distributed(call, attend)
     if not query.is_nested:
-        return attend(tensors, options, dropout_seed, deterministic, return_lse)
-    if query.layout != torch.jagged:
-        without_options = Options(0, 0, False, (UNBOUNDED, UNBOUNDED), 0.0, 0.0, options.scale)
-        is_plain = tensors[3:6] == (None, None, None) and options == without_options and not return_lse
-        return nested.attend_strided(query, key, value, is_plain, options.scale)
-    packed = nested.unpack(query, key, value, bias)
-    result = attend(
-        (*packed[:3], None, alibi_slopes, sinks, packed.cu_seqlens_q, packed.cu_seqlens_k, None),
-        options._replace(max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k),
-        dropout_seed,
-        deterministic,
-        return_lse,
-    )
-    if isinstance(result, Tensor):
-        return packed.like_query(result)
-    out, *others = result
-    if return_lse:
-        others[0] = packed.like_query(others[0].transpose(0, 1))
-    return packed.like_query(out), *others
+        return attend(call)
+    return nested.attend_jagged(call, attend) if query.layout == torch.jagged else nested.attend_strided(call)
+
+
+# --- carrying out one call --------------------------------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """A checked call and the choice for it; nothing has run and nothing has changed yet."""
+
+    call: AttentionCall
+    request: Request
+    choice: Choice
+
+
+def attend(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
+    """Returns what the public functions return for a call of theirs."""
+    return carry_out(prepare(call))
+
+
+def prepare(call: AttentionCall) -> Prepared:
+    """Checks a call and chooses a backend for it."""
+    query, key, value, bias = call[:4]
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+    cast = autocast_dtype(query.device.type)
+    if cast is not None:
+        if call.block_table is None:  # pages keep their dtype, as they are never copied
+            key, value = autocast_to(cast, key), autocast_to(cast, value)
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # every query takes a float32 bias: it stays exact
+            bias = autocast_to(cast, bias)
+        call = call.with_tensors((autocast_to(cast, query), key, value, bias))
+    call, request = check_once(call)
+    if call.cu_seqlens_q is not None and places_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
+        _check_places(call)
+    if call.dropout_seed is not None:
+        seed = seed_tensor(call.dropout_seed, query.device) if call.dropout_p > 0 else None
+        call = call._replace(dropout_seed=seed)
+    return Prepared(call, request, choose(request))
+
+
+def _check_places(call: AttentionCall) -> None:
+    """Checks offsets and table of packed sequences. It reads them back."""
+    query, key, table = call.query, call.key, call.block_table
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
+    check_offsets("cu_seqlens_k", call.cu_seqlens_k, None if table is not None else key.shape[0], call.max_seqlen_k)
+    if table is not None:
+        lengths, capacity = call.cu_seqlens_k.diff(), table.shape[1] * key.shape[2]
+        longest = max(lengths.tolist(), default=0)
+        expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
+        check_pages(table, lengths, key.shape[0], key.shape[2])
+
+
+def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:
+    """Runs a prepared call and returns what the public functions return for it."""
+    call, request, choice = prepared
+    if call.dropout_p > 0 and call.dropout_seed is None:  # after the choice: explain must not draw from the generator
+        call = call._replace(dropout_seed=draw_seed(call.query.device))
+    if choice.backend == "torch":
+        with without_autocast(call.query.device.type):
+            out, lse, *others = composite.attend_in_pytorch(call, request)
+    else:
+        if call.block_table is not None:
+            for name, pages in (("key", call.key), ("value", call.value)):
+                check_uncopied(name, pages, "pages are never copied")
+        out, lse, *others = run.attention(choice, call, "gradients" in request.features)
+    note(request.op.name, choice.backend, choice.kernel)
+    results = (out, *([lse] if call.return_lse else []), *(others if call.return_max_logit else []))
+    return results if len(results) > 1 else out

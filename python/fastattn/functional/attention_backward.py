@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from fastattn import run
+from fastattn.call import AttentionCall
 from fastattn.dispatch.choose import choose
-from fastattn.functional.attend import is_deterministic
-from fastattn.functional.attention import attention, attention_varlen
-from fastattn.functional.attention_checks import Options, check_call
-from fastattn.functional.checked_once import CheckedOnce
-from fastattn.ops.attention import AttentionBackwardArguments
+from fastattn.functional.attention import attend
+from fastattn.functional.attention_checks import check_once
+from fastattn.ops.attention import AttentionBackward, is_deterministic
 
 
 class Packed(NamedTuple):
@@ -30,95 +29,40 @@ class Packed(NamedTuple):
     max_seqlen_k: int
 
 
-_checked_calls = CheckedOnce(check_call)
-
-
 def attention_backward(
+    call: AttentionCall,
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
     *,
     grad_lse: Tensor | None = None,
-    packed: Packed | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    scale: float | None = None,
-    deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    by_kernel_only: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the gradients of query, key and value; ``out``, ``lse`` and their gradients are those of all blocks.
 
-    Layouts and options are those of ``fastattn.attention``, or of ``attention_varlen`` with ``packed``.
+    With ``by_kernel_only`` it returns None where no kernel takes the call.
     """
-    max_seqlens = (0, 0) if packed is None else (packed.max_seqlen_q, packed.max_seqlen_k)
-    cu_seqlens_q, cu_seqlens_k = (None, None) if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
     with torch.enable_grad():
-        inputs = (query.detach(), key.detach(), value.detach())
-        for tensor in inputs:
-            tensor.requires_grad_()
-        checked = _checked_calls.get(
-            (*inputs, None, alibi_slopes, None, cu_seqlens_q, cu_seqlens_k, None),
-            Options(*max_seqlens, False, window, softcap, dropout_p, scale),
-        )
-        choice = choose(checked.call)
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in call[:3])
+        call, request = check_once(call.with_tensors(inputs))
+        choice = choose(request)
         if choice.backend == "torch":
-            options = {
-                "window": window,
-                "softcap": softcap,
-                "alibi_slopes": alibi_slopes,
-                "dropout_p": dropout_p,
-                "dropout_seed": dropout_seed,
-                "scale": scale,
-                "deterministic": deterministic,
-            }
-            if packed is None:
-                block_out, block_lse = attention(*inputs, return_lse=True, **options)  # type: ignore[call-overload]
-            else:
-                block_out, block_lse = attention_varlen(*inputs, *packed, return_lse=True, **options)  # type: ignore[call-overload]
+            if by_kernel_only:
+                return None
+            block_out, block_lse = attend(call._replace(return_lse=True))
             grad_query, grad_key, grad_value = through_the_block(
                 grad_out, grad_lse, inputs, out, lse, block_out, block_lse
             )
             return grad_query, grad_key, grad_value
-    slopes = None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.detach().float())
-    arguments = AttentionBackwardArguments(
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-        query=query.detach(),
-        key=key.detach(),
-        value=value.detach(),
-        out=out.detach(),
-        lse=lse.detach(),
-        bias=None,
-        alibi_slopes=slopes,
-        sinks=None,
-        dropout_seed=dropout_seed,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=checked.max_seqlens[0],
-        max_seqlen_k=checked.max_seqlens[1],
-        scale=checked.scale,
-        window_left=checked.window[0],
-        window_right=checked.window[1],
-        first_row=None,
-        first_key=0,
-        first_head=0,
-        softcap=checked.softcap,
-        dropout_p=checked.dropout_p,
-        deterministic=is_deterministic(deterministic),
-        bias_grad=False,
-        slopes_grad=False,
-    )
-    return run.attention_backward(choice, arguments)
+    with torch.no_grad():
+        return run.attention_backward(
+            choice, AttentionBackward(call, grad_out, grad_lse, out, lse, is_deterministic(call))
+        )
 
 
 def through_the_block(
     grad_out: Tensor,
-    grad_of_lse: Tensor | None,
+    grad_lse: Tensor | None,
     inputs: tuple[Tensor, ...],
     out: Tensor,
     lse: Tensor,
@@ -127,7 +71,7 @@ def through_the_block(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of ``inputs`` by autograd through the block's own output and lse.
 
-    A row of the block has the share ``w = exp(block_lse - lse)`` in the whole. So the gradient of the block's scores is
+    A row of the block has the weight ``w = exp(block_lse - lse)`` in the whole. The gradient of the block's scores is
     ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. Autograd gives ``P (g V^T - rowsum(g * block_out))``
     for a gradient ``g`` of the block's output, and ``P h`` for a gradient ``h`` of its lse. Their sum is the gradient
     above for ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
@@ -139,12 +83,12 @@ def through_the_block(
         return rows.transpose(0, 1) if is_packed else rows
 
     with torch.no_grad():
-        share = (block_lse - lse).exp().masked_fill(block_lse == -math.inf, 0.0)
-        of_scores = row_sum(block_out) - row_sum(out)
-        grad_lse = share * (of_scores if grad_of_lse is None else of_scores + grad_of_lse.to(lse.dtype))
-        of_rows = share.transpose(0, 1) if is_packed else share
-        grad_block_out = of_rows[..., None] * grad_out.to(lse.dtype)
-    grads = torch.autograd.grad(
-        (block_out, block_lse), inputs, (grad_block_out.to(block_out.dtype), grad_lse), allow_unused=True
-    )
+        weight = (block_lse - lse).exp().masked_fill(block_lse == -math.inf, 0.0)
+        grad_block_lse = row_sum(block_out) - row_sum(out)
+        if grad_lse is not None:
+            grad_block_lse = grad_block_lse + grad_lse.to(lse.dtype)
+        row_weight = weight.transpose(0, 1) if is_packed else weight
+        grad_block_out = row_weight[..., None] * grad_out.to(lse.dtype)
+    gradients = grad_block_out.to(block_out.dtype), weight * grad_block_lse
+    grads = torch.autograd.grad((block_out, block_lse), inputs, gradients, allow_unused=True)
     return tuple(torch.zeros_like(tensor) if grad is None else grad for grad, tensor in zip(grads, inputs, strict=True))

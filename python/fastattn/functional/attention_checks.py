@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.call import UNBOUNDED, AttentionCall
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -22,61 +23,24 @@ from fastattn.checks import (
     check_tensor,
     device_checks_are_on,
     expect,
-    needs_gradient,
     refuse_wrapped,
 )
-from fastattn.dispatch.call import Call
-from fastattn.dispatch.reasons import only_torch_handles
+from fastattn.dispatch.request import Request
 from fastattn.errors import InputError
-from fastattn.functional.torch_sdpa import can_express
+from fastattn.functional.checked_once import CheckedOnce
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
-
-UNBOUNDED = -1
-
-
-# query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table
-Tensors: TypeAlias = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
+from fastattn.ops.describe import describe_attention
 
 
-class Options(NamedTuple):
-    """The options as the user gave them."""
-
-    max_seqlen_q: int
-    max_seqlen_k: int
-    causal: bool
-    window: Any
-    softcap: float
-    dropout_p: float
-    scale: float | None
-    return_max_logit: bool = False
-    first_head: int = 0  # the number of the first head in a larger call, by which dropout draws; not the user's
-
-
-class CheckedCall(NamedTuple):
-    """The result of checking one signature of arguments, which is kept for later calls."""
-
-    call: Call
-    max_seqlens: tuple[int, int]
-    scale: float
-    window: tuple[int, int]
-    softcap: float
-    dropout_p: float
-    needs_grad: bool
-    torch_can: bool
-
-
-def check_call(tensors: Tensors, options: Options) -> CheckedCall:
-    """Checks the arguments, and raises where the host can see that one is wrong."""
-    names = ("query", "key", "value", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "block_table")
-    query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, block_table = tensors
-    max_seqlen_q, max_seqlen_k, causal, window, softcap, dropout_p, scale, return_max_logit, _ = options
-    packed = cu_seqlens_q is not None
-    for name, tensor in zip(names, tensors, strict=True):
+def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
+    """Returns the call with checked options, and its description; raises where the host can see that it is wrong."""
+    query, key, value, bias, alibi_slopes, sinks = call[:6]
+    for name, tensor in zip(call._fields, call.tensors, strict=False):
         refuse_wrapped(name, tensor)
     layouts = ("[total_q, Hq, D]", "[total_k, Hkv, D]", "[total_k, Hkv, Dv]")
-    if not packed:
+    if not call.is_packed:
         layouts = ("[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")
-    elif block_table is not None:
+    elif call.block_table is not None:
         layouts = (layouts[0], "[num_pages, Hkv, page_size, D]", "[num_pages, Hkv, page_size, Dv]")
         if torch.int8 in (key.dtype, value.dtype):
             raise InputError(
@@ -88,7 +52,7 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
         check_rank(name, tensor, layout)
         check_dtype(name, tensor, (query.dtype,))
         check_same_device(name, tensor, query.device)
-    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[-1]
+    heads, head_dim = query.shape[1], query.shape[-1]
     expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
     expect(
         value.shape[:-1] == key.shape[:-1],
@@ -97,92 +61,58 @@ def check_call(tensors: Tensors, options: Options) -> CheckedCall:
         list(value.shape[:-1]),
     )
     check_head_counts(query, key, "key", layouts[:2])
-    if packed:
-        assert cu_seqlens_k is not None
-        check_rank("cu_seqlens_q", cu_seqlens_q, "[B + 1]")
-        batch = cu_seqlens_q.shape[0] - 1
-        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            check_dtype(name, offsets, (torch.int32,))
-            check_same_device(name, offsets, query.device)
-            expect(offsets.shape[0] >= 1, name, "at least one offset", 0)
-            check_shape(name, offsets, (batch + 1,), "[B + 1]")
-        max_seqlen_q = check_int("max_seqlen_q", max_seqlen_q, minimum=0)
-        max_seqlen_k = check_int("max_seqlen_k", max_seqlen_k, minimum=0)
-        if block_table is not None:
-            check_rank("block_table", block_table, "[B, max_pages]")
-            check_dtype("block_table", block_table, (torch.int32,))
-            check_same_device("block_table", block_table, query.device)
-            rows = list(block_table.shape)
-            expect(block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", rows)
-        sizes = (batch, heads, kv_heads, max_seqlen_q, max_seqlen_k)
-    else:
-        batch = query.shape[0]
+    batch = _check_packed(call) if call.is_packed else query.shape[0]
+    if not call.is_packed:
         expect(key.shape[0] == batch, "key", f"the query's batch size {batch}", key.shape[0])
-        sizes = (batch, heads, kv_heads, query.shape[2], key.shape[2])
 
-    features = set()
-    left, right = check_window(window)
-    causal = check_bool("causal", causal)
-    if causal:
-        right = 0
-    if right == 0:  # by ``causal``, or by a window that means the same
-        features.add("causal")
-    if left >= 0 or right > 0:
-        features.add("window")
-    softcap = float(check_number("softcap", softcap, low=0.0))
-    if softcap > 0:
-        features.add("softcap")
-    dropout_p = float(check_number("dropout_p", dropout_p, low=0.0, high=1.0))
-    if dropout_p > 0:
-        features.add("dropout")
-    scale = default_scale(head_dim) if scale is None else float(check_number("scale", scale))
+    left, right = check_window(call.window)
+    causal = check_bool("causal", call.causal)
+    softcap = float(check_number("softcap", call.softcap, low=0.0))
+    dropout_p = float(check_number("dropout_p", call.dropout_p, low=0.0, high=1.0))
+    scale = default_scale(head_dim) if call.scale is None else float(check_number("scale", call.scale))
     if bias is not None:
         check_bias(bias, query, (batch, heads, query.shape[2], key.shape[2]))
-        features.add("mask" if bias.dtype == torch.bool else "bias")
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, query.device, batch, heads)
-        features.add("alibi")
     if sinks is not None:
         check_sinks(sinks, query.device, heads)
-        features.add("sinks")
-    needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors[:6]))
-    if needs_grad:
-        features.add("gradients")
-        if needs_gradient(bias):
-            features.add("bias gradients")
-        if needs_gradient(alibi_slopes):
-            features.add("slope gradients")
-    if heads != kv_heads:
-        features.add("gqa")
-    if value.shape[-1] != head_dim:
-        features.add("value dim")
-    if check_bool("return_max_logit", return_max_logit):
-        features.add("max logit")
-    if packed:
-        features.add("varlen")
-    if block_table is not None:
-        features.update(("paged", "paged gradients") if needs_grad else ("paged",))
-    call = Call(
-        "attention",
-        query.device,
-        query.dtype,
-        head_dim,
-        value.shape[-1],
-        frozenset(features),
-        sizes,
-        only_torch_handles(*tensors),
+    checked = call._replace(
+        max_seqlen_q=check_int("max_seqlen_q", call.max_seqlen_q, minimum=0),
+        max_seqlen_k=check_int("max_seqlen_k", call.max_seqlen_k, minimum=0),
+        causal=causal,
+        window=(left, 0 if causal else right),
+        softcap=softcap,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=check_bool("return_lse", call.return_lse),
+        return_max_logit=check_bool("return_max_logit", call.return_max_logit),
+        deterministic=None if call.deterministic is None else check_bool("deterministic", call.deterministic),
+        batch_invariant=check_bool("batch_invariant", call.batch_invariant),
     )
-    torch_can = can_express(call, key.shape[0 if packed else 2], scale, bias)
-    return CheckedCall(
-        call,
-        (max_seqlen_q, max_seqlen_k),
-        scale,
-        (left, right),
-        softcap,
-        dropout_p,
-        needs_grad,
-        torch_can,
-    )
+    return checked, describe_attention(checked)
+
+
+check_once = CheckedOnce(check_call, AttentionCall, first_option="max_seqlen_q", end="first_row")
+
+
+def _check_packed(call: AttentionCall) -> int:
+    """Checks the offsets and the block table of packed sequences, and returns the number of sequences."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    device = call.query.device
+    check_rank("cu_seqlens_q", call.cu_seqlens_q, "[B + 1]")
+    batch = call.cu_seqlens_q.shape[0] - 1
+    for name, offsets in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
+        check_dtype(name, offsets, (torch.int32,))
+        check_same_device(name, offsets, device)
+        expect(offsets.shape[0] >= 1, name, "at least one offset", 0)
+        check_shape(name, offsets, (batch + 1,), "[B + 1]")
+    table = call.block_table
+    if table is not None:
+        check_rank("block_table", table, "[B, max_pages]")
+        check_dtype("block_table", table, (torch.int32,))
+        check_same_device("block_table", table, device)
+        expect(table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(table.shape))
+    return batch
 
 
 def default_scale(head_dim: int) -> float:

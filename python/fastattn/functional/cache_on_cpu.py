@@ -13,99 +13,89 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from fastattn.call import AppendCall, DecodeCall
 from fastattn.checks import is_readable
 from fastattn.functional import composite, torch_sdpa
-from fastattn.functional.kv_cache_checks import AppendTensors, Tensors
 from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
 from fastattn.reference.kv_cache import tree_of_keys
 from fastattn.rotary import rotary
 
 
-def attention_with_kv_cache(
-    t: Tensors,
-    *,
-    rotary_interleaved: bool,
-    window: tuple[int, int],
-    softcap: float,
-    scale: float,
-    return_lse: bool,
-    batch_invariant: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse, or None where the host may not read lengths or a tensor is empty.
+def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+    """Returns output and lse of a checked call, or None where the host may not read lengths or a tensor is empty.
 
-    The lse is empty unless it is wanted. A causal mask is part of ``window``.
+    The lse is empty unless it is wanted.
     """
-    if not is_readable(*t) or 0 in (*t.query.shape, *t.k_cache.shape, *t.v_cache.shape):
+    if not is_readable(*call.tensors) or 0 in (*call.query.shape, *call.k_cache.shape, *call.v_cache.shape):
         return None
-    query, (batch, heads, num_queries, _) = t.query, t.query.shape
-    block_rows, num_new = t.k_cache.shape[2], 0 if t.k_new is None else t.k_new.shape[2]
-    capacity = block_rows * (1 if t.block_table is None else t.block_table.shape[1])
-    before = [max(length, 0) for length in t.cache_seqlens.tolist()]
-    totals = [min(length + num_new, capacity) for length in before]
+    query, (batch, heads, num_queries, _) = call.query, call.query.shape
+    before = [max(length, 0) for length in call.cache_seqlens.tolist()]
+    totals = [min(length + call.num_new, call.capacity) for length in before]
 
-    if t.rotary_cos is not None:
-        query = _rotated(t, query, [total - num_queries for total in totals], rotary_interleaved)
-    if t.k_new is not None and t.v_new is not None and num_new:
-        k_new = t.k_new if t.rotary_cos is None else _rotated(t, t.k_new, before, rotary_interleaved)
-        _append(t._replace(k_new=k_new), before, capacity)
+    if call.rotary_cos is not None:
+        query = _rotated(call, query, [total - num_queries for total in totals])
+    if call.k_new is not None and call.v_new is not None and call.num_new:
+        k_new = call.k_new if call.rotary_cos is None else _rotated(call, call.k_new, before)
+        _append(call._replace(k_new=k_new), before)
 
-    out = query.new_zeros(batch, heads, num_queries, t.v_cache.shape[-1])
+    out = query.new_zeros(batch, heads, num_queries, call.v_cache.shape[-1])
     lse = query.new_full(
-        (batch, heads, num_queries) if return_lse else (0,),
+        (batch, heads, num_queries) if call.return_lse else (0,),
         -torch.inf,
         dtype=torch.promote_types(query.dtype, torch.float32),
     )
-    if return_lse and t.sinks is not None:
-        lse.copy_(t.sinks[:, None])
-    for run in _runs(totals, each_alone=batch_invariant):
+    if call.return_lse and call.sinks is not None:
+        lse.copy_(call.sinks[:, None])
+    left, _ = call.window
+    for run in _runs(totals, each_alone=call.batch_invariant):
         total = totals[run.start]
-        tokens = slice(max(0, total - num_queries - window[0]) if window[0] >= 0 else 0, total)
+        tokens = slice(max(0, total - num_queries - left) if left >= 0 else 0, total)
         if tokens.start < total:
-            found, its_lse = _attend(t, query[run], run, tokens, window, softcap, scale, return_lse)
+            found, its_lse = _attend(call, query[run], run, tokens)
             out[run] = found
-            if return_lse:
+            if call.return_lse:
                 lse[run] = its_lse
     return out, lse
 
 
-def append_to_cache(t: AppendTensors) -> bool:
+def append_to_cache(call: AppendCall) -> bool:
     """Writes the tokens that have a slot and returns True; returns False where the host may not read the slots."""
-    if not is_readable(*t) or 0 in t.k_cache.shape[:3]:
+    if not is_readable(*call) or 0 in call.k_cache.shape[:3]:
         return False
-    num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
-    token = ((t.slot_mapping >= 0) & (t.slot_mapping < num_slots)).nonzero().flatten()
-    slot = t.slot_mapping[token].long()
-    page, row = slot // t.k_cache.shape[2], slot % t.k_cache.shape[2]
-    _write(t.k_cache, t.k_scale, t.k_new[token], page, row)
-    _write(t.v_cache, t.v_scale, t.v_new[token], page, row)
+    num_slots = call.k_cache.shape[0] * call.k_cache.shape[2]
+    token = ((call.slot_mapping >= 0) & (call.slot_mapping < num_slots)).nonzero().flatten()
+    slot = call.slot_mapping[token].long()
+    page, row = slot // call.k_cache.shape[2], slot % call.k_cache.shape[2]
+    _write(call.k_cache, call.k_scale, call.k_new[token], page, row)
+    _write(call.v_cache, call.v_scale, call.v_new[token], page, row)
     return True
 
 
-def _rotated(t: Tensors, x: Tensor, first: list[int], interleaved: bool) -> Tensor:
+def _rotated(call: DecodeCall, x: Tensor, first: list[int]) -> Tensor:
     """Returns ``x [B, H, S, D]``, rotated by each sequence's positions from ``first`` on."""
-    assert t.rotary_cos is not None and t.rotary_sin is not None
+    assert call.rotary_cos is not None and call.rotary_sin is not None
     position = torch.tensor(first, device=x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
-    position = position.clamp(0, t.rotary_cos.shape[0] - 1)
-    return rotary(x, t.rotary_cos[position], t.rotary_sin[position], interleaved)
+    position = position.clamp(0, call.rotary_cos.shape[0] - 1)
+    return rotary(x, call.rotary_cos[position], call.rotary_sin[position], call.rotary_interleaved)
 
 
-def _append(t: Tensors, before: list[int], capacity: int) -> None:
+def _append(call: DecodeCall, before: list[int]) -> None:
     """Writes the new tokens behind the cached ones; a token beyond the capacity or without a page is dropped."""
-    assert t.k_new is not None and t.v_new is not None
-    block_rows = t.k_cache.shape[2]
-    device = t.k_cache.device
-    position = torch.tensor(before, device=device)[:, None] + torch.arange(t.k_new.shape[2], device=device)
-    block = (position // block_rows).clamp(max=capacity // block_rows - 1)
-    if t.block_table is None:
+    assert call.k_new is not None and call.v_new is not None
+    block_rows = call.k_cache.shape[2]
+    device = call.k_cache.device
+    position = torch.tensor(before, device=device)[:, None] + torch.arange(call.k_new.shape[2], device=device)
+    block = (position // block_rows).clamp(max=call.capacity // block_rows - 1)
+    if call.block_table is None:
         page = torch.arange(len(before), device=device)[:, None].expand_as(position)
-        fits = position < capacity
+        fits = position < call.capacity
     else:
-        page = t.block_table.gather(1, block).long()
-        fits = (position < capacity) & (page >= 0) & (page < t.k_cache.shape[0])
+        page = call.block_table.gather(1, block).long()
+        fits = (position < call.capacity) & (page >= 0) & (page < call.k_cache.shape[0])
     sequence, token = fits.nonzero(as_tuple=True)
     place = page[sequence, token], position[sequence, token] % block_rows
-    _write(t.k_cache, t.k_scale, t.k_new.transpose(1, 2)[sequence, token], *place)
-    _write(t.v_cache, t.v_scale, t.v_new.transpose(1, 2)[sequence, token], *place)
+    _write(call.k_cache, call.k_scale, call.k_new.transpose(1, 2)[sequence, token], *place)
+    _write(call.v_cache, call.v_scale, call.v_new.transpose(1, 2)[sequence, token], *place)
 
 
 def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:
@@ -127,40 +117,31 @@ def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
         begin = end
 
 
-def _attend(
-    t: Tensors,
-    query: Tensor,
-    run: slice,
-    tokens: slice,
-    window: tuple[int, int],
-    softcap: float,
-    scale: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple[Tensor, Tensor]:
     """Returns output and lse of a run of sequences whose queries see no tokens but ``tokens``.
 
     The lse is meaningless unless it is wanted.
     """
-    num_queries = query.shape[2]
-    key = _read(t, t.k_cache, t.k_scale, run, tokens)
-    value = _read(t, t.v_cache, t.v_scale, run, tokens)
-    left, right = window
+    num_queries, scale = query.shape[2], call.scale
+    assert scale is not None
+    key = _read(call, call.k_cache, call.k_scale, run, tokens)
+    value = _read(call, call.v_cache, call.v_scale, run, tokens)
+    left, right = call.window
     if tokens.stop - 1 - left <= tokens.start:  # the window hides nothing from the last query, hence from none
         left = -1
     if right >= num_queries - 1:
         right = -1
-    mask = _mask(t, run, tokens, num_queries)
-    slopes = t.alibi_slopes
-    if slopes is not None and slopes.dim() == 2 and len(slopes) == len(t.query):
+    mask = _mask(call, run, tokens, num_queries)
+    slopes = call.alibi_slopes
+    if slopes is not None and slopes.dim() == 2 and len(slopes) == len(call.query):
         slopes = slopes[run]
 
     dtype = torch.promote_types(query.dtype, key.dtype)  # 8-bit keys are float32 by now
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    is_plain = not return_lse and softcap == 0 and slopes is None and t.sinks is None and scale > 0
+    is_plain = not call.return_lse and call.softcap == 0 and slopes is None and call.sinks is None and scale > 0
     if is_plain and value.shape[-1] == key.shape[-1]:  # for other values PyTorch's composite would expand KV heads
         if mask is not None or (left, right) != (-1, -1):
-            is_grouped = query.shape[1] != key.shape[1]
-            return torch_sdpa.attend(query, key, value, mask, (left, right), scale, is_grouped), query
+            return torch_sdpa.attend(query, key, value, mask, (left, right), scale), query
         # PyTorch's kernel may take a score of NaN for a number.
         spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
         if spoiled is not None:
@@ -175,41 +156,41 @@ def _attend(
         key,
         value,
         window=(left, right),
-        softcap=softcap,
+        softcap=call.softcap,
         bias=mask,
         alibi_slopes=slopes,
-        sinks=t.sinks,
+        sinks=call.sinks,
         scale=scale,
     )
     assert found is not None, "the lengths were readable"
     return found
 
 
-def _mask(t: Tensors, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
+def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
     """Returns the mask for absent pages and a tree, bool ``[B, 1, Sq or 1, tokens]``, or None; the window is apart."""
     mask = None
-    if t.block_table is not None:
-        table = t.block_table[run, _pages(t, tokens)]
-        exists = (table >= 0) & (table < len(t.k_cache))
+    if call.block_table is not None:
+        table = call.block_table[run, _pages(call, tokens)]
+        exists = (table >= 0) & (table < len(call.k_cache))
         if not bool(exists.all()):
-            mask = _tokens_of(exists.repeat_interleave(t.k_cache.shape[2], dim=1), 1, t, tokens)[:, None, None]
-    if t.tree_mask is not None:
-        token = torch.arange(tokens.start, tokens.stop, device=t.query.device) - (tokens.stop - num_queries)
-        tree = t.tree_mask if t.tree_mask.dim() == 2 or len(t.tree_mask) == 1 else t.tree_mask[run]
-        of_tree = tree_of_keys(tree, token.expand(run.stop - run.start, -1))
-        mask = of_tree if mask is None else of_tree & mask
+            mask = _tokens_of(exists.repeat_interleave(call.k_cache.shape[2], dim=1), 1, call, tokens)[:, None, None]
+    if call.tree_mask is not None:
+        token = torch.arange(tokens.start, tokens.stop, device=call.query.device) - (tokens.stop - num_queries)
+        tree = call.tree_mask if call.tree_mask.dim() == 2 or len(call.tree_mask) == 1 else call.tree_mask[run]
+        in_tree = tree_of_keys(tree, token.expand(run.stop - run.start, -1))
+        mask = in_tree if mask is None else in_tree & mask
     return mask
 
 
-def _read(t: Tensors, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
+def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
     """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are paged or 8-bit."""
 
     def rows(of_cache: Tensor) -> Tensor:
-        if t.block_table is None:
+        if call.block_table is None:
             return of_cache[run, :, tokens]
-        table = t.block_table[run, _pages(t, tokens)].clamp(0, len(of_cache) - 1)
+        table = call.block_table[run, _pages(call, tokens)].clamp(0, len(of_cache) - 1)
         pages = of_cache.index_select(0, table.flatten()).unflatten(0, table.shape)
-        return _tokens_of(pages.transpose(1, 2).flatten(2, 3), 2, t, tokens)
+        return _tokens_of(pages.transpose(1, 2).flatten(2, 3), 2, call, tokens)
 
     found = rows(as_numbers(cache)).view(cache.dtype)
     if cache.dtype == FP8:
@@ -234,12 +215,12 @@ def _from_fp8(x: Tensor) -> Tensor:
     return numbers
 
 
-def _pages(t: Tensors, tokens: slice) -> slice:
+def _pages(call: DecodeCall, tokens: slice) -> slice:
     """Returns the range of a sequence's pages that hold these tokens."""
-    page_size = t.k_cache.shape[2]
+    page_size = call.k_cache.shape[2]
     return slice(tokens.start // page_size, -(-tokens.stop // page_size))
 
 
-def _tokens_of(rows: Tensor, dim: int, t: Tensors, tokens: slice) -> Tensor:
+def _tokens_of(rows: Tensor, dim: int, call: DecodeCall, tokens: slice) -> Tensor:
     """Returns these tokens from all rows of the pages that hold them."""
-    return rows.narrow(dim, tokens.start % t.k_cache.shape[2], tokens.stop - tokens.start)
+    return rows.narrow(dim, tokens.start % call.k_cache.shape[2], tokens.stop - tokens.start)

@@ -1,4 +1,4 @@
-"""Checks a call's arguments once per signature, not once per call, and keeps the result."""
+"""Checks a call's arguments once per signature, not once per call, and keeps what came out."""
 
 from __future__ import annotations
 
@@ -10,26 +10,41 @@ from torch import Tensor
 
 from fastattn.checks import mapped_size, needs_gradient
 
-Checked = TypeVar("Checked")
+Record = TypeVar("Record", bound=tuple[Any, ...])
+Facts = TypeVar("Facts")
 
 _MOST_KEPT = 4096  # results; a server that sees ever new lengths must not grow for ever
 
 
-class CheckedOnce(Generic[Checked]):
-    """Keeps the results of ``check(tensors, options)``, by everything that the host knows about the arguments.
+class CheckedOnce(Generic[Record, Facts]):
+    """Keeps the results of ``check(call)``, by everything that the host knows about the arguments.
 
-    ``check`` raises where the arguments are wrong; errors are not kept. Under ``torch.compile`` it is traced each time,
-    and the compiled graph keeps the result.
+    ``check`` returns the call with checked options, and facts about it. It raises where arguments are wrong; errors are
+    not kept. Under ``torch.compile`` it is traced each time, and the compiled graph keeps the result.
+
+    Args:
+        record: the type of the calls: fields before ``first_option`` are tensors, those from there up to ``end`` are
+            options, and the rest are not checked.
     """
 
-    def __init__(self, check: Callable[[Any, Any], Checked]) -> None:
-        self._check = check
-        self._kept: dict[Any, Checked] = {}
+    def __init__(
+        self,
+        check: Callable[[Record], tuple[Record, Facts]],
+        record: Any,
+        first_option: str | None = None,
+        end: str | None = None,
+    ) -> None:
+        self._check, self._make = check, record._make
+        last = len(record._fields)
+        self._first = last if first_option is None else record._fields.index(first_option)
+        self._end = last if end is None else record._fields.index(end)
+        self._kept: dict[Any, tuple[Any, Facts]] = {}
 
-    def get(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Checked:
-        """Returns the result of ``check`` for these arguments."""
+    def __call__(self, call: Record) -> tuple[Record, Facts]:
+        """Returns the call with checked options, and the facts."""
         if torch.compiler.is_compiling():
-            return self._check(tensors, options)
+            return self._check(call)
+        tensors, options = call[: self._first], call[self._first : self._end]
         # The options' types count too: 0 equals False but is not a bool.
         signature: tuple[Any, ...] = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
         if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
@@ -38,13 +53,14 @@ class CheckedOnce(Generic[Checked]):
         try:
             found = self._kept.get(signature)
         except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
-            return self._check(tensors, options)
+            return self._check(call)
         if found is None:
-            found = self._check(tensors, options)
+            checked, facts = self._check(call)
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            self._kept[signature] = found
-        return found
+            found = self._kept[signature] = checked[self._first : self._end], facts
+        options, facts = found
+        return self._make((*tensors, *options, *call[self._end :])), facts
 
 
 def _signature(tensor: Any) -> Any:

@@ -1,17 +1,23 @@
-"""Attention from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi, sinks, the lse.
+"""Attention where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
 
-It is the reference's mathematics without the work that few calls need: it expands no KV heads, computes one softmax,
-and handles NaN only where there is NaN.
+``attend`` computes it from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi,
+sinks, the lse. It is the reference's mathematics without the work that few calls need: it expands no KV heads, computes
+one softmax, and handles NaN only where there is NaN.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from fastattn import reference
+from fastattn.call import AttentionCall, OnRecord
 from fastattn.checks import is_readable
+from fastattn.dispatch.request import Request
+from fastattn.functional import torch_sdpa
 from fastattn.functional.torch_sdpa import band, is_known_finite
 
 
@@ -48,7 +54,7 @@ def attend(
     dtype = torch.promote_types(query.dtype, torch.float32)
     by_kv_head = (kv_heads, heads // kv_heads)
 
-    def of_scores(tensor: Tensor) -> Tensor:
+    def like_scores(tensor: Tensor) -> Tensor:
         """Returns ``[B or 1, Hq or 1, …]`` in a shape that broadcasts to the scores ``[B, Hkv, group, …]``."""
         return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor.unflatten(1, by_kv_head)
 
@@ -61,15 +67,15 @@ def attend(
     if alibi_slopes is not None:
         position = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
         distance = (position - torch.arange(num_keys, device=query.device)).abs().to(dtype)
-        scores = scores - of_scores(torch.atleast_2d(alibi_slopes.to(dtype))[..., None, None]) * distance
+        scores = scores - like_scores(torch.atleast_2d(alibi_slopes.to(dtype))[..., None, None]) * distance
     if spoiled_keys is not None:
         scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
     if bias is not None and bias.dtype != torch.bool:
-        scores = scores + of_scores(bias.to(dtype))
+        scores = scores + like_scores(bias.to(dtype))
         if spoiled_keys is not None:  # NaN + -inf is NaN, so the bias has not hidden such a score yet
-            scores = scores.masked_fill(of_scores(bias == -math.inf), -math.inf)
+            scores = scores.masked_fill(like_scores(bias == -math.inf), -math.inf)
     elif bias is not None:
-        scores = scores.masked_fill(~of_scores(bias), -math.inf)
+        scores = scores.masked_fill(~like_scores(bias), -math.inf)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, :, None], -math.inf)
 
@@ -96,3 +102,49 @@ def attend(
     out = (sums / total).flatten(1, 2).to(query.dtype)
     lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
     return out, lse.squeeze(-1).flatten(1, 2)
+
+
+_attend_by_sdpa = OnRecord(torch_sdpa.attend, AttentionCall)
+_attend_composite = OnRecord(attend, AttentionCall)
+_attend_by_reference = OnRecord(reference.attention, AttentionCall)
+_attend_packed_by_reference = OnRecord(reference.attention_varlen, AttentionCall)
+
+
+def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ...]:
+    """Returns output, lse and, where they are wanted, the largest scores; an lse that is not wanted may be empty.
+
+    PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
+    """
+    query, value = call.query, call.value
+    nothing = query.new_empty(0)
+
+    def attend_each(attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
+        """Attends to packed sequences, those of the same lengths at a time."""
+        assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+        return torch_sdpa.attend_packed(
+            query,
+            call.key,
+            value,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            lambda q, k, v: attend_to(call.with_tensors((q, k, v, None))),
+        )
+
+    assert call.scale is not None
+    num_keys = call.key.shape[0 if call.is_packed else 2]
+    torch_can = torch_sdpa.can_express(request, num_keys, call.scale, call.bias)
+    if not call.return_lse and torch_can and torch_sdpa.can_express_now(request, call.deterministic):
+        out = attend_each(_attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
+        if out is not None:
+            return out, nothing
+    if not request.features & {"dropout", "max logit", "paged"}:
+        slopes = call.alibi_slopes
+        if not call.is_packed:
+            composed = _attend_composite(call)
+            if composed is not None:
+                return composed
+        elif not call.return_lse and (slopes is None or slopes.dim() == 1) and query.numel() and value.numel():
+            out = attend_each(lambda some: _attend_composite(some)[0])  # the offsets are readable
+            if out is not None:
+                return out, nothing
+    return _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastattn.call import AttentionCall
 from fastattn.checks import is_distributed
 from fastattn.errors import InputError
-from fastattn.functional.attention_checks import Options
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -35,43 +35,39 @@ MAX_LOGIT = Dims(None, 0, "max")
 _Results = TypeVar("_Results")
 
 
-def attend_over_distributed(
-    tensors: tuple[Any, ...],
-    options: Options,
-    dropout_seed: int | Tensor | None,
-    return_lse: bool,
-    attend: Callable[[tuple[Any, ...]], _Results],
-) -> _Results:
-    """Runs ``attend`` over each rank's parts of query, key, value, bias, alibi_slopes, sinks, cu_seqlens_q,
-    cu_seqlens_k and block_table; the query is a DTensor."""
-    if options.dropout_p and dropout_seed is None:
+def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall], _Results]) -> _Results:
+    """Runs ``attend`` over each rank's parts of the call's tensors; the query is a DTensor."""
+    if call.dropout_p and call.dropout_seed is None:
         raise InputError(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
         )
-    _, _, _, bias, alibi_slopes, sinks, cu_seqlens_q, *_ = tensors
-    queries, lse = (DENSE, DENSE) if cu_seqlens_q is None else (PACKED, PACKED_LSE)
-    others = [of for of, wanted in ((lse, return_lse), (MAX_LOGIT, options.return_max_logit)) if wanted]
-    dims = (
-        *(queries,) * 3,
-        dims_of_mask(_shape(bias)),
-        dims_of_options(_shape(alibi_slopes)),
-        dims_of_options(_shape(sinks)),
-        *(NEITHER,) * 3,
+    queries, lse = (PACKED, PACKED_LSE) if call.is_packed else (DENSE, DENSE)
+    others = [of for of, wanted in ((lse, call.return_lse), (MAX_LOGIT, call.return_max_logit)) if wanted]
+    dims = {
+        **dict.fromkeys(("query", "key", "value"), queries),
+        "bias": dims_of_mask(_shape(call.bias)),
+        "alibi_slopes": dims_of_options(_shape(call.alibi_slopes)),
+        "sinks": dims_of_options(_shape(call.sinks)),
+    }
+    _check_sizes(call, dims)
+    tensors = call.tensors
+    all_dims = tuple(dims.get(name, NEITHER) for name in call._fields[: len(tensors)])
+    return attend_locally(
+        tensors, all_dims, (queries, *others), call.dropout_p == 0, lambda local: attend(call.with_tensors(local))
     )
-    _check_sizes(tensors, dims)
-    return attend_locally(tensors, dims, (queries, *others), options.dropout_p == 0, attend)
 
 
-def _check_sizes(tensors: tuple[Any, ...], dims: tuple[Dims, ...]) -> None:
+def _check_sizes(call: AttentionCall, dims: dict[str, Dims]) -> None:
     """Checks batch sizes and heads of the whole tensors, as the parts of one rank may fit where the wholes do not."""
-    names = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-    query, of_query = tensors[0], dims[0]
+    query, query_dims = call.query, dims["query"]
     if query.dim() < 3:  # the checks of each rank's part say what is wrong with it
         return
-    for name, tensor, of in zip(names, tensors, dims, strict=False):
+    for name, its_dims in dims.items():
+        tensor = getattr(call, name)
         if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
             continue  # those checks say so here, too
-        for what, dim, place in (("batch size", of.batch, of_query.batch), ("heads", of.heads, of_query.heads)):
+        pairs = ("batch size", its_dims.batch, query_dims.batch), ("heads", its_dims.heads, query_dims.heads)
+        for what, dim, place in pairs:
             is_grouped = what == "heads" and name in ("key", "value")
             if dim is None or place is None or is_grouped or tensor.shape[dim] == query.shape[place]:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn import quantization, reference, run
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
+from fastattn.call import Int8Call
 from fastattn.checks import (
     FLOATING,
     check_choice,
@@ -20,20 +21,24 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
     is_distributed,
-    mapped_size,
-    needs_gradient,
+    type_name,
 )
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
+from fastattn.dispatch.request import Request
 from fastattn.errors import InputError
 from fastattn.functional import int8_on_cpu
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
+from fastattn.functional.distributed_tensors import redistributed_local
 from fastattn.functional.int8_tensor import Int8Tensor, replaces_function, replaces_operator
 from fastattn.functional.int8_weight import Int8Weight
-from fastattn.ops.int8_matmul import GradInputArguments, Int8MatmulArguments
+from fastattn.ops.describe import Int8Details, describe_int8, request_for_int8
+from fastattn.ops.int8_matmul import Int8Backward, int8_grad_input
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 ACTIVATION_CHOICES = (None, *(name for name in ACTIVATIONS if name != "none"))
 INPUT_PRECISIONS = ("16bit", "int8")
@@ -80,59 +85,46 @@ def int8_linear(
         weight = weight.int8_weight
     if not isinstance(weight, Int8Weight):
         if is_distributed(weight):
-            from fastattn.functional.int8_sharded import linear_over_sharded
-
-            return linear_over_sharded(x, weight, bias, activation, residual, input_precision)
+            return _linear_over_sharded(x, weight, bias, activation, residual, input_precision)
         raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
-    return linear_over(x, weight.data, weight.scale, bias, activation, residual, input_precision)
+    return linear_over(Int8Call(x, weight.data, weight.scale, bias, residual, activation, input_precision))
 
 
-def linear_over(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    input_precision: str = "16bit",
-) -> Tensor:
-    """Like ``int8_linear``, over the data and scales of a weight that is known to be sound."""
+def linear_over(call: Int8Call) -> Tensor:
+    """Computes a call over a weight that is known to be sound."""
+    x = call.x
     check_tensor("x", x)
-    check_tensor("bias", bias, optional=True)
-    check_tensor("residual", residual, optional=True)
-    for name, option in (("activation", activation), ("input_precision", input_precision)):
+    check_tensor("bias", call.bias, optional=True)
+    check_tensor("residual", call.residual, optional=True)
+    for name, option in (("activation", call.activation), ("input_precision", call.input_precision)):
         if not isinstance(option, str) and (option is not None or name == "input_precision"):
             raise TypeError(f"{name}: expected a str, got {type(option).__name__}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
         x = autocast_to(cast, x)
-        bias = None if bias is None else autocast_to(cast, bias)
-        residual = None if residual is None else autocast_to(cast, residual)
+        bias, residual = (None if t is None else autocast_to(cast, t) for t in (call.bias, call.residual))
+        call = call._replace(x=x, bias=bias, residual=residual)
     if x.is_nested:
-        return _nested_linear(x, data, scale, bias, activation, residual, input_precision)
-    call = _checked_calls.get((x, data, scale, bias, residual), (activation, input_precision))
+        return _nested_linear(call)
+    call, request = _check_once(call)
     if device_checks_are_on():
-        expect(bool(scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
+        expect(bool(call.scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
 
-    choice = choose(call)
-    activation = activation or "none"
+    choice = choose(request)
     if choice.backend == "torch":
+        assert call.activation is not None
         with without_autocast(x.device.type):
-            in_blocks = int8_on_cpu.can_multiply(scale, x, data, bias, residual)
-            y = reference.int8_linear(
-                x,
-                data,
-                scale,
-                bias,
-                activation,
-                residual,
-                input_precision,
+            in_blocks = int8_on_cpu.can_multiply(call.scale, x, call.weight, call.bias, call.residual)
+            y: Tensor = reference.int8_linear(
+                *call[:4],
+                call.activation,
+                call.residual,
+                call.input_precision,
                 product=int8_on_cpu.product if in_blocks else None,
             )
     else:
-        arguments = Int8MatmulArguments(x, data, scale, bias, residual, activation, input_precision == "int8")
-        y = run.int8_linear(choice, arguments, "gradients" in call.features)
-    note(call.op, choice.backend, choice.kernel)
+        y = run.int8_linear(choice, call, "gradients" in request.features)
+    note(request.op.name, choice.backend, choice.kernel)
     return y
 
 
@@ -161,43 +153,35 @@ def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: flo
     if not is_plain or not isinstance(weight, Int8Tensor) or weight.form == "flat":
         raise InputError(f"{op}: expected an int8 weight as the last factor only; dequantize() gives a floating tensor")
     if weight.form == "transposed":
-        return linear_over(x, weight.int8_data, weight.int8_scale, bias)
+        return linear_over(Int8Call(x, weight.int8_data, weight.int8_scale, bias))
     return _grad_input(x, weight.int8_data, weight.int8_scale)
 
 
 def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     """Returns ``grad_out [M, N] @ dequantize(weight [N, K])``."""
-    (rows, columns), groups = data.shape, scale.shape[1]
-    features = frozenset({"gradients", "group scales"} if groups > 1 else {"gradients"})
-    sizes = (grad_out.shape[0], rows, columns, columns // groups if groups > 1 else 0)
-    only_torch = only_torch_handles(grad_out, data, scale)
-    parts = "int8_matmul", grad_out.device, grad_out.dtype, 0, 0, features, sizes, only_torch
-    choice = choose(Call(*parts, is_input_gradient=True))
+    rows, columns = data.shape
+    uses = {"gradients": True, "group scales": scale.shape[1] > 1}
+    details = Int8Details(grad_out.shape[0], columns, rows, is_input_gradient=True)
+    choice = choose(request_for_int8(grad_out, uses, details, only_torch_handles(grad_out, data, scale)))
     if choice.backend == "torch":
         return grad_out @ quantization.dequantize_int8(data, scale, grad_out.dtype)
-    return run.int8_grad_input(choice, GradInputArguments(grad_out, data, scale, bias_grad=False))
+    return int8_grad_input(choice.backend, Int8Backward(grad_out, data, scale))
 
 
-def _nested_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    input_precision: str,
-) -> Tensor:
+def _nested_linear(call: Int8Call) -> Tensor:
     """Runs nested tensors through PyTorch's linear layer, which checks them: they lack shapes and most operators."""
+    x, activation = call.x, call.activation
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
-    expect(input_precision == "16bit", "input_precision", "'16bit' for a nested x", repr(input_precision))
-    _check_gated(activation, data.shape[0])
-    call = Call("int8_matmul", x.device, x.dtype, 0, 0, frozenset(), (), only_torch_handles(x))
-    choice = choose(call)
-    y = F.linear(x, quantization.dequantize_int8(data, scale, x.dtype), bias)
+    precision = call.input_precision
+    expect(precision == "16bit", "input_precision", "'16bit' for a nested x", repr(precision))
+    _check_gated(activation, call.weight.shape[0])
+    request = request_for_int8(x, {}, None, only_torch_handles(x))
+    choice = choose(request)
+    y = F.linear(x, quantization.dequantize_int8(call.weight, call.scale, x.dtype), call.bias)
     y = ACTIVATIONS[activation or "none"](y)
-    y = y if residual is None else y + residual
-    note(call.op, choice.backend, choice.kernel)
+    y = y if call.residual is None else y + call.residual
+    note(request.op.name, choice.backend, choice.kernel)
     return y
 
 
@@ -208,49 +192,75 @@ def _check_gated(activation: str | None, rows: int) -> None:
         expect(rows % 2 == 0, "weight", f"an even N for {activation!r}, {halves}", f"N = {rows}")
 
 
-def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call:
-    x, data, scale, bias, residual = tensors
-    activation, input_precision = options
-    rows, columns = data.shape
+def _check(call: Int8Call) -> tuple[Int8Call, Request]:
+    x, bias, residual, activation = call.x, call.bias, call.residual, call.activation
+    rows, columns = call.weight.shape
     check_dtype("x", x, FLOATING)
     expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
-    expect(data.device == x.device, "weight", f"a weight on {x.device} like x", f"one on {data.device}")
+    device = call.weight.device
+    expect(device == x.device, "weight", f"a weight on {x.device} like x", f"one on {device}")
     check_choice("activation", activation, ACTIVATION_CHOICES)
     _check_gated(activation, rows)
-    features = set()
     if bias is not None:
         check_shape("bias", bias, (rows,), "[N]")
         check_dtype("bias", bias, (x.dtype,))
         check_same_device("bias", bias, x.device)
-        features.add("bias")
     if residual is not None:
-        columns_of_y = result_columns(activation, rows)
-        meaning = "[..., N]" if columns_of_y == rows else "[..., N / 2]"
-        check_shape("residual", residual, (*x.shape[:-1], columns_of_y), meaning)
+        result = result_columns(activation, rows)
+        meaning = "[..., N]" if result == rows else "[..., N / 2]"
+        check_shape("residual", residual, (*x.shape[:-1], result), meaning)
         check_dtype("residual", residual, (x.dtype,))
         check_same_device("residual", residual, x.device)
-        features.add("residual")
-    if activation is not None:
-        features.add(activation if activation in GATED else "activation")
-    check_choice("input_precision", input_precision, INPUT_PRECISIONS)
-    if input_precision == "int8":
-        features.add("int8 activations")
-    if scale.shape[1] > 1:
-        features.add("group scales")
-    if torch.is_grad_enabled() and any(map(needs_gradient, (x, bias, residual))):
-        features.add("gradients")
-    into_the_kernel = (x,) if "gradients" in features else (x, residual)
-    rows_of_x = x.shape[:-1].numel() * mapped_size(*into_the_kernel)
-    return Call(
-        "int8_matmul",
-        x.device,
-        x.dtype,
-        0,
-        0,
-        frozenset(features),
-        (rows_of_x, rows, columns, columns // scale.shape[1] if scale.shape[1] > 1 else 0),
-        only_torch_handles(x, data, scale, bias, residual),
-    )
+    check_choice("input_precision", call.input_precision, INPUT_PRECISIONS)
+    checked = call._replace(activation=activation or "none")
+    return checked, describe_int8(checked)
 
 
-_checked_calls = CheckedOnce(_check_call)
+_check_once = CheckedOnce(_check, Int8Call, first_option="activation")
+
+
+# --- a weight whose rows are sharded: each rank computes the columns of its own rows ----------------------------------
+
+
+def _linear_over_sharded(
+    x: Tensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    input_precision: str,
+) -> DTensor:
+    """Runs ``int8_linear`` over DTensor; ``bias`` and ``residual`` may be plain tensors, the same on each rank."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not isinstance(x, DTensor):
+        # A weight that FSDP shards is a DTensor too, but its ranks have different x and must gather the weight first.
+        raise TypeError(f"x: expected a DTensor, as the weight is one, got {type_name(x)}")
+    mesh = weight.device_mesh
+    expect(x.device_mesh == mesh, "x", f"a DTensor on {mesh}", x.device_mesh)
+    own = weight.to_local()
+    rows, *others = weight.placements
+    has_rows = not others and isinstance(rows, (Shard, _StridedShard)) and rows.dim == 0
+    if not has_rows or not isinstance(own, Int8Tensor):
+        raise InputError(f"weight: expected an int8 weight that is sharded by rows, got {weight.placements}")
+    columns: Any = Shard(0) if activation in GATED else rows  # of the result, which a rank's own rows make
+    if activation in GATED:
+        by = f"fastattn.distributed.ColwiseParallel(fused=2), as {activation!r} needs rows of both halves"
+        expect(rows == _StridedShard(0, split_factor=2), "weight", f"one that is sharded by {by}", rows)
+    last, is_strided = x.dim() - 1, type(columns) is _StridedShard
+    columns = _StridedShard(last, split_factor=columns.split_factor) if is_strided else Shard(last)
+
+    def own_part(tensor: Tensor | None, placement: Placement) -> Tensor | None:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+        return redistributed_local(tensor, [placement], [placement])
+
+    own_x, own_bias = redistributed_local(x, [Replicate()], [Partial()]), own_part(bias, rows)
+    own_residual = own_part(residual, columns)
+    y = linear_over(Int8Call(own_x, own.int8_data, own.int8_scale, own_bias, own_residual, activation, input_precision))
+    shape = torch.Size((*x.shape[:-1], result_columns(activation, weight.shape[0])))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, [columns], run_check=False, shape=shape, stride=stride)

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
-from typing_extensions import Never
+from typing_extensions import Never, Unpack  # torch brings it
 
 from fastattn import reference, run
+from fastattn.call import UNBOUNDED, DecodeCall, OnRecord
 from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked, refuse_keywords
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
-from fastattn.functional.attention_checks import UNBOUNDED, check_uncopied
+from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.checked_once import CheckedOnce
-from fastattn.functional.kv_cache_checks import (
-    Options,
-    Tensors,
-    check_call,
-    check_out_memory,
-    check_places,
-    check_scales,
-)
-from fastattn.ops.decode import DecodeArguments
+from fastattn.functional.kv_cache_checks import check_once, check_out_memory, check_places, check_scales
+
+
+class AttendOptions(TypedDict, total=False):
+    """The options of ``attention_with_kv_cache`` that a model may set where a cache sets the others."""
+
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    scale: float | None
+    num_splits: int
+    batch_invariant: bool
+    tree_mask: Tensor | None
+
+
+class _Options(AttendOptions, total=False):
+    k_new: Tensor | None
+    v_new: Tensor | None
+    block_table: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out: Tensor | None
 
 
 @overload
@@ -34,25 +51,8 @@ def attention_with_kv_cache(
     v_cache: Tensor,
     cache_seqlens: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    rotary_cos: Tensor | None = ...,
-    rotary_sin: Tensor | None = ...,
-    rotary_interleaved: bool = ...,
-    block_table: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[False] = ...,
-    num_splits: int = ...,
-    batch_invariant: bool = ...,
-    tree_mask: Tensor | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -63,25 +63,8 @@ def attention_with_kv_cache(
     v_cache: Tensor,
     cache_seqlens: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    rotary_cos: Tensor | None = ...,
-    rotary_sin: Tensor | None = ...,
-    rotary_interleaved: bool = ...,
-    block_table: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[True],
-    num_splits: int = ...,
-    batch_invariant: bool = ...,
-    tree_mask: Tensor | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -92,25 +75,8 @@ def attention_with_kv_cache(
     v_cache: Tensor,
     cache_seqlens: Tensor,
     *,
-    k_new: Tensor | None = ...,
-    v_new: Tensor | None = ...,
-    rotary_cos: Tensor | None = ...,
-    rotary_sin: Tensor | None = ...,
-    rotary_interleaved: bool = ...,
-    block_table: Tensor | None = ...,
-    k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ...,
-    causal: bool = ...,
-    window: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
     return_lse: bool = ...,
-    num_splits: int = ...,
-    batch_invariant: bool = ...,
-    tree_mask: Tensor | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -190,23 +156,6 @@ def attention_with_kv_cache(
     """
     if unknown:
         refuse_keywords(attention_with_kv_cache, unknown)
-    tensors = Tensors(
-        query,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        k_new,
-        v_new,
-        rotary_cos,
-        rotary_sin,
-        block_table,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        sinks,
-        tree_mask,
-        out,
-    )
     check_tensor("query", query)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
@@ -215,33 +164,42 @@ def attention_with_kv_cache(
         query = autocast_to(cast, query)
         k_new = None if k_new is None else autocast_to(cast, k_new)
         v_new = None if v_new is None else autocast_to(cast, v_new)
-        tensors = tensors._replace(query=query, k_new=k_new, v_new=v_new)
-    options = Options(rotary_interleaved, causal, window, softcap, scale, return_lse, num_splits, batch_invariant)
-    checked = _checked_calls.get(tensors, options)
-    options = checked.options
-    check_out_memory(tensors)
+    given = DecodeCall(
+        query,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        k_new=k_new,
+        v_new=v_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        block_table=block_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        tree_mask=tree_mask,
+        out=out,
+        rotary_interleaved=rotary_interleaved,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+    )
+    call, request = check_once(given)
+    check_out_memory(call)
     if places_are_checked(cache_seqlens, block_table):
-        check_places(tensors)
+        check_places(call)
         if device_checks_are_on():
-            check_scales(tensors)
+            check_scales(call)
 
-    choice = choose(checked.call)
+    choice = choose(request)
     if choice.backend == "torch":
         with without_autocast(query.device.type):
-            common: dict[str, Any] = {
-                "rotary_interleaved": options.rotary_interleaved,
-                "window": checked.window,  # it includes the causal mask
-                "softcap": options.softcap,
-                "scale": checked.scale,
-            }
-            found = cache_on_cpu.attention_with_kv_cache(
-                tensors, **common, return_lse=options.return_lse, batch_invariant=options.batch_invariant
-            )
-            if found is None:
-                of_reference = tensors._asdict()
-                del of_reference["out"]
-                found = reference.attention_with_kv_cache(**of_reference, **common, causal=False)
-            result, lse = found
+            result, lse = cache_on_cpu.attention_with_kv_cache(call) or _attend_by_reference(call)
         if out is not None:
             result = out.copy_(result)
     else:
@@ -249,34 +207,9 @@ def attention_with_kv_cache(
             check_uncopied(name, cache, "it is written in place")
         if out is not None:
             check_uncopied("out", out, "the kernel writes there")
-        result, lse = run.kv_cache_attention(
-            choice,
-            DecodeArguments(
-                query,
-                k_cache,
-                v_cache,
-                cache_seqlens,
-                k_new,
-                v_new,
-                rotary_cos,
-                rotary_sin,
-                options.rotary_interleaved,
-                block_table,
-                k_scale,
-                v_scale,
-                None if alibi_slopes is None else torch.atleast_2d(alibi_slopes.float()),
-                None if sinks is None else sinks.float(),
-                checked.scale,
-                *checked.window,
-                float(options.softcap),
-                options.num_splits,
-                options.batch_invariant,
-                None if tree_mask is None else tree_mask.expand(query.shape[0], *tree_mask.shape[-2:]),
-            ),
-            out,
-        )
-    note(checked.call.op, choice.backend, choice.kernel)
-    return (result, lse) if options.return_lse else result
+        result, lse = run.kv_cache_attention(choice, call)
+    note(request.op.name, choice.backend, choice.kernel)
+    return (result, lse) if call.return_lse else result
 
 
-_checked_calls = CheckedOnce(check_call)
+_attend_by_reference = OnRecord(reference.attention_with_kv_cache, DecodeCall)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.call import UNBOUNDED, AppendCall, DecodeCall
 from fastattn.checks import (
     FLOATING,
     check_bool,
@@ -22,80 +23,25 @@ from fastattn.checks import (
     needs_gradient,
     refuse_wrapped,
 )
-from fastattn.dispatch.call import Call
-from fastattn.dispatch.choose import MOST_DECODED_QUERIES, MOST_DECODED_ROWS_OF_8_BITS
-from fastattn.dispatch.reasons import only_torch_handles
+from fastattn.dispatch.request import Request
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
 from fastattn.functional.attention_checks import (
-    UNBOUNDED,
     check_pages,
     check_sinks,
     check_slopes,
     check_window,
     default_scale,
 )
+from fastattn.functional.checked_once import CheckedOnce
+from fastattn.ops.describe import describe_append, describe_decode
 from fastattn.quantization import FP8, are_given
-
-
-class Tensors(NamedTuple):
-    query: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    cache_seqlens: Tensor
-    k_new: Tensor | None
-    v_new: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    block_table: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    tree_mask: Tensor | None = None
-    out: Tensor | None = None
-
-
-class AppendTensors(NamedTuple):
-    """The tensors that ``append_to_cache`` takes."""
-
-    k_new: Tensor
-    v_new: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    slot_mapping: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-
-
-class Options(NamedTuple):
-    """The options as the user gave them; in a `CheckedCall` they have Python's own types."""
-
-    rotary_interleaved: bool
-    causal: bool
-    window: Any
-    softcap: float
-    scale: float | None
-    return_lse: bool
-    num_splits: int
-    batch_invariant: bool
-
-
-class CheckedCall(NamedTuple):
-    """The result of checking one signature of arguments, which is kept for later calls."""
-
-    call: Call
-    options: Options
-    scale: float
-    window: tuple[int, int]
-
 
 _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
-def check_tensors(tensors: Tensors | AppendTensors, needed: tuple[str, ...]) -> None:
+def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
     """Checks that every argument is a plain tensor that needs no gradient, or None where it is not ``needed``."""
-    named = dict(zip(tensors._fields, tensors, strict=True))
     for name, tensor in named.items():
         check_tensor(name, tensor, optional=name not in needed)
         refuse_wrapped(name, tensor)
@@ -107,81 +53,50 @@ def check_tensors(tensors: Tensors | AppendTensors, needed: tuple[str, ...]) -> 
             )
 
 
-def check_call(t: Tensors, options: Options) -> CheckedCall:
-    check_tensors(t, _NEEDED)
-    check_dtype("query", t.query, FLOATING)
-    check_rank("query", t.query, "[B, Hq, Sq, D]")
-    batch, heads, num_queries, head_dim = t.query.shape
-    for name, tensor in zip(Tensors._fields, t, strict=True):
+def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
+    """Returns the call with checked options, and its description; raises where the host can see that it is wrong."""
+    query = call.query
+    named = dict(zip(call._fields, call.tensors, strict=False))
+    _check_tensors(named, _NEEDED)
+    check_dtype("query", query, FLOATING)
+    check_rank("query", query, "[B, Hq, Sq, D]")
+    batch, heads, num_queries, head_dim = query.shape
+    for name, tensor in named.items():
         if tensor is not None:
-            check_same_device(name, tensor, t.query.device)
-    check_shape("cache_seqlens", t.cache_seqlens, (batch,), "[B]")
-    check_dtype("cache_seqlens", t.cache_seqlens, (torch.int32,))
-    features = _check_caches(t) | _check_append(t) | _check_rotary(t)
-
-    left, right = check_window(options.window)
-    scale = default_scale(head_dim) if options.scale is None else float(check_number("scale", options.scale))
-    options = Options(
-        check_bool("rotary_interleaved", options.rotary_interleaved),
-        check_bool("causal", options.causal),
-        (left, right),
-        float(check_number("softcap", options.softcap, low=0.0)),
-        scale,
-        check_bool("return_lse", options.return_lse),
-        check_int("num_splits", options.num_splits, minimum=0),
-        check_bool("batch_invariant", options.batch_invariant),
+            check_same_device(name, tensor, query.device)
+    check_shape("cache_seqlens", call.cache_seqlens, (batch,), "[B]")
+    check_dtype("cache_seqlens", call.cache_seqlens, (torch.int32,))
+    _check_caches(call)
+    _check_append(call)
+    _check_rotary(call)
+    left, right = check_window(call.window)
+    causal = check_bool("causal", call.causal)
+    checked = call._replace(
+        rotary_interleaved=check_bool("rotary_interleaved", call.rotary_interleaved),
+        softcap=float(check_number("softcap", call.softcap, low=0.0)),
+        scale=default_scale(head_dim) if call.scale is None else float(check_number("scale", call.scale)),
+        return_lse=check_bool("return_lse", call.return_lse),
+        num_splits=check_int("num_splits", call.num_splits, minimum=0),
+        batch_invariant=check_bool("batch_invariant", call.batch_invariant),
     )
-    if t.tree_mask is not None:
-        _check_tree(t, options)
-        features.add("tree mask")
-    elif options.causal:
-        right = 0
-        if num_queries > 1:
-            features.add("causal")
-    if left >= 0 or (right >= 0 and not options.causal):
-        features.add("window")
-    if options.softcap > 0:
-        features.add("softcap")
-    if t.alibi_slopes is not None:
-        check_slopes(t.alibi_slopes, t.query.device, batch, heads)
-        features.add("alibi")
-    if t.sinks is not None:
-        check_sinks(t.sinks, t.query.device, heads)
-        features.add("sinks")
-    if t.out is not None:
-        check_shape("out", t.out, (batch, heads, num_queries, t.v_cache.shape[-1]), "[B, Hq, Sq, Dv]")
-        check_dtype("out", t.out, (t.query.dtype,))
-    kv_heads, capacity = t.k_cache.shape[1:3]
-    if t.block_table is not None:
-        capacity *= t.block_table.shape[1]
-    if heads != kv_heads:
-        features.add("gqa")
-    if t.v_cache.shape[-1] != head_dim:
-        features.add("value dim")
-    rows = num_queries * (heads // kv_heads if kv_heads else 1)
-    call = Call(
-        "decode",
-        t.query.device,
-        t.query.dtype,
-        head_dim,
-        t.v_cache.shape[-1],
-        frozenset(features),
-        (
-            rows,
-            t.k_cache.element_size(),
-            0 if t.block_table is None else t.k_cache.shape[2],
-        ),
-        only_torch_handles(*t),
-        may_prefill=num_queries > MOST_DECODED_QUERIES
-        and (t.k_cache.dtype not in FEATURE_OF_CACHE or (kv_heads > 0 and rows > MOST_DECODED_ROWS_OF_8_BITS))
-        and options.num_splits == 0
-        and t.tree_mask is None
-        and 0 < batch * capacity < 2**31,
-    )
-    return CheckedCall(call, options, scale, (left, right))
+    if call.tree_mask is not None:
+        _check_tree(call, (left, right))
+        causal = False
+    if call.alibi_slopes is not None:
+        check_slopes(call.alibi_slopes, query.device, batch, heads)
+    if call.sinks is not None:
+        check_sinks(call.sinks, query.device, heads)
+    if call.out is not None:
+        check_shape("out", call.out, (batch, heads, num_queries, call.v_cache.shape[-1]), "[B, Hq, Sq, Dv]")
+        check_dtype("out", call.out, (query.dtype,))
+    checked = checked._replace(causal=causal, window=(left, 0 if causal else right))
+    return checked, describe_decode(checked)
 
 
-def _check_caches(t: Tensors) -> set[str]:
+check_once = CheckedOnce(check_call, DecodeCall, first_option="rotary_interleaved")
+
+
+def _check_caches(t: DecodeCall) -> None:
     batch, _, _, head_dim = t.query.shape
     layout = "[B, Hkv, capacity, {}]" if t.block_table is None else "[num_pages, Hkv, page_size, {}]"
     check_rank("k_cache", t.k_cache, layout.format("D"))
@@ -193,20 +108,18 @@ def _check_caches(t: Tensors) -> set[str]:
     )
     check_head_counts(t.query, t.k_cache, "k_cache", ("[B, Hq, Sq, D]", layout.format("D")))
 
-    features = set()
     if t.block_table is None:
         expect(t.k_cache.shape[0] == batch, "k_cache", f"the query's batch size {batch}", t.k_cache.shape[0])
     else:
-        features.add("paged")
         check_rank("block_table", t.block_table, "[B, max_pages]")
         check_dtype("block_table", t.block_table, (torch.int32,))
         expect(
             t.block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape)
         )
-    return features | _check_storage(t, t.query.dtype)
+    _check_storage(t, t.query.dtype)
 
 
-def _check_storage(t: Tensors | AppendTensors, dtype: torch.dtype) -> set[str]:
+def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
     """Checks the dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
     check_dtype("k_cache", t.k_cache, (dtype, torch.int8, FP8))
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
@@ -224,13 +137,11 @@ def _check_storage(t: Tensors | AppendTensors, dtype: torch.dtype) -> set[str]:
         elif scale.numel() != 1:
             layout = "of one scale ([] or [1]), of the cache without its last dim, or [Hkv]"
             check_shape(name, scale, cache.shape[1:2], layout)
-    feature = FEATURE_OF_CACHE.get(t.k_cache.dtype)
-    return set() if feature is None else {feature}
 
 
-def _check_append(t: Tensors) -> set[str]:
+def _check_append(t: DecodeCall) -> None:
     if t.k_new is None and t.v_new is None:
-        return set()
+        return
     for name, tensor, other in (("k_new", t.k_new, "v_new"), ("v_new", t.v_new, "k_new")):
         expect(tensor is not None, name, f"a tensor, as {other} is one", None)
     assert t.k_new is not None
@@ -241,12 +152,11 @@ def _check_append(t: Tensors) -> set[str]:
     check_shape("v_new", t.v_new, (batch, kv_heads, num_new, t.v_cache.shape[3]), "[B, Hkv, S_new, Dv]")
     check_dtype("k_new", t.k_new, (t.query.dtype,))
     check_dtype("v_new", t.v_new, (t.query.dtype,))
-    return {"append"}
 
 
-def _check_rotary(t: Tensors) -> set[str]:
+def _check_rotary(t: DecodeCall) -> None:
     if t.rotary_cos is None and t.rotary_sin is None:
-        return set()
+        return
     for name, tensor, other in (
         ("rotary_cos", t.rotary_cos, "rotary_sin"),
         ("rotary_sin", t.rotary_sin, "rotary_cos"),
@@ -262,10 +172,9 @@ def _check_rotary(t: Tensors) -> set[str]:
     expect(positions >= 1, "rotary_cos", "at least one position", 0)
     head_dim = t.query.shape[-1]
     expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
-    return {"rotary"}
 
 
-def _check_tree(t: Tensors, options: Options) -> None:
+def _check_tree(t: DecodeCall, window: tuple[int, int]) -> None:
     """Checks the tree mask, and refuses options that go by a token's place in the cache: its position is its depth."""
     assert t.tree_mask is not None
     batch, _, num_queries, _ = t.query.shape
@@ -276,12 +185,12 @@ def _check_tree(t: Tensors, options: Options) -> None:
     beside = "beside a tree_mask, where a token's position is not its place in the cache"
     expect(t.rotary_cos is None, "rotary_cos", f"None {beside}: rotate query and k_new before the call", "a tensor")
     expect(t.alibi_slopes is None, "alibi_slopes", f"None {beside}", "a tensor")
-    expect(options.window == (UNBOUNDED, UNBOUNDED), "window", f"{(UNBOUNDED, UNBOUNDED)} {beside}", options.window)
+    expect(window == (UNBOUNDED, UNBOUNDED), "window", f"{(UNBOUNDED, UNBOUNDED)} {beside}", window)
 
 
-def check_append(t: AppendTensors, options: tuple[()]) -> Call:
-    """Checks the arguments of ``append_to_cache``, which has no options."""
-    check_tensors(t, AppendTensors._fields[:5])
+def check_append(t: AppendCall) -> tuple[AppendCall, Request]:
+    """Checks a call of ``append_to_cache`` and returns it with its description."""
+    _check_tensors(t._asdict(), t._fields[:5])
     check_dtype("k_new", t.k_new, FLOATING)
     for name, tensor in zip(t._fields, t, strict=True):
         if tensor is not None:
@@ -299,21 +208,14 @@ def check_append(t: AppendTensors, options: tuple[()]) -> Call:
         check_shape(name, cache, (num_pages, kv_heads, page_size, dim), layout)
     check_dtype("slot_mapping", t.slot_mapping, (torch.int64, torch.int32))
     check_shape("slot_mapping", t.slot_mapping, (tokens,), "[tokens]")
-    features = _check_storage(t, t.k_new.dtype)
-    if value_dim != head_dim:
-        features.add("value dim")
-    return Call(
-        "append",
-        t.k_new.device,
-        t.k_new.dtype,
-        head_dim,
-        value_dim,
-        frozenset(features),
-        only_torch=only_torch_handles(*t),
-    )
+    _check_storage(t, t.k_new.dtype)
+    return t, describe_append(t)
 
 
-def check_slots(t: AppendTensors) -> None:
+check_append_once = CheckedOnce(check_append, AppendCall)
+
+
+def check_slots(t: AppendCall) -> None:
     """Checks that slots exist and differ. It reads them back, so call it only with ``FASTATTN_CHECK=1``."""
     num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
     token_of: dict[int, int] = {}
@@ -324,7 +226,7 @@ def check_slots(t: AppendTensors) -> None:
         expect(slot < 0 or other == token, "slot_mapping", "another slot for each token", came)
 
 
-def check_out_memory(t: Tensors) -> None:
+def check_out_memory(t: DecodeCall) -> None:
     """Checks where ``out`` lies, in every call, since a signature of arguments says nothing about addresses."""
     out = t.out
     if out is None:
@@ -339,7 +241,7 @@ def check_out_memory(t: Tensors) -> None:
     if torch.compiler.is_compiling() or out.numel() == 0:
         return  # it has no address
     begin, end = _addresses(out)
-    for name, tensor in zip(t._fields[:-1], t[:-1], strict=True):
+    for name, tensor in zip(t._fields, t[:14], strict=False):
         if tensor is None or tensor.numel() == 0:
             continue
         first, last = _addresses(tensor)
@@ -354,11 +256,9 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_places(t: Tensors) -> None:
+def check_places(t: DecodeCall) -> None:
     """Checks lengths and block table. It reads them back, so call it only if `places_are_checked`."""
-    num_new = 0 if t.k_new is None else t.k_new.shape[2]
-    block_rows = t.k_cache.shape[2]
-    capacity = block_rows if t.block_table is None else block_rows * t.block_table.shape[1]
+    num_new, capacity = t.num_new, t.capacity
     for sequence, length in enumerate(t.cache_seqlens.tolist()):
         where = f"{length} for sequence {sequence}"
         expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)
@@ -368,13 +268,13 @@ def check_places(t: Tensors) -> None:
             positions = t.rotary_cos.shape[0]
             expect(length + num_new <= positions, "rotary_cos", f"{length + num_new} positions", positions)
     if t.block_table is not None:
-        check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], block_rows)
+        check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], t.k_cache.shape[2])
 
 
-def check_scales(t: Tensors) -> None:
+def check_scales(t: DecodeCall) -> None:
     """Checks that the scales of cached tokens are finite. It reads as many scales as there are tokens, so call it only
     with ``FASTATTN_CHECK=1``."""
-    capacity = t.k_cache.shape[2] * (1 if t.block_table is None else t.block_table.shape[1])
+    capacity = t.capacity
     is_old = (torch.arange(capacity, device=t.query.device) < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
         if scale is None or capacity == 0 or scale.numel() == 0:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn.dispatch.call import Call
+from fastattn.call import AttentionCall
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.errors import InputError
 from fastattn.functional.torch_sdpa import torch_sdpa
+from fastattn.ops.describe import request_for_attention
 
 _JAGGED = "a jagged tensor [B, H, j, D] (torch.nested, layout=torch.jagged: [B, j, H, D].transpose(1, 2))"
 
 
-class Packed(NamedTuple):
-    """Query, key and value ``[total, H, D]``, and the offsets and bounds that make the result jagged like the query."""
+class Unpacked(NamedTuple):
+    """A call over packed sequences, and the offsets and bounds that make its results jagged like the query."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    call: AttentionCall
     offsets: Tensor
     seqlen_bounds: dict[str, Any]
 
@@ -35,12 +31,12 @@ class Packed(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(rows, self.offsets, **self.seqlen_bounds).transpose(1, 2)
 
 
-def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
-    """Returns the sequences of jagged tensors ``[B, H, j, D]``, without a copy.
+def unpack(call: AttentionCall) -> Unpacked:
+    """Returns the call over the sequences of jagged tensors ``[B, H, j, D]``, without a copy.
 
     Raises ``InputError`` for other tensors.
     """
-    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    tensors: dict[str, Any] = {"query": call.query, "key": call.key, "value": call.value}
     for name, tensor in tensors.items():
         if not (isinstance(tensor, Tensor) and tensor.layout == torch.jagged):
             raise InputError(f"{name}: expected {_JAGGED} like the query, got {_kind(tensor)}")
@@ -54,9 +50,10 @@ def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
                 f"{name}: expected a jagged tensor without holes (.contiguous() before the transpose makes one), "
                 "got one with lengths"
             )
-        if tensor.shape[0] != query.shape[0]:
-            raise InputError(f"{name}: expected the query's batch size {query.shape[0]}, got {tensor.shape[0]}")
-    if bias is not None:
+        if tensor.shape[0] != (batch := call.query.shape[0]):
+            raise InputError(f"{name}: expected the query's batch size {batch}, got {tensor.shape[0]}")
+    query, key, value = tensors.values()
+    if call.bias is not None:
         raise InputError("bias: expected None beside jagged tensors, whose sequences have no common shape, got a bias")
     query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
     if key.offsets() is not value.offsets():
@@ -65,36 +62,52 @@ def unpack(query: Any, key: Any, value: Any, bias: Tensor | None) -> Packed:
             raise InputError("value: expected sequences as long as the key's, got others")
     cu_seqlens_q = query.offsets().to(torch.int32)
     cu_seqlens_k = cu_seqlens_q if key.offsets() is query.offsets() else key.offsets().to(torch.int32)
-    return Packed(
-        query_rows,
-        key_rows,
-        value_rows,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        _longest(query, query_rows),
-        _longest(key, key_rows),
-        query.offsets(),
-        {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen},
+    packed = call._replace(
+        query=query_rows,
+        key=key_rows,
+        value=value_rows,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=_longest(query, query_rows),
+        max_seqlen_k=_longest(key, key_rows),
     )
+    bounds = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
+    return Unpacked(packed, query.offsets(), bounds)
 
 
-def attend_strided(query: Tensor, key: Any, value: Any, only_scale_is_given: bool, scale: float | None) -> Tensor:
+def attend_jagged(
+    call: AttentionCall, attend: Callable[[AttentionCall], Tensor | tuple[Tensor, ...]]
+) -> Tensor | tuple[Tensor, ...]:
+    """Runs ``attend`` over the sequences of jagged tensors; output and lse are jagged like the query."""
+    packed = unpack(call)
+    result = attend(packed.call)
+    if isinstance(result, Tensor):
+        return packed.like_query(result)
+    out, *others = result
+    if call.return_lse:
+        others[0] = packed.like_query(others[0].transpose(0, 1))
+    return packed.like_query(out), *others
+
+
+def attend_strided(call: AttentionCall) -> Tensor:
     """Attends over strided nested ``[B, H, S, D]`` by PyTorch's function, which takes no option but the scale."""
+    query, key, value = call[:3]
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
             raise InputError(f"{name}: expected a strided nested tensor like the query, got {_kind(tensor)}")
-    if not only_scale_is_given:
+    given = call._replace(deterministic=None, dropout_seed=None)
+    if given[3:] != AttentionCall(query, key, value, scale=call.scale)[3:]:
         raise InputError(
             f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which PyTorch can attend "
             "over only without any"
         )
-    call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch_handles(query))
-    choice = choose(call)
+    request = request_for_attention(query, value, only_torch=only_torch_handles(query))
+    choice = choose(request)
     try:
-        result: Tensor = torch_sdpa(query, key, value, scale=scale)
+        result: Tensor = torch_sdpa(query, key, value, scale=call.scale)
     except RuntimeError as error:
         raise InputError(f"query: expected {_JAGGED}, got strided nested ones that PyTorch refuses: {error}") from error
-    note(call.op, choice.backend, choice.kernel)
+    note(request.op.name, choice.backend, choice.kernel)
     return result
 
 

@@ -12,40 +12,56 @@ Where torch's own devices or versions differ from each other, our GPU kernels do
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn import run
+from fastattn.call import AttentionCall
 from fastattn.checks import is_distributed, needs_gradient
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
+from fastattn.dispatch.request import Request
 from fastattn.errors import InputError
 from fastattn.functional import nested
-from fastattn.functional.attention_checks import Options, check_call, default_scale
+from fastattn.functional.attention_checks import check_once, default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.distributed_tensors import DENSE, are_split_alike, attend_locally, dims_of_mask
 from fastattn.functional.dropout_seed import draw_seed
 from fastattn.functional.spread_attention import in_force
 from fastattn.functional.torch_sdpa import torch_sdpa
-from fastattn.ops.attention import AttentionArguments
+from fastattn.ops.describe import AttentionDetails, request_for_attention
 
 
-class _CheckedCall(NamedTuple):
-    """The checked call, with the sizes to make ``[B, H, S, D]`` of its arguments; ``batch`` is the broadcast shape of
-    the dimensions before the heads."""
+class _SdpaCall(NamedTuple):
+    """A call of ``scaled_dot_product_attention``."""
 
-    call: Call
-    batch: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    scale: float
-    needs_grad: bool
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    def in_torch(self) -> Tensor:
+        result: Tensor = torch_sdpa(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
+        return result
+
+
+class _Facts(NamedTuple):
+    """What `_check` finds: the description, and the sizes to make ``[B, H, S, D]`` of the tensors; ``batch`` is the
+    broadcast shape of the dimensions before the heads."""
+
+    request: Request
+    batch: tuple[int, ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
 
 
 def scaled_dot_product_attention(
@@ -76,133 +92,107 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: torch rejects the arguments; the message is torch's.
     """
+    call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not isinstance(query, Tensor):  # torch.fx traces it, or else torch says what is wrong with it
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return call.in_torch()
     if (spread := in_force()) is not None:
         return spread.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     device = query.device
     if facts(device) is None and not is_watched():
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return call.in_torch()
     if type(query) is not Tensor:
-        over_parts = _over_distributed if is_distributed(query) else _over_jagged
-        result = over_parts((query, key, value, attn_mask), (dropout_p, is_causal, scale, enable_gqa))
+        result = (_over_distributed if is_distributed(query) else _over_jagged)(call)
         if result is not None:
             return result
-    original = (query, key, value, attn_mask)
-    cast = autocast_dtype(device.type)
+    given, cast = call, autocast_dtype(device.type)
     if cast is not None:
         query, key, value = (autocast_to(cast, t) for t in (query, key, value))
         attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
-    options = (dropout_p, is_causal, scale, enable_gqa)
-    checked = _checked_calls.get((query, key, value, attn_mask), options)
-    choice = choose(checked.call)
+        call = call._replace(query=query, key=key, value=value, attn_mask=attn_mask)
+    call, (request, batch, heads, kv_heads) = _check_once(call)
+    choice = choose(request)
     if choice.backend == "torch":
-        result = torch_sdpa(*original, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        note(checked.call.op, choice.backend, choice.kernel)
+        result = given.in_torch()
+        note(request.op.name, choice.backend, choice.kernel)
         return result
-    out, _, _ = run.attention(
-        choice,
-        AttentionArguments(
-            _to_heads(query, checked.batch, checked.heads),
-            _to_heads(key, checked.batch, checked.kv_heads),
-            _to_heads(value, checked.batch, checked.kv_heads),
-            None if attn_mask is None else _mask_to_heads(attn_mask, checked.batch),
-            dropout_seed=draw_seed(device) if dropout_p > 0 else None,
-            scale=checked.scale,
-            window_right=0 if is_causal else -1,
-            first_row=0 if is_causal else None,
-            dropout_p=float(dropout_p),
-        ),
-        checked.needs_grad,
-        torch.are_deterministic_algorithms_enabled(),
+    attention = AttentionCall(
+        _to_heads(query, batch, heads),
+        _to_heads(key, batch, kv_heads),
+        _to_heads(value, batch, kv_heads),
+        None if attn_mask is None else _mask_to_heads(attn_mask, batch),
+        window=(-1, 0 if is_causal else -1),
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        first_row=0 if is_causal else None,
+        dropout_seed=draw_seed(device) if dropout_p > 0 else None,
     )
-    note(checked.call.op, choice.backend, choice.kernel)
-    if query.dim() == 4 and len(checked.batch) == 1:
+    out, _, _ = run.attention(choice, attention, "gradients" in request.features)
+    note(request.op.name, choice.backend, choice.kernel)
+    if query.dim() == 4 and len(batch) == 1:
         return out
     rank = max(query.dim(), key.dim(), value.dim())
-    return out.reshape((*checked.batch, checked.heads, *out.shape[-2:])[-rank:])
+    return out.reshape((*batch, heads, *out.shape[-2:])[-rank:])
 
 
-_Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]  # query, key, value, attn_mask
-_Options: TypeAlias = tuple[float, bool, float | None, bool]  # dropout_p, is_causal, scale, enable_gqa
-
-
-def _over_distributed(tensors: _Tensors, options: _Options) -> Tensor | None:
+def _over_distributed(call: _SdpaCall) -> Tensor | None:
     """Attends on each rank by itself, over DTensor that are split by batch entries and heads; returns None for calls
     that torch must handle.
 
     These are calls with dropout, as DTensor has a generator of its own, and with tensors that torch's context parallel
     has split.
     """
-    query, key, value, attn_mask = tensors
-    dropout_p, is_causal, scale, enable_gqa = options
-    mask_sizes = attn_mask.shape if isinstance(attn_mask, Tensor) else ()
-    if dropout_p or not are_split_alike(query, key, value, mask_sizes, enable_gqa):
+    mask = call.attn_mask
+    mask_sizes = mask.shape if isinstance(mask, Tensor) else ()
+    if call.dropout_p or not are_split_alike(*call[:3], mask_sizes, call.enable_gqa):
         return None
-    mask_dims = dims_of_mask(mask_sizes)
 
     def attend(local: tuple[Any, ...]) -> Tensor:
-        q, k, v, mask = local
-        return scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        q, k, v, own_mask = local
+        scale, enable_gqa = call.scale, call.enable_gqa
+        return scaled_dot_product_attention(q, k, v, own_mask, 0.0, call.is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    return attend_locally(tensors, (DENSE, DENSE, DENSE, mask_dims), (DENSE,), True, attend)
+    return attend_locally(call[:4], (DENSE, DENSE, DENSE, dims_of_mask(mask_sizes)), (DENSE,), True, attend)
 
 
-def _over_jagged(tensors: _Tensors, options: _Options) -> Tensor | None:
+def _over_jagged(call: _SdpaCall) -> Tensor | None:
     """Attends over jagged ``[B, H, j, D]`` as packed sequences; returns None for calls that torch must handle."""
-    query, key, value, attn_mask = tensors
-    dropout_p, is_causal, scale, enable_gqa = options
-    if query.layout != torch.jagged or attn_mask is not None:
+    query, is_causal = call.query, call.is_causal
+    if query.layout != torch.jagged or call.attn_mask is not None:
         return None
     if torch.compiler.is_compiling():  # our operators need lengths as numbers, which a traced jagged tensor lacks
         return None
     cast = autocast_dtype(query.device.type)
+    given = AttentionCall(*call[:3], causal=is_causal, dropout_p=call.dropout_p, scale=call.scale)
     try:
-        packed = nested.unpack(query, key, value, None)
-        q, k, v = packed[:3] if cast is None else (autocast_to(cast, rows) for rows in packed[:3])
-        offsets = packed.cu_seqlens_q, packed.cu_seqlens_k
-        checked = _checked_jagged_calls.get(
-            (q, k, v, None, None, None, *offsets, None),
-            Options(packed.max_seqlen_q, packed.max_seqlen_k, is_causal, (-1, -1), 0.0, dropout_p, scale),
-        )
+        packed = nested.unpack(given)
+        attention = packed.call
+        if cast is not None:
+            attention = attention.with_tensors(tuple(autocast_to(cast, rows) for rows in attention[:3]))
+        attention, request = check_once(attention)
     except (InputError, TypeError):
         return None
-    if q.shape[1] != k.shape[1] and not enable_gqa:
+    if attention.query.shape[1] != attention.key.shape[1] and not call.enable_gqa:
         return None
-    if is_causal and offsets[0] is not offsets[1]:  # torch aligns to the top left, kernels over packed sequences do not
+    # torch aligns to the top left, kernels over packed sequences do not
+    if is_causal and attention.cu_seqlens_q is not attention.cu_seqlens_k:
         return None
-    choice = choose(checked.call)
+    choice = choose(request)
     if choice.backend == "torch":
-        result: Tensor = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        result = call.in_torch()
     else:
-        arguments = AttentionArguments(
-            q,
-            k,
-            v,
-            dropout_seed=draw_seed(q.device) if dropout_p > 0 else None,
-            cu_seqlens_q=offsets[0],
-            cu_seqlens_k=offsets[1],
-            max_seqlen_q=packed.max_seqlen_q,
-            max_seqlen_k=packed.max_seqlen_k,
-            scale=checked.scale,
-            window_right=checked.window[1],
-            dropout_p=checked.dropout_p,
-        )
-        out, _, _ = run.attention(choice, arguments, checked.needs_grad, torch.are_deterministic_algorithms_enabled())
+        if call.dropout_p > 0:
+            attention = attention._replace(dropout_seed=draw_seed(query.device))
+        out, _, _ = run.attention(choice, attention, "gradients" in request.features)
         result = packed.like_query(out)
-    note(checked.call.op, choice.backend, choice.kernel)
+    note(request.op.name, choice.backend, choice.kernel)
     return result
 
 
-def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedCall:
-    query, key, value, attn_mask = tensors
-    dropout_p, is_causal, scale, enable_gqa = options
-    only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(
-        query, key, value, attn_mask, *options
-    )
+def _check(call: _SdpaCall) -> tuple[_SdpaCall, _Facts]:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(*call)
     if only_torch is not None:
-        call = Call("attention", query.device, query.dtype, 0, 0, frozenset(), (), only_torch)
-        return _CheckedCall(call, (), 0, 0, 0.0, False)
+        return call, _Facts(request_for_attention(query, query, only_torch=only_torch))
     batch, heads, kv_heads = _leading_dims(query, key, value, enable_gqa)
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors))
@@ -216,24 +206,15 @@ def _check_call(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> _CheckedC
         "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
         "bias gradients": needs_grad and needs_gradient(attn_mask),
     }
-    sizes = (math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2])
-    features = frozenset(feature for feature, used in uses.items() if used)
-    call = Call(
-        "attention",
-        query.device,
-        query.dtype,
-        query.shape[-1],
-        value.shape[-1],
-        features,
-        sizes,
-        may_decode=not is_causal,  # aligned to the top left, few queries see few keys
-    )
-    resolved_scale = default_scale(query.shape[-1]) if scale is None else float(scale)
-    return _CheckedCall(call, batch, heads, kv_heads, resolved_scale, needs_grad)
+    # Aligned to the top left, few queries see few keys.
+    may_decode = not is_causal and not torch._C._are_functorch_transforms_active()
+    details = AttentionDetails(math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2], may_decode)
+    scale = default_scale(query.shape[-1]) if scale is None else float(scale)
+    checked = call._replace(dropout_p=float(dropout_p), scale=scale)
+    return checked, _Facts(request_for_attention(query, value, uses, details), batch, heads, kv_heads)
 
 
-_checked_calls = CheckedOnce(_check_call)
-_checked_jagged_calls = CheckedOnce(check_call)
+_check_once = CheckedOnce(_check, _SdpaCall, first_option="dropout_p")
 
 
 def _reason_for_torch(

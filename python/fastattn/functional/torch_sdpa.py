@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.checks import is_readable
-from fastattn.dispatch.call import Call
 from fastattn.dispatch.device import is_emulated
+from fastattn.dispatch.request import Request
 
 # The original function that patch_sdpa() replaces.
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
@@ -52,29 +52,29 @@ _MASKING = frozenset({"causal", "window", "mask", "bias", "varlen"})
 _NOT_IN_TORCH = frozenset({"softcap", "alibi", "sinks", "dropout", "paged", "max logit"})
 
 
-def can_express(call: Call, num_keys: int, scale: float, bias: Tensor | None) -> bool:
+def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | None) -> bool:
     """Returns whether PyTorch's function can compute the call, from what all calls of its signature have in common."""
-    if call.features & _NOT_IN_TORCH or num_keys == 0:
+    if request.features & _NOT_IN_TORCH or num_keys == 0:
         return False
-    if not call.features & _MASKING:
+    if not request.features & _MASKING:
         return True
-    if scale <= 0 or call.only_torch is not None:
+    if scale <= 0 or request.only_torch is not None:
         return False
-    if "bias" in call.features:
-        is_exact = bias is not None and bias.dtype == call.dtype and call.device.type == "cpu"
-        if not is_exact or "gradients" in call.features:
+    if "bias" in request.features:
+        is_exact = bias is not None and bias.dtype == request.dtype and request.device.type == "cpu"
+        if not is_exact or "gradients" in request.features:
             return False
-    return "varlen" not in call.features or call.device.type == "cpu"
+    return "varlen" not in request.features or request.device.type == "cpu"
 
 
-def can_express_now(call: Call, deterministic: bool | None) -> bool:
-    """Returns whether PyTorch's state (forward-mode AD, torch.func, determinism) lets its function compute the call."""
+def can_express_now(request: Request, deterministic: bool | None) -> bool:
+    """Returns whether PyTorch's state (forward-mode AD, torch.func, determinism) lets its function compute it."""
     if forward_ad._current_level >= 0:
         return False
-    is_unordered = "gradients" in call.features and call.device.type != "cpu"
+    is_unordered = "gradients" in request.features and request.device.type != "cpu"
     if is_unordered and deterministic and not torch.are_deterministic_algorithms_enabled():
         return False
-    return not (call.features & _MASKING and torch._C._are_functorch_transforms_active())
+    return not (request.features & _MASKING and torch._C._are_functorch_transforms_active())
 
 
 def attend(
@@ -84,12 +84,11 @@ def attend(
     bias: Tensor | None,
     window: tuple[int, int],
     scale: float,
-    is_grouped: bool,
 ) -> Tensor:
-    """Returns ``[B, Hq, Sq, Dv]``, as ``attention`` does.
-
-    A causal mask is part of ``window``. ``is_grouped`` says that there are fewer KV heads than query heads.
-    """
+    """Returns ``[B, Hq, Sq, Dv]``, as ``attention`` does; a causal mask is part of ``window``."""
+    is_grouped = False
+    if query.shape[1] != key.shape[1]:  # which may be a symbol, and torch takes none
+        is_grouped = True
     num_queries, num_keys = query.shape[2], key.shape[2]
     left, right = window
     sees_all_before = left < 0

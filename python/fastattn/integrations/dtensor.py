@@ -26,8 +26,8 @@ from fastattn.functional.distributed_tensors import (
     dims_of_options,
     placement,
 )
-from fastattn.ops.attention import AttentionArguments, AttentionBackwardArguments
-from fastattn.ops.decode import SplitKeysArguments
+from fastattn.ops.attention import attention_backward, attention_forward
+from fastattn.ops.decode import attention_split_keys
 from fastattn.ops.registration import NAMESPACES
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def register_sharding() -> None:
 
 
 def _forward_shardings(*args: Any) -> list[_Sharding]:
-    given = AttentionArguments(*args)
+    given = attention_forward.Arguments(*args)
     out_and_lse = (DENSE, DENSE) if given.cu_seqlens_q is None else (PACKED, PACKED_LSE)
     of_results = (*out_and_lse, MAX_LOGIT if given.return_max_logit else NEITHER)
     return [
@@ -66,8 +66,9 @@ def _forward_shardings(*args: Any) -> list[_Sharding]:
 
 def _split_keys_shardings(*args: Any) -> list[_Sharding]:
     """Returns the shardings of the same call of ``attention_forward``."""
-    given = SplitKeysArguments(*args)
-    as_forward = AttentionArguments(**given._asdict())
+    given = attention_split_keys.Arguments(*args)
+    not_given = dict.fromkeys(attention_forward.Arguments._fields)
+    as_forward = attention_forward.Arguments(**{**not_given, "dropout_p": 0.0, **given._asdict()})
     shardings = []
     for kind in _kinds(as_forward):
         placed = dict(zip(as_forward._fields, _of_arguments(kind, as_forward, len(as_forward)), strict=True))
@@ -77,7 +78,7 @@ def _split_keys_shardings(*args: Any) -> list[_Sharding]:
 
 
 def _backward_shardings(*args: Any) -> list[_Sharding]:
-    given = AttentionBackwardArguments(*args)
+    given = attention_backward.Arguments(*args)
     shardings = []
     for kind in _kinds(given):
         arguments = _of_arguments(kind, given, len(args))
@@ -96,15 +97,14 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
     return shardings
 
 
-def _kinds(given: AttentionArguments | AttentionBackwardArguments) -> list[str | None]:
+def _kinds(given: Any) -> list[str | None]:
     """Returns what may be split: ``"batch"``, ``"heads"``, and None, which means nothing."""
     kinds: list[str | None] = [None]
     if given.dropout_p > 0:  # the pattern counts batch entries and heads
         return kinds
     if given.cu_seqlens_q is None:
         kinds.append("batch")
-    key: Any = given.key
-    if _divides_evenly(key.shape[1], key.mesh.shape):
+    if _divides_evenly(given.key.shape[1], given.key.mesh.shape):
         kinds.append("heads")
     return kinds
 

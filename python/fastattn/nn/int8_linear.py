@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn.call import Int8Call
 from fastattn.checks import FLOATING, check_bool, check_choice, check_dtype, check_int, expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_linear import INPUT_PRECISIONS, linear_over
@@ -128,7 +129,8 @@ class Int8Linear(nn.Linear):
         """Returns ``[..., out_features]`` for ``x [..., in_features]``."""
         weight = self.weight
         if isinstance(weight, Int8Tensor):
-            return linear_over(x, weight.int8_data, weight.int8_scale, self.bias, input_precision=self.input_precision)
+            call = Int8Call(x, weight.int8_data, weight.int8_scale, self.bias, input_precision=self.input_precision)
+            return linear_over(call)
         if self.input_precision != "16bit":
             came = f"{self.input_precision!r} over a {type(weight).__name__}"
             raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}")

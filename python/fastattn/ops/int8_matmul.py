@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,60 +10,42 @@ from torch import Tensor
 
 from fastattn import native
 from fastattn.activations import result_columns
+from fastattn.call import Int8Call
 from fastattn.checks import mapped_size
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import sum_over_tokens
 from fastattn.ops.flops import matmul_flops
-from fastattn.ops.registration import apply, call, call_in_backward, refuse_mapped, register
+from fastattn.ops.registration import apply, refuse_mapped, register
 
 
-class Int8MatmulArguments(NamedTuple):
-    """The arguments of ``int8_matmul``: ``activation(x @ dequantize(weight)^T + bias) + residual``.
-
-    ``x`` is ``[..., K]``, ``weight [N, K]`` and ``scale`` ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``. With
-    ``int8_activations``, rows of ``x`` are first rounded to int8.
-    """
-
-    x: Tensor
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    activation: str = "none"
-    int8_activations: bool = False
-
-
-class GradInputArguments(NamedTuple):
-    """The arguments of ``int8_matmul_grad_input``; ``bias_grad`` says whether the bias's gradient is wanted too."""
+class Int8Backward(NamedTuple):
+    """A call of ``int8_matmul_grad_input``; ``bias_grad`` says whether the bias's gradient is wanted too."""
 
     grad_out: Tensor
     weight: Tensor
     scale: Tensor
-    bias_grad: bool
+    bias_grad: bool = False
 
 
-def int8_matmul(backend: str, arguments: Int8MatmulArguments) -> Tensor:
-    """Returns ``[..., N]``, or half as many columns with a gated activation; not differentiable."""
-    y: Tensor = call(backend, "int8_matmul", arguments)
-    return y
+def int8_grad_input(backend: str, backward: Int8Backward) -> Tensor:
+    """Returns ``grad_out @ dequantize(weight)`` for a caller that differentiates: a tensor subclass, a DTensor."""
+    grad_input: Tensor = int8_matmul_grad_input(backend, backward)[0]
+    _note_backward(backend, backward)
+    return grad_input
 
 
-def int8_matmul_grad_input(backend: str, arguments: GradInputArguments) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of ``x`` and of the bias, which is empty unless it is wanted; not differentiable."""
-    gradients: tuple[Tensor, Tensor] = call(backend, "int8_matmul_grad_input", arguments)
+def _note_backward(backend: str, backward: Int8Backward) -> None:
     if is_recording():
-        note("int8_matmul backward", backend, backward_kernel(backend, arguments))
-    return gradients
+        note("int8_matmul backward", backend, backward_kernel(backend, backward))
 
 
-def differentiable_int8_product(backend: str, arguments: Int8MatmulArguments) -> Tensor:
+def differentiable_int8_product(backend: str, call: Int8Call) -> Tensor:
     """Returns ``x @ dequantize(weight)^T + bias``, without activation and residual, differentiable in x and bias.
 
     The gradient passes straight through the rounding of ``int8_activations``.
     """
-    x, weight, scale, bias, _, _, int8_activations = arguments
-    product: Tensor = apply(_Int8Product, backend, x, weight, scale, bias, int8_activations)
+    product: Tensor = apply(_Int8Product, backend, *call[:4], call.input_precision)
     return product
 
 
@@ -73,9 +54,10 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, int8_activations: bool
+        backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, input_precision: str
     ) -> Tensor:
-        return int8_matmul(backend, Int8MatmulArguments(x, weight, scale, bias, int8_activations=int8_activations))
+        product: Tensor = int8_matmul(backend, Int8Call(x, weight, scale, bias, None, "none", input_precision))
+        return product
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -90,39 +72,37 @@ class _Int8Product(torch.autograd.Function):
         needs_bias = ctx.has_bias and needs_bias
         if not needs_x:
             return None, None, None, None, sum_over_tokens(grad_out) if needs_bias else None, None
-        arguments = GradInputArguments(grad_out, weight, scale, needs_bias)
-        grad_x, grad_bias = call_in_backward(ctx.backend, "int8_matmul_grad_input", arguments)
-        if is_recording():
-            note("int8_matmul backward", ctx.backend, backward_kernel(ctx.backend, arguments))
+        backward = Int8Backward(grad_out, weight, scale, needs_bias)
+        grad_x, grad_bias = int8_matmul_grad_input.run_in_backward(ctx.backend, backward)
+        _note_backward(ctx.backend, backward)
         return None, grad_x, None, None, grad_bias if needs_bias else None, None
 
 
-def backward_kernel(backend: str, arguments: GradInputArguments) -> str:
+def backward_kernel(backend: str, backward: Int8Backward) -> str:
     """Returns the name of the kernel that ``int8_matmul_grad_input`` launches."""
     if backend == "triton":
         return "int8_matmul.grad_input_kernel"
-    grad_out, (outputs, depth), gpu = arguments.grad_out, arguments.weight.shape, kernel_facts(arguments.weight.device)
+    grad_out, (outputs, depth), gpu = backward.grad_out, backward.weight.shape, kernel_facts(backward.weight.device)
     samples = mapped_size(grad_out)
     sizes = samples * math.prod(grad_out.shape[:-1]), depth, outputs
-    traits = grad_out.dtype, arguments.scale.shape[1] > 1, arguments.bias_grad and samples == 1
+    traits = grad_out.dtype, backward.scale.shape[1] > 1, backward.bias_grad and samples == 1
     name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, *traits, *sizes)
     return name or "no kernel"
 
 
-def _fake_matmul(*args: Any) -> Tensor:
-    given = Int8MatmulArguments(*args)
-    return given.x.new_empty((*given.x.shape[:-1], result_columns(given.activation, given.weight.shape[0])))
+def _fake_matmul(given: Any) -> Tensor:
+    y: Tensor = given.x.new_empty((*given.x.shape[:-1], result_columns(given.activation, given.weight.shape[0])))
+    return y
 
 
-def _fake_grad_input(*args: Any) -> tuple[Tensor, Tensor]:
-    grad_out, weight, _, bias_grad = GradInputArguments(*args)
-    grad_bias = grad_out.new_empty(weight.shape[0] if bias_grad else 0)
-    return grad_out.new_empty((*grad_out.shape[:-1], weight.shape[1])), grad_bias
+def _fake_grad_input(given: Any) -> tuple[Tensor, Tensor]:
+    grad_out, (rows, columns) = given.grad_out, given.weight.shape
+    return grad_out.new_empty((*grad_out.shape[:-1], columns)), grad_out.new_empty(rows if given.bias_grad else 0)
 
 
-def _flops(x: Sequence[int], weight: Sequence[int], *args: Any, **kwargs: Any) -> int:
-    """Counts for both operators: ``x`` is the factor beside the weight, which may be the gradient of the result."""
-    return matmul_flops(math.prod(x[:-1]), *weight)
+def _flops(given: Any) -> int:
+    """Counts for both operators, whose first argument is the factor beside the weight."""
+    return matmul_flops(math.prod(given[0][:-1]), *given.weight)
 
 
 # --- vmap: any leading dimensions of x are rows to the kernels ------------------------------------------------------
@@ -133,44 +113,35 @@ def _in_front(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
     return tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
 
 
-def _vmap_matmul(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        given, size = Int8MatmulArguments(*args), info.batch_size
-        dims: Any = Int8MatmulArguments(*in_dims)  # type: ignore[arg-type]
-        refuse_mapped(dims, "weight", "scale", "bias")
-        x = _in_front(given.x, dims.x, size)
-        residual = None if given.residual is None else _in_front(given.residual, dims.residual, size)
-        return overload(*given._replace(x=x, residual=residual)), 0
-
-    return rule
+def _vmap_matmul(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
+    refuse_mapped(dims, "weight", "scale", "bias")
+    x = _in_front(given.x, dims.x, size)
+    residual = None if given.residual is None else _in_front(given.residual, dims.residual, size)
+    return overload(*given._replace(x=x, residual=residual)), 0
 
 
-def _vmap_grad_input(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Makes a rule that sums the bias's gradient itself, as the operator would add up those of all samples."""
-
-    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        given = GradInputArguments(*args)
-        dims: Any = GradInputArguments(*in_dims)  # type: ignore[arg-type]
-        refuse_mapped(dims, "weight", "scale")
-        grad_out = _in_front(given.grad_out, dims.grad_out, info.batch_size)
-        grad_input, nothing = overload(*given._replace(grad_out=grad_out, bias_grad=False))
-        grad_bias = sum_over_tokens(grad_out, samples=1) if given.bias_grad else nothing.expand(info.batch_size, 0)
-        return (grad_input, grad_bias), (0, 0)
-
-    return rule
+def _vmap_grad_input(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
+    """Sums the bias's gradient itself, as the operator would add up those of all samples."""
+    refuse_mapped(dims, "weight", "scale")
+    grad_out = _in_front(given.grad_out, dims.grad_out, size)
+    grad_input, nothing = overload(*given._replace(grad_out=grad_out, bias_grad=False))
+    grad_bias = sum_over_tokens(grad_out, samples=1) if given.bias_grad else nothing.expand(size, 0)
+    return (grad_input, grad_bias), (0, 0)
 
 
-register(
+# Returns ``[..., N]``, or half as many columns with a gated activation; not differentiable.
+int8_matmul = register(
     "int8_matmul",
-    arguments=Int8MatmulArguments,
+    Int8Call,
     triton_module="int8_matmul",
     fake=_fake_matmul,
     flops=_flops,
     vmap=_vmap_matmul,
 )
-register(
+# Returns the gradients of ``x`` and of the bias, which is empty unless it is wanted; not differentiable.
+int8_matmul_grad_input = register(
     "int8_matmul_grad_input",
-    arguments=GradInputArguments,
+    Int8Backward,
     triton_module="int8_matmul",
     fake=_fake_grad_input,
     flops=_flops,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable
+import operator
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,54 +19,116 @@ from torch import Tensor
 
 from fastattn import native
 from fastattn.after_import import after_import
+from fastattn.call import AttentionCall
 from fastattn.dispatch.device import is_emulated, when_emulation_changes
 from fastattn.namespace import NAMESPACE
 
 NAMESPACES = {"cuda": NAMESPACE, "triton": f"{NAMESPACE}_triton"}
 _libraries = {backend: torch.library.Library(namespace, "FRAGMENT") for backend, namespace in NAMESPACES.items()}
-_overloads: dict[tuple[str, str], torch._ops.OpOverload] = {}
 _triton_launchers: dict[str, Callable[..., Any]] = {}
+
+
+class Operator:
+    """An operator in the namespaces of the backends that have it.
+
+    Attributes:
+        Arguments: the named tuple of its arguments, in the order of its schema and with the defaults of that.
+        tensors: the names of the arguments that are tensors.
+    """
+
+    def __init__(self, name: str, record: Any, overloads: dict[str, torch._ops.OpOverload]) -> None:
+        self.name, self._overloads = name, overloads
+        schema = next(iter(overloads.values()))._schema.arguments
+        names = tuple(argument.name for argument in schema)
+        defaults = [argument.default_value for argument in schema if argument.has_default_value()]
+        self.Arguments: Any = namedtuple(name, names, defaults=defaults)  # type: ignore[misc]
+        self.tensors = tuple(argument.name for argument in schema if "Tensor" in str(argument.type))
+        # A record of a backward pass holds that of the forward call.
+        paths = tuple((name,) if hasattr(record, name) else ("call", name) for name in names)
+        for in_record, *inner in paths:
+            is_there = hasattr(record, in_record) and all(hasattr(AttentionCall, field) for field in inner)
+            assert is_there, f"{name}: {record.__name__} has no {(inner or [in_record])[-1]}"
+        self._paths, self._take = paths, operator.attrgetter(*map(".".join, paths))
+
+    def arguments(self, call: Any) -> Any:
+        """Returns the arguments that the record has for the operator, in the order of the schema."""
+        if not torch.compiler.is_compiling():
+            return self._take(call)
+        return [getattr(call, path[0]) if len(path) == 1 else getattr(call.call, path[1]) for path in self._paths]
+
+    def __call__(self, backend: str, call: Any) -> Any:
+        """Calls the operator with the arguments that the record has for it, without gradients."""
+        return self.run(backend, self.arguments(call))
+
+    def run(self, backend: str, arguments: Iterable[Any]) -> Any:
+        """Calls the operator itself, without gradients."""
+        overload = self._overloads[backend]
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+            return overload(*arguments)
+
+    def run_in_backward(self, backend: str, arguments: Iterable[Any]) -> Any:
+        """Calls the operator itself in a backward pass."""
+        if torch.is_grad_enabled():
+            return apply(_Once, backend, self.name, *arguments)
+        return self.run(backend, arguments)
+
+
+_operators: dict[str, Operator] = {}
 
 
 def register(
     name: str,
+    record: Any,
     *,
-    arguments: type[tuple[Any, ...]],
     triton_module: str,
-    fake: Callable[..., Any],
-    flops: Callable[..., int],
-    vmap: Callable[[torch._ops.OpOverload], Callable[..., Any]] | None = None,
+    fake: Callable[[Any], Any],
+    flops: Callable[[Any], int] = lambda given: 0,
+    vmap: Callable[[torch._ops.OpOverload, Any, Any, int], Any] | None = None,
     schema: str | None = None,
-) -> None:
+) -> Operator:
     """Registers the operator ``name`` in both namespaces, or in Triton's alone.
 
     Args:
-        arguments: the named tuple of its arguments, in the order of its schema.
+        record: the type of the calls that have its arguments as attributes of the same names.
         triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
-        fake: a function from its arguments to empty results of the right shapes.
+        fake: a function from its arguments, by name, to empty results of the right shapes.
         flops: a function from its arguments, with shapes in place of tensors, to the FLOPs that torch's counter shows.
-        vmap: a function from an overload to a rule for ``torch.library.register_vmap``; None: ``torch.vmap`` raises.
+        vmap: a function from an overload, its arguments, their mapped dimensions and the number of samples to what a
+            rule for ``torch.library.register_vmap`` returns; None: ``torch.vmap`` raises.
         schema: the arguments and results of an operator that only Triton has; None takes the native library's schema.
     """
     namespaces = NAMESPACES if schema is None else {"triton": NAMESPACES["triton"]}
     if schema is None:
         schema = str(getattr(native.OPS, name).default._schema).removeprefix(f"{NAMESPACE}::{name}")
     _libraries["triton"].define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    defined = getattr(getattr(torch.ops, NAMESPACES["triton"]), name).default._schema
-    in_schema, in_tuple = [argument.name for argument in defined.arguments], list(arguments._fields)  # type: ignore[attr-defined]
-    assert in_schema == in_tuple, f"{name}: the schema has {in_schema}, {arguments.__name__} {in_tuple}"
+    packets = {backend: getattr(getattr(torch.ops, namespace), name) for backend, namespace in namespaces.items()}
+    op = _operators[name] = Operator(name, record, {backend: packet.default for backend, packet in packets.items()})
     _triton_launchers[name] = _triton_launcher(triton_module, name)
     _libraries["triton"].impl(name, _triton_launchers[name], "CUDA")
-    for backend, namespace in namespaces.items():
-        packet = getattr(getattr(torch.ops, namespace), name)
-        overload = _overloads[backend, name] = packet.default
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=_libraries[backend])
-        _libraries[backend].impl(name, _refuse_gradients(overload), "Autograd", with_keyset=True)
+
+    def fake_of(*args: Any) -> Any:
+        return fake(op.Arguments(*args))
+
+    for backend, packet in packets.items():
+        qualified, library = f"{namespaces[backend]}::{name}", _libraries[backend]
+        torch.library.register_fake(qualified, fake_of, lib=library)
+        library.impl(name, _refuse_gradients(packet.default), "Autograd", with_keyset=True)
         if vmap is not None:
-            torch.library.register_vmap(f"{namespace}::{name}", vmap(overload), lib=_libraries[backend])
-        _count_flops(packet, flops)
+            torch.library.register_vmap(qualified, _vmap_rule(op, vmap, packet.default), lib=library)
+        _count_flops(packet, lambda *args, **kwargs: flops(op.Arguments(*args, **kwargs)))
     if is_emulated():
         _register_on_cpu()
+    return op
+
+
+def _vmap_rule(op: Operator, vmap: Callable[..., Any], overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+        not_given = [None] * (len(op.Arguments._fields) - len(in_dims))
+        return vmap(overload, op.Arguments(*args), op.Arguments(*in_dims, *not_given), info.batch_size)
+
+    return rule
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
@@ -129,15 +193,6 @@ def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     return autograd_kernel
 
 
-def call(backend: str, name: str, arguments: Iterable[Any]) -> Any:
-    """Calls the operator itself, without gradients."""
-    overload = _overloads[backend, name]
-    if torch.compiler.is_compiling():
-        return overload(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
-        return overload(*arguments)
-
-
 class _Once(torch.autograd.Function):
     """An op in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
 
@@ -148,7 +203,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, name: str, *arguments: Any) -> Any:
-        return call(backend, name, arguments)
+        return _operators[name].run(backend, arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -159,13 +214,6 @@ class _Once(torch.autograd.Function):
         # use_backend("torch") may still run a kernel of torch's for attention, which has no second derivatives either.
         has_them = "sdpa_kernel(SDPBackend.MATH)" if ctx.name == "attention_backward" else 'use_backend("torch")'
         raise RuntimeError(f"{ctx.name}: second derivatives are not implemented; `with {has_them}:` has them")
-
-
-def call_in_backward(backend: str, name: str, arguments: Iterable[Any]) -> Any:
-    """Calls the operator itself in a backward pass."""
-    if torch.is_grad_enabled():
-        return apply(_Once, backend, name, *arguments)
-    return call(backend, name, arguments)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -1,14 +1,13 @@
 """Carries a choice out: pads head dims, and turns a call into that of another operation with a better kernel."""
 
 from fastattn.run.attention import attention, attention_backward, attention_backward_add
-from fastattn.run.int8_linear import int8_grad_input, int8_linear
+from fastattn.run.int8_linear import int8_linear
 from fastattn.run.kv_cache_attention import kv_cache_attention
 
 __all__ = [
     "attention",
     "attention_backward",
     "attention_backward_add",
-    "int8_grad_input",
     "int8_linear",
     "kv_cache_attention",
 ]

@@ -6,81 +6,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.dispatch.call import Choice
+from fastattn.call import AttentionCall
+from fastattn.dispatch.request import Choice
 from fastattn.ops.attention import (
-    AttentionArguments,
-    AttentionBackwardArguments,
+    AttentionBackward,
     Results,
     add_attention_gradients,
     attention_backward_of_block,
     attention_forward,
     differentiable_attention,
 )
-from fastattn.ops.decode import SplitKeysArguments, attention_split_keys
+from fastattn.ops.decode import attention_split_keys
 
 
-def attention(choice: Choice, arguments: AttentionArguments, needs_grad: bool, deterministic: bool) -> Results:
-    """Returns output, lse and largest scores.
+def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
+    """Returns output, lse and largest scores of a checked call, whose slopes may have any shape and dtype.
 
     With ``needs_grad`` the first two are differentiable in query, key, value, bias, slopes and sinks.
-    ``deterministic`` says whether the gradients must have the same bits every time.
     """
-    value_dim = arguments.value.shape[-1]
+    value_dim = call.value.shape[-1]
     if choice.padded is not None:
-        arguments = _padded(arguments, *choice.padded)
+        call = _padded(call, *choice.padded)
+    call = _with_exact_options(call)
     if needs_grad:
-        out, lse, max_logit = differentiable_attention(choice.backend, arguments, deterministic)
-    elif choice.decodes:
-        out, lse = attention_split_keys(choice.backend, _of_split_keys(arguments))
+        out, lse, max_logit = differentiable_attention(choice.backend, call)
+    elif choice.op.name == "decode":
+        out, lse = attention_split_keys(choice.backend, call)
         max_logit = lse.new_empty(0)
     else:
-        out, lse, max_logit = attention_forward(choice.backend, arguments)
+        out, lse, max_logit = attention_forward(choice.backend, call)
     return (out if choice.padded is None else out[..., :value_dim]), lse, max_logit
 
 
-def attention_backward(choice: Choice, arguments: AttentionBackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _with_exact_options(call: AttentionCall) -> AttentionCall:
+    """Returns the call with slopes and sinks as the operators take them: float32, the slopes ``[1 or B, Hq]``."""
+    slopes, sinks = call.alibi_slopes, call.sinks
+    if slopes is None and sinks is None:
+        return call
+    return call._replace(
+        alibi_slopes=None if slopes is None else torch.atleast_2d(slopes.float()),
+        sinks=None if sinks is None else sinks.float(),
+    )
+
+
+def attention_backward(choice: Choice, backward: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value, not differentiable; ``out`` and ``lse`` may be over more keys."""
+    call = _with_exact_options(backward.call)
+    backward = backward._replace(call=call)
     if choice.padded is None:
-        return attention_backward_of_block(choice.backend, arguments)
-    grads = attention_backward_of_block(choice.backend, _padded_backward(arguments, *choice.padded))
+        return attention_backward_of_block(choice.backend, backward)
+    grads = attention_backward_of_block(choice.backend, _padded_backward(backward, *choice.padded))
     grad_query, grad_key, grad_value = (
-        grad[..., : tensor.shape[-1]]
-        for grad, tensor in zip(grads, (arguments.query, arguments.key, arguments.value), strict=True)
+        grad[..., : tensor.shape[-1]] for grad, tensor in zip(grads, call[:3], strict=True)
     )
     return grad_query, grad_key, grad_value
 
 
-def attention_backward_add(
-    choice: Choice, sums: tuple[Tensor, Tensor, Tensor], arguments: AttentionBackwardArguments
-) -> Tensor:
+def attention_backward_add(choice: Choice, sums: tuple[Tensor, Tensor, Tensor], backward: AttentionBackward) -> Tensor:
     """Adds the gradients of query, key and value to float32 ``sums``; returns that of the slopes, or an empty one."""
+    backward = backward._replace(call=_with_exact_options(backward.call))
     if choice.padded is None:
-        return add_attention_gradients(choice.backend, sums, arguments)
-    padded = _padded_backward(arguments, *choice.padded)
-    parts = [torch.zeros_like(t, dtype=torch.float32) for t in (padded.query, padded.key, padded.value)]
-    grad_slopes = add_attention_gradients(choice.backend, tuple(parts), padded)
-    for total, part in zip(sums, parts, strict=True):
-        total += part[..., : total.shape[-1]]
+        return add_attention_gradients(choice.backend, _adding_to(sums, backward))
+    padded = _padded_backward(backward, *choice.padded)
+    grads = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in padded.call[:3])
+    grad_slopes = add_attention_gradients(choice.backend, _adding_to(grads, padded))
+    for total, grad in zip(sums, grads, strict=True):
+        total += grad[..., : total.shape[-1]]
     return grad_slopes
 
 
-def _padded_backward(
-    arguments: AttentionBackwardArguments, head_dim: int, value_dim: int
-) -> AttentionBackwardArguments:
-    return arguments._replace(
-        query=_pad(arguments.query, head_dim),
-        key=_pad(arguments.key, head_dim),
-        value=_pad(arguments.value, value_dim),
-        out=_pad(arguments.out, value_dim),
-        grad_out=_pad(arguments.grad_out, value_dim),
+def _adding_to(sums: tuple[Tensor, ...], backward: AttentionBackward) -> AttentionBackward:
+    grad_query, grad_key, grad_value = sums
+    return backward._replace(grad_query=grad_query, grad_key=grad_key, grad_value=grad_value)
+
+
+def _padded_backward(backward: AttentionBackward, head_dim: int, value_dim: int) -> AttentionBackward:
+    return backward._replace(
+        call=_padded(backward.call, head_dim, value_dim),
+        out=_pad(backward.out, value_dim),
+        grad_out=_pad(backward.grad_out, value_dim),
     )
 
 
-def _padded(arguments: AttentionArguments, head_dim: int, value_dim: int) -> AttentionArguments:
-    return arguments._replace(
-        query=_pad(arguments.query, head_dim),
-        key=_pad(arguments.key, head_dim),
-        value=_pad(arguments.value, value_dim),
+def _padded(call: AttentionCall, head_dim: int, value_dim: int) -> AttentionCall:
+    return call._replace(
+        query=_pad(call.query, head_dim), key=_pad(call.key, head_dim), value=_pad(call.value, value_dim)
     )
 
 
@@ -92,7 +102,3 @@ def _pad(tensor: Tensor, head_dim: int) -> Tensor:
     if tensor.dim() == 4 and tensor.stride(1) < tensor.stride(2):
         return F.pad(tensor.transpose(1, 2), padding).transpose(1, 2)
     return F.pad(tensor, padding)
-
-
-def _of_split_keys(arguments: AttentionArguments) -> SplitKeysArguments:
-    return SplitKeysArguments(*(getattr(arguments, name) for name in SplitKeysArguments._fields))

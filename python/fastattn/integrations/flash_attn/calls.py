@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.call import AttentionCall
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.attention_backward import Packed, attention_backward
@@ -51,10 +52,12 @@ class Options(NamedTuple):
     def for_forward(self, seed: Tensor | None) -> dict[str, Any]:
         return {**self._asdict(), "dropout_seed": seed}
 
-    def for_backward(self, seed: Tensor | None) -> dict[str, Any]:
-        options = {**self._asdict(), "dropout_seed": seed}
-        del options["sinks"]
-        return options
+    def on(
+        self, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, packed: Packed | None
+    ) -> AttentionCall:
+        """Returns the call with these options over query, key and value."""
+        offsets: dict[str, Any] = {} if packed is None else packed._asdict()
+        return AttentionCall(query, key, value, **self._asdict(), dropout_seed=seed, **offsets)
 
     def for_exponentials(self) -> dict[str, Any]:
         options = self._asdict()
@@ -161,7 +164,8 @@ def backward(
         tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
     grad_out, query, key, value, ours = tensors
     lse = from_flash_lse(softmax_lse, _alibi(options, query, key, packed)).contiguous()
-    found = attention_backward(grad_out, query, key, value, ours, lse, packed=packed, **options.for_backward(seed))
+    found = attention_backward(options.on(query, key, value, seed, packed), grad_out, ours, lse)
+    assert found is not None
     with torch.no_grad():
         for given, grad in zip(grads, found, strict=True):
             if given is not None:

@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattn.call import AttentionCall
 from fastattn.checks import check_dtype, check_rank, check_same_device, check_shape, check_tensor, expect
 from fastattn.dispatch.support import SUPPORT
-from fastattn.dispatch.thread_state import Asked, NoKernel, as_asked, asked, serving_torch
+from fastattn.dispatch.thread_state import Asked, as_asked, asked
 from fastattn.errors import InputError
-from fastattn.functional.attention import attention, attention_varlen
+from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.attention_backward import Packed, attention_backward
 from fastattn.functional.autocast import without_autocast
 from fastattn.functional.dropout_seed import draw_seed
@@ -56,7 +57,8 @@ _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for su
 
 
 class Override:
-    """An operator that runs our function, or the implementation before it where no kernel of ours takes the call."""
+    """An operator that runs our function, or the implementation before it where that returns None, as no kernel of ours
+    takes the call."""
 
     def __init__(self, name: str, function: Callable[..., Any], dispatch_key: str) -> None:
         self._name, self._function = name, function
@@ -66,26 +68,28 @@ class Override:
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensor: Tensor = args[0]
-        try:
-            wish = _asked_of_forward(args[_UNUSED]) if self._is_backward else asked()
-            with serving_torch(), without_autocast(tensor.device.type), as_asked(wish):
-                return self._function(*args, **kwargs)
-        except NoKernel:
-            if self._before is None:
-                raise InputError(
-                    f"aten::{self._name}: no kernel of fastattn takes this call, and on {tensor.device.type} torch has "
-                    "none of its own"
-                ) from None
+        wish = _asked_of_forward(args[_UNUSED]) if self._is_backward else asked()._replace(sdpa=False)
+        if wish is not None:  # torch has followed sdpa_kernel already
+            with without_autocast(tensor.device.type), as_asked(wish):
+                results = self._function(*args, **kwargs)
+            if results is not None:
+                return results
+        if self._before is None:
+            raise InputError(
+                f"aten::{self._name}: no kernel of fastattn takes this call, and on {tensor.device.type} torch has "
+                "none of its own"
+            )
         if self._is_backward:
             return self._before.call_boxed(keyset, *_for_torch(args), **kwargs)
         results = self._before.call_boxed(keyset, *args, **kwargs)
         return _marked(results) if isinstance(results, (tuple, list)) else results
 
 
-def _asked_of_forward(unused: Tensor) -> Asked:
+def _asked_of_forward(unused: Tensor) -> Asked | None:
+    """Returns what the forward pass asked for, or None if it was not ours."""
     offset = unused.storage_offset()
     if offset == _NOT_OURS_OFFSET:
-        raise NoKernel
+        return None
     forced = next((backend for backend, known in _FORCED_OFFSETS.items() if known == offset), None)
     return Asked(forced, sdpa=False)
 
@@ -118,21 +122,16 @@ def _sdpa_forward(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-) -> tuple[Any, ...]:
-    _check(query, value, return_debug_mask)
+) -> tuple[Any, ...] | None:
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    with torch.no_grad():
-        out, lse = attention(
-            query,
-            key,
-            value,
-            causal=is_causal,
-            dropout_p=dropout_p,
-            dropout_seed=seed,
-            scale=scale,
-            return_lse=True,
-        )
-        out = _lying_like(query, out)
+    call = AttentionCall(
+        query, key, value, causal=is_causal, dropout_p=dropout_p, scale=scale, return_lse=True, dropout_seed=seed
+    )
+    found = _by_kernel(call, return_debug_mask)
+    if found is None:
+        return None
+    out, lse = found
+    out = _lying_like(query, out)
     rng_state, unused, debug_mask = _auxiliary(query, seed)
     return out, lse, None, None, query.shape[2], key.shape[2], rng_state, unused, debug_mask
 
@@ -154,21 +153,12 @@ def _sdpa_backward(
     philox_offset: Tensor,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...] | None:
     """Computes the gradients. It ignores ``max_q`` and ``max_k``, as context parallel passes those of the whole."""
-    grads = attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        logsumexp.contiguous(),
-        window=(-1, 0 if is_causal else -1),
-        dropout_p=dropout_p,
-        dropout_seed=_seed_of(philox_seed, dropout_p),
-        scale=scale,
-    )
-    return tuple(map(_lying_like, (query, key, value), grads))
+    seed = _seed_of(philox_seed, dropout_p)
+    call = AttentionCall(query, key, value, causal=is_causal, dropout_p=dropout_p, scale=scale, dropout_seed=seed)
+    grads = attention_backward(call, grad_out, out, logsumexp.contiguous(), by_kernel_only=True)
+    return None if grads is None else tuple(map(_lying_like, (query, key, value), grads))
 
 
 def _flash_forward(
@@ -190,8 +180,7 @@ def _flash_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-) -> tuple[Tensor, ...]:
-    _check(query, value, return_debug_mask)
+) -> tuple[Tensor, ...] | None:
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     for name, given in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k), ("block_table", block_table)):
         if given is None:
@@ -205,28 +194,34 @@ def _flash_forward(
             raise InputError(f"{name}: expected None beside tensors [B, S, H, D], got a tensor; packed ones have it")
     window = bounds((window_size_left, window_size_right), is_causal)
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    options: dict[str, Any] = {
-        "window": window,
-        "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        "dropout_seed": seed,
-        "scale": scale,
-        "return_lse": True,
-    }
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        alibi_slopes=alibi_slopes,
+        window=window,
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=True,
+        dropout_seed=seed,
+    )
     alibi: Alibi | None
+    if cum_seq_q is None:
+        call = call.with_tensors(tuple(tensor.transpose(1, 2) for tensor in (query, key, value)))
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        alibi = alibi_of_dense(alibi_slopes, window, num_queries, num_keys, num_keys)
+    else:
+        k, v, packed = packed_keys(key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
+        call = call._replace(key=k, value=v, block_table=block_table, **packed._asdict())
+        call = call._replace(batch_invariant=num_splits == 1)
+        alibi = alibi_of_packed(alibi_slopes, window, query.shape[0], packed)
+    found = _by_kernel(call, return_debug_mask)
+    if found is None:
+        return None
+    out, lse = found
     with torch.no_grad():
         if cum_seq_q is None:
-            q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            out, lse = attention(q, k, v, **options)
             out = out.transpose(1, 2)
-            alibi = alibi_of_dense(alibi_slopes, window, q.shape[2], k.shape[2], k.shape[2])
-        else:
-            k, v, packed = packed_keys(key, value, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
-            is_invariant = num_splits == 1
-            out, lse = attention_varlen(
-                query, k, v, *packed, block_table=block_table, batch_invariant=is_invariant, **options
-            )
-            alibi = alibi_of_packed(alibi_slopes, window, query.shape[0], packed)
         if alibi is not None:
             lse = lse - alibi.left_out()
         out = _lying_like(query, out)
@@ -246,14 +241,17 @@ def _flash_forward_inplace(
     is_causal: bool,
     return_debug_mask: bool,
     **options: Any,
-) -> Tensor:
+) -> Tensor | None:
     if dropout_p > 0:
         raise InputError(f"dropout_p: expected 0 in _flash_attention_forward_no_dropout_inplace, got {dropout_p}")
     if out.shape != query.shape or out.dtype != query.dtype:
         came = f"{out.dtype} {list(out.shape)}"
         raise InputError(f"out: expected the query's shape and dtype, {query.dtype} {list(query.shape)}, got {came}")
     sizes = (cum_seq_q, cum_seq_k, max_q, max_k)
-    result, lse, *_ = _flash_forward(query, key, value, *sizes, 0.0, is_causal, return_debug_mask, **options)
+    found = _flash_forward(query, key, value, *sizes, 0.0, is_causal, return_debug_mask, **options)
+    if found is None:
+        return None
+    result, lse, *_ = found
     with torch.no_grad():
         out.copy_(result)
     return lse
@@ -278,22 +276,24 @@ def _flash_backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    tensors = (grad_out, query, key, value, out)
+) -> tuple[Tensor, ...] | None:
+    tensors = (grad_out, out, query, key, value)
     packed = None
     if cum_seq_q is None:
         tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
     else:
         packed = Packed(cum_seq_q, _given("cum_seq_k", cum_seq_k), max_q, max_k)
-    grads = attention_backward(
-        *tensors,
-        logsumexp.contiguous(),
-        packed=packed,
+    call = AttentionCall(
+        *tensors[2:],
+        **({} if packed is None else packed._asdict()),
         window=bounds((window_size_left, window_size_right), is_causal),
         dropout_p=dropout_p,
-        dropout_seed=_seed_of(rng_state, dropout_p),
         scale=scale,
+        dropout_seed=_seed_of(rng_state, dropout_p),
     )
+    grads = attention_backward(call, *tensors[:2], logsumexp.contiguous(), by_kernel_only=True)
+    if grads is None:
+        return None
     if packed is None:
         grads = tuple(grad.transpose(1, 2) for grad in grads)  # type: ignore[assignment]
     return tuple(map(_lying_like, (query, key, value), grads))
@@ -354,13 +354,22 @@ def _given(name: str, offsets: Tensor | None) -> Tensor:
     return offsets
 
 
-def _check(query: Tensor, value: Tensor, return_debug_mask: bool) -> None:
-    """Refuses calls that fastattn's functions would take but torch's operators may not, and a debug mask."""
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
+def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Tensor] | None:
+    """Returns output and lse, without gradients, or None where no kernel takes the call.
+
+    It refuses calls that fastattn's functions would take but torch's operators may not, and a debug mask.
+    """
+    head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
     if head_dim > _MOST_DIMS_WITH_GRADIENTS:
-        raise NoKernel
+        return None
     expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", value_dim)
     expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", "True")
+    with torch.no_grad():
+        prepared = prepare(call)
+        if prepared.choice.backend == "torch":
+            return None
+        out, lse = carry_out(prepared)
+    return out, lse
 
 
 def _lying_like(like: Tensor, result: Tensor) -> Tensor:

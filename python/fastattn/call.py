@@ -1,0 +1,176 @@
+"""A call as one record: the public function makes it, and every floor down to the operator reads it.
+
+A record's tensors come first, then the options that are checked once for each signature (`functional.checked_once`),
+then what is checked in each call or set by fastattn itself. A new option is a field here, an argument of the operator's
+schema and of ``reference``, and a parameter of the kernels; the floors between pass the record on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+UNBOUNDED = -1  # of a side of a window
+
+
+class AttentionCall(NamedTuple):
+    """A call of ``attention``, or with offsets of ``attention_varlen``.
+
+    The public functions document the arguments. Once the call is checked, its options have Python's own types,
+    ``scale`` is a number and the causal mask is part of the window.
+
+    Attributes:
+        exact_out: whether the output is float32, as a merge of blocks needs it. Such a call is a block of a larger one.
+        first_row, first_key, first_head: the places of the first row, key and head in the larger call. Windows, ALiBi
+            and dropout go by these places; with dropout ``first_key`` is a multiple of 4. If ``first_row`` is None, the
+            last row stands at the last key, and dropout counts rows from 0.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    causal: bool = False
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    return_lse: bool = False
+    return_max_logit: bool = False
+    deterministic: bool | None = None
+    batch_invariant: bool = False
+    exact_out: bool = False
+
+    first_row: int | None = None
+    first_key: int = 0
+    first_head: int = 0
+    dropout_seed: int | Tensor | None = None
+
+    @property
+    def window_left(self) -> int:
+        return self.window[0]
+
+    @property
+    def window_right(self) -> int:
+        return self.window[1]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fields that are tensors, from the query to the block table."""
+        return self[:9]
+
+    def with_tensors(self, tensors: tuple[Any, ...]) -> AttentionCall:
+        """Returns the call with others of its first tensors."""
+        return AttentionCall._make((*tensors, *self[len(tensors) :]))
+
+    def without_tensors(self) -> AttentionCall:
+        """Returns the options alone, with None in the place of every tensor but the seed."""
+        return self.with_tensors((None,) * len(self.tensors))
+
+
+class DecodeCall(NamedTuple):
+    """A call of ``attention_with_kv_cache``; what holds of a checked `AttentionCall` holds of a checked one."""
+
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    tree_mask: Tensor | None = None
+    out: Tensor | None = None
+
+    rotary_interleaved: bool = False
+    causal: bool = True
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    scale: float | None = None
+    return_lse: bool = False
+    num_splits: int = 0
+    batch_invariant: bool = False
+
+    @property
+    def window_left(self) -> int:
+        return self.window[0]
+
+    @property
+    def window_right(self) -> int:
+        return self.window[1]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The fields that are tensors, from the query to ``out``."""
+        return self[:15]
+
+    @property
+    def num_new(self) -> int:
+        """The number of tokens to append to each sequence."""
+        return 0 if self.k_new is None else self.k_new.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens of a sequence that fit into the cache."""
+        return self.k_cache.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+
+class AppendCall(NamedTuple):
+    """A call of ``append_to_cache``."""
+
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class Int8Call(NamedTuple):
+    """A call of ``int8_linear``, with the data and the scales of its weight: ``weight [N, K]``, and ``scale``
+    ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``. Once it is checked, no activation is ``"none"``."""
+
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+    activation: str | None = None
+    input_precision: str = "16bit"
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.input_precision == "int8"
+
+
+class OnRecord:
+    """A function that takes a record in place of those of the record's fields for which it has parameters."""
+
+    def __init__(self, function: Callable[..., Any], record: type[NamedTuple]) -> None:
+        self._function = function
+        self._names = tuple(name for name in signature(function).parameters if name in record._fields)
+
+    def __call__(self, call: Any) -> Any:
+        return self._function(**{name: getattr(call, name) for name in self._names})
