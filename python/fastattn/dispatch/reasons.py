@@ -25,7 +25,7 @@ FORWARD_MODE = (
 )
 
 # The reason against PyTorch where a kernel was chosen.
-A_KERNEL_RUNS = "a kernel of fastattn runs this request."
+A_KERNEL_RUNS = "a kernel of fastattn runs this call."
 
 _NAMES = {"cuda": "CUDA C++", "triton": "Triton"}
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
