@@ -20,7 +20,7 @@ class AttentionCall(NamedTuple):
     """A call of ``attention``, or with offsets of ``attention_varlen``.
 
     The public functions document the arguments. Once the call is checked, its options have Python's own types,
-    ``scale`` is a number and the causal mask is part of the window.
+    ``scale`` is a number, and the window includes the causal mask, so that ``causal`` is False.
 
     Attributes:
         exact_out: whether the output is float32, as a merge of blocks needs it. Such a call is a block of a larger one.

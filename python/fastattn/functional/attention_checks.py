@@ -79,7 +79,7 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
     checked = call._replace(
         max_seqlen_q=check_int("max_seqlen_q", call.max_seqlen_q, minimum=0),
         max_seqlen_k=check_int("max_seqlen_k", call.max_seqlen_k, minimum=0),
-        causal=causal,
+        causal=False,
         window=(left, 0 if causal else right),
         softcap=softcap,
         dropout_p=dropout_p,

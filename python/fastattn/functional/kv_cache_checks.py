@@ -89,7 +89,7 @@ def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
     if call.out is not None:
         check_shape("out", call.out, (batch, heads, num_queries, call.v_cache.shape[-1]), "[B, Hq, Sq, Dv]")
         check_dtype("out", call.out, (query.dtype,))
-    checked = checked._replace(causal=causal, window=(left, 0 if causal else right))
+    checked = checked._replace(causal=False, window=(left, 0 if causal else right))
     return checked, describe_decode(checked)
 
 

@@ -206,8 +206,8 @@ def describe_decode(call: DecodeCall) -> Request:
     value_dim, (left, right) = call.v_cache.shape[-1], call.window
     cache = FEATURE_OF_CACHE.get(call.k_cache.dtype)
     uses = {
-        "causal": call.causal and queries > 1,
-        "window": left >= 0 or (right >= 0 and not call.causal),
+        "causal": right == 0 and queries > 1,
+        "window": left >= 0 or right > 0,
         "tree mask": call.tree_mask is not None,
         "append": call.k_new is not None,
         "rotary": call.rotary_cos is not None,
