@@ -355,7 +355,7 @@ def test_fastattn_check_finds_scales_that_are_not_finite(monkeypatch: pytest.Mon
         run_public(case, arguments)
 
 
-@pytest.mark.parametrize("quantized", ("fp8", torch.float16, 1))
+@pytest.mark.parametrize("quantized", ("fp4", torch.float16, 1))
 def test_a_cache_is_quantized_to_what_there_is(quantized: Any) -> None:
     with pytest.raises((InputError, TypeError), match="quantized"):
         fastattn.KVCache(1, 2, 2, 32, quantized=quantized)

@@ -402,8 +402,9 @@ def attend(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
 def prepare(call: AttentionCall) -> Prepared:
     """Checks a call and chooses a backend for it."""
     query, key, value, bias = call[:4]
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor)
+    if not type(query) is type(key) is type(value) is Tensor:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, tensor)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
         if call.block_table is None:  # pages keep their dtype, as they are never copied

@@ -34,19 +34,21 @@ class CheckedOnce(Generic[Record, Facts]):
         first_option: str | None = None,
         end: str | None = None,
     ) -> None:
-        self._check, self._make = check, record._make
+        self._check, self._record = check, record
         last = len(record._fields)
-        self._first = last if first_option is None else record._fields.index(first_option)
-        self._end = last if end is None else record._fields.index(end)
+        first = last if first_option is None else record._fields.index(first_option)
+        behind = last if end is None else record._fields.index(end)
+        self._tensors, self._options, self._rest = slice(first), slice(first, behind), slice(behind, None)
         self._kept: dict[Any, tuple[Any, Facts]] = {}
 
     def __call__(self, call: Record) -> tuple[Record, Facts]:
         """Returns the call with checked options, and the facts."""
         if torch.compiler.is_compiling():
             return self._check(call)
-        tensors, options = call[: self._first], call[self._first : self._end]
+        tensors, options = call[self._tensors], call[self._options]
         # The options' types count too: 0 equals False but is not a bool.
-        signature: tuple[Any, ...] = (*map(_signature, tensors), options, *map(type, options), torch.is_grad_enabled())
+        of_tensors = [None if tensor is None else _signature(tensor) for tensor in tensors]
+        signature: tuple[Any, ...] = (*of_tensors, options, *map(type, options), torch.is_grad_enabled())
         if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)
@@ -58,15 +60,13 @@ class CheckedOnce(Generic[Record, Facts]):
             checked, facts = self._check(call)
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            found = self._kept[signature] = checked[self._first : self._end], facts
+            found = self._kept[signature] = checked[self._options], facts
         options, facts = found
-        return self._make((*tensors, *options, *call[self._end :])), facts
+        return tuple.__new__(self._record, tensors + options + call[self._rest]), facts
 
 
 def _signature(tensor: Any) -> Any:
     """Returns what a check looks at: of a tensor also the type, since subclasses go to PyTorch, else only the type."""
-    if tensor is None:
-        return None
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none

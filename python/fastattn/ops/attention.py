@@ -82,38 +82,44 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         ctx.backend, ctx.deterministic, *arguments = inputs
-        given = attention_forward.Arguments(*arguments)
         out, lse, max_logit = output
         ctx.mark_non_differentiable(max_logit)
-        ctx.save_for_backward(*[getattr(given, name) for name in _SAVED], out, lse)
-        ctx.options = given._replace(**dict.fromkeys(attention_forward.tensors))
+        ctx.save_for_backward(*[arguments[place] for place in _SAVED], out, lse)
+        for name in attention_forward.tensors:
+            arguments[_PLACES[name]] = None
+        ctx.options = arguments
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max: None) -> tuple[Any, ...]:
-        *saved, out, lse = ctx.saved_tensors
-        gradients = attention_forward.Arguments(*[None] * len(attention_forward.Arguments._fields))
+        gradients: list[Any] = [None] * len(_PLACES)
         if grad_out is None and grad_lse is None:
             return None, None, *gradients
+        *saved, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        call = ctx.options._replace(**dict(zip(_SAVED, saved, strict=True)))
+        arguments = list(ctx.options)
+        for place, tensor in zip(_SAVED, saved, strict=True):
+            arguments[place] = tensor
+        bias, sinks = arguments[_PLACES["bias"]], arguments[_PLACES["sinks"]]
         _, _, *needs_grad = ctx.needs_input_grad
-        needed = attention_forward.Arguments(*needs_grad)
-        bias_grad = call.bias is not None and bool(needed.bias)
-        slopes_grad = call.alibi_slopes is not None and bool(needed.alibi_slopes)
-        backward = AttentionBackward(call, grad_out, grad_lse, out, lse, ctx.deterministic, bias_grad, slopes_grad)
-        grads = attention_backward.run_in_backward(ctx.backend, attention_backward.arguments(backward))
-        _note_backward(ctx.backend, backward)
+        bias_grad = bias is not None and bool(needs_grad[_PLACES["bias"]])
+        slopes_grad = arguments[_PLACES["alibi_slopes"]] is not None and bool(needs_grad[_PLACES["alibi_slopes"]])
+        own = (grad_out, grad_lse, out, lse, ctx.deterministic, bias_grad, slopes_grad)
+        pool = (*arguments, *own)
+        grads = attention_backward.run_in_backward(ctx.backend, [pool[place] for place in _IN_BACKWARD_ORDER])
+        if is_recording():
+            _note_backward(ctx.backend, AttentionBackward(attention_forward.Arguments(*arguments), *own))
         grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes = grads
-        gradients = gradients._replace(
-            query=grad_query,
-            key=grad_key,
-            value=grad_value,
-            bias=grad_bias.to(call.bias.dtype) if bias_grad else None,
-            alibi_slopes=grad_slopes if slopes_grad else None,
-            sinks=None if call.sinks is None else grad_sinks,
-        )
+        for name, grad in (
+            ("query", grad_query),
+            ("key", grad_key),
+            ("value", grad_value),
+            ("bias", grad_bias.to(bias.dtype) if bias_grad else None),
+            ("alibi_slopes", grad_slopes if slopes_grad else None),
+            ("sinks", None if sinks is None else grad_sinks),
+        ):
+            gradients[_PLACES[name]] = grad
         return None, None, *gradients
 
 
@@ -282,5 +288,9 @@ attention_backward_add = register(
     fake=_fake_backward_add,
     flops=_backward_flops,
 )
-# The tensors of the forward pass that the backward pass reads.
-_SAVED = tuple(name for name in attention_forward.tensors if name in attention_backward.Arguments._fields)
+_PLACES = {name: place for place, name in enumerate(attention_forward.Arguments._fields)}
+# The places of the tensors of the forward pass that the backward pass reads.
+_SAVED = [_PLACES[name] for name in attention_forward.tensors if name in attention_backward.Arguments._fields]
+# Where the arguments of the backward operator are in those of the forward one and the fields of AttentionBackward.
+_POOL = (*_PLACES, *AttentionBackward._fields[1:])
+_IN_BACKWARD_ORDER = [_POOL.index(name) for name in attention_backward.Arguments._fields]

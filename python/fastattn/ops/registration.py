@@ -58,14 +58,17 @@ class Operator:
 
     def __call__(self, backend: str, call: Any) -> Any:
         """Calls the operator with the arguments that the record has for it, without gradients."""
-        return self.run(backend, self.arguments(call))
+        if torch.compiler.is_compiling():
+            return self._overloads[backend](*self.arguments(call))
+        with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+            return self._overloads[backend](*self._take(call))
 
     def run(self, backend: str, arguments: Iterable[Any]) -> Any:
         """Calls the operator itself, without gradients."""
         overload = self._overloads[backend]
         if torch.compiler.is_compiling():
             return overload(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+        with torch._C._AutoDispatchBelowAutograd():
             return overload(*arguments)
 
     def run_in_backward(self, backend: str, arguments: Iterable[Any]) -> Any:
