@@ -85,9 +85,7 @@ class _Attention(torch.autograd.Function):
         out, lse, max_logit = output
         ctx.mark_non_differentiable(max_logit)
         ctx.save_for_backward(*[arguments[place] for place in _SAVED], out, lse)
-        for name in attention_forward.tensors:
-            arguments[_PLACES[name]] = None
-        ctx.options = arguments
+        ctx.options = [None if place in _TENSORS else value for place, value in enumerate(arguments)]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -289,6 +287,7 @@ attention_backward_add = register(
     flops=_backward_flops,
 )
 _PLACES = {name: place for place, name in enumerate(attention_forward.Arguments._fields)}
+_TENSORS = [_PLACES[name] for name in attention_forward.tensors]
 # The places of the tensors of the forward pass that the backward pass reads.
 _SAVED = [_PLACES[name] for name in attention_forward.tensors if name in attention_backward.Arguments._fields]
 # Where the arguments of the backward operator are in those of the forward one and the fields of AttentionBackward.
