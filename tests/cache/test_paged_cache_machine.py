@@ -31,7 +31,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import InputError, PagedKVCache
-from fastattn.cache.paged_step import PagedChunk, PagedStep
+from fastattn.cache.paged import PagedChunk, PagedStep
 from fastattn.errors import CacheFull
 
 MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))

@@ -14,8 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastattn
 from by_hand import normal
 from fastattn import InputError
-from fastattn.cache.paged import PagedKVCache
-from fastattn.cache.paged_step import PagedChunk, PagedStep
+from fastattn.cache.paged import PagedChunk, PagedKVCache, PagedStep
 from fastattn.cache.storage import LayerStorage
 from fastattn.errors import CacheFull
 

@@ -68,7 +68,7 @@ def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
     check_dtype("cache_seqlens", call.cache_seqlens, (torch.int32,))
     _check_caches(call)
     _check_append(call)
-    _check_rotary(call)
+    check_rotary(call.rotary_cos, call.rotary_sin, head_dim)
     left, right = check_window(call.window)
     causal = check_bool("causal", call.causal)
     checked = call._replace(
@@ -154,23 +154,21 @@ def _check_append(t: DecodeCall) -> None:
     check_dtype("v_new", t.v_new, (t.query.dtype,))
 
 
-def _check_rotary(t: DecodeCall) -> None:
-    if t.rotary_cos is None and t.rotary_sin is None:
+def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
+    """Checks the cosines and sines by which a query of ``head_dim`` dims is rotated, both of which may be None."""
+    if cos is None and sin is None:
         return
-    for name, tensor, other in (
-        ("rotary_cos", t.rotary_cos, "rotary_sin"),
-        ("rotary_sin", t.rotary_sin, "rotary_cos"),
-    ):
+    check_tensor("rotary_cos", cos, optional=True)
+    check_tensor("rotary_sin", sin, optional=True)
+    for name, tensor, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
         expect(tensor is not None, name, f"a tensor, as {other} is one", None)
-    assert t.rotary_cos is not None
-    assert t.rotary_sin is not None
-    check_rank("rotary_cos", t.rotary_cos, "[positions, rotary_dim / 2]")
-    check_dtype("rotary_cos", t.rotary_cos, FLOATING)
-    check_dtype("rotary_sin", t.rotary_sin, (t.rotary_cos.dtype,))
-    check_shape("rotary_sin", t.rotary_sin, t.rotary_cos.shape, "of rotary_cos")
-    positions, half = t.rotary_cos.shape
+    assert cos is not None and sin is not None
+    check_rank("rotary_cos", cos, "[positions, rotary_dim / 2]")
+    check_dtype("rotary_cos", cos, FLOATING)
+    check_dtype("rotary_sin", sin, (cos.dtype,))
+    check_shape("rotary_sin", sin, cos.shape, "of rotary_cos")
+    positions, half = cos.shape
     expect(positions >= 1, "rotary_cos", "at least one position", 0)
-    head_dim = t.query.shape[-1]
     expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
 
 
