@@ -28,7 +28,10 @@ from fastattn.dispatch.reasons import only_torch_handles
 from fastattn.dispatch.recording import note
 from fastattn.dispatch.request import Request
 from fastattn.errors import InputError
-from fastattn.functional import int8_on_cpu
+from fastattn.functional import (
+    int8_on_cpu,
+    int8_sharding,  # noqa: F401  (registers operators)
+)
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.distributed_tensors import redistributed_local

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.checks import FLOATING, check_choice, expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_weight import Int8Weight, laid_out_like, quantize_int8, scale_shape
-from fastattn.layout import with_aligned_rows
+from fastattn.layout import ALIGNMENT_BYTES, with_aligned_rows
 from fastattn.namespace import PACKAGE
 
 Operator = Callable[..., Any]
@@ -170,10 +171,6 @@ class Int8Tensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         replacement = _OPERATORS.get(func)
-        if replacement is None and func.namespace in ("c10d", "_c10d_functional"):
-            from fastattn.functional import int8_collectives  # noqa: F401  (registers them)
-
-            replacement = _OPERATORS.get(func)
         if replacement is None:
             raise InputError(
                 f"{func}: does not take int8 weights; dequantize() gives a floating tensor, and that of a transformers "
@@ -185,17 +182,55 @@ class Int8Tensor(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        from fastattn.functional.int8_collectives import tensors_to_gather
+    ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Int8Tensor]]:
+        """Returns the tensors that a rank sends, and what it remembers: the whole weight's shape and its own shard.
 
-        return tensors_to_gather(self, mesh.size(), outer_size)
+        Data is sent with the room behind its rows, so that the whole weight's rows are aligned too. Where the ranks do
+        not divide the rows, FSDP2 needs tensors of one shape, that of the largest shard. The scales are then sent as
+        bytes in a tensor of the same shape as the data.
+        """
+        data, scale = self.int8_data, self.int8_scale
+        (rows, columns), ranks = outer_size, mesh.size()
+        if rows % ranks == 0:
+            data = F.pad(data, (0, -columns % ALIGNMENT_BYTES)) if columns % ALIGNMENT_BYTES else data.contiguous()
+            return ((data, scale.contiguous()) if scales_have_rows(self) else (data,)), (outer_size, self)
+        below = (rows + ranks - 1) // ranks - data.shape[0]
+        inputs = [F.pad(data, (0, 0, 0, below)).contiguous()]
+        if scales_have_rows(self):
+            scale_bytes = scale.contiguous().view(torch.int8)
+            behind = columns - scale_bytes.shape[1]
+            expect(behind >= 0, "weight", f"rows that {ranks} ranks divide, or at least 4 columns", list(outer_size))
+            inputs.append(F.pad(scale_bytes, (0, behind, 0, below)))
+        return tuple(inputs), (outer_size, self)
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: tuple[torch.Size, Int8Tensor],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Int8Tensor, tuple[Tensor, ...]] | None:
-        from fastattn.functional.int8_collectives import weight_from_gathered
+        """Returns the whole weight over the gathered memory, and the tensors that it owns besides.
 
-        return weight_from_gathered(gathered, metadata, param_dtype, out)
+        From the second time on, it updates ``out`` and returns None.
+        """
+        (rows, columns), shard = metadata
+        data, scale, own = gathered[0][:rows, :columns], shard.int8_scale, []
+        if len(gathered) == 2 and gathered[1].dtype == torch.float32:
+            scale = gathered[1]
+        elif len(gathered) == 2:
+            scale_bytes = 4 * shard.int8_scale.shape[1]
+            scale = gathered[1][:rows, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.float32)
+            own = [scale]
+        if out is None:
+            return Int8Tensor(data, scale, shard.granularity, param_dtype), tuple(own)
+        # FSDP2 keeps the parameter of the first time, whose data lies in memory that it has just filled again.
+        parameter = getattr(out, "_local_tensor", out)
+        assert isinstance(parameter, Int8Tensor)
+        if own or not scales_have_rows(shard):
+            parameter.int8_scale.data.copy_(scale)  # by .data, so that autograd, which saved it, sees no new version
+        return None
 
 
 Int8Tensor.__module__ = f"{PACKAGE}.nn"  # the public name, which saved files contain
@@ -212,11 +247,11 @@ def scales_have_rows(weight: Int8Tensor) -> bool:
     return weight.granularity != "tensor"
 
 
-def _row_stride(weight: Int8Tensor) -> int | None:
+def row_stride_of(weight: Int8Tensor) -> int | None:
     return None if weight.form == "flat" else max(weight.stride())
 
 
-def _as_matrix(weight: Int8Tensor, what: Any) -> Int8Tensor:
+def as_matrix(weight: Int8Tensor, what: Any) -> Int8Tensor:
     expect(weight.form == "matrix", str(what), "an int8 weight [N, K]", f"a {weight.form} one")
     return weight
 
@@ -229,7 +264,7 @@ _aten = torch.ops.aten
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
     """Returns a tensor over the same data and scale tensors, not views: these identify layers that share a weight."""
-    return like(weight, weight.int8_data, weight.int8_scale, _row_stride(weight))
+    return like(weight, weight.int8_data, weight.int8_scale, row_stride_of(weight))
 
 
 @replaces_operator(_aten.clone.default)
@@ -276,7 +311,7 @@ def _t(op: Any, weight: Int8Tensor) -> Int8Tensor:
     forms = {"matrix": "transposed", "transposed": "matrix"}
     expect(weight.form in forms, "t", "an int8 weight [N, K]", "a flat one")
     parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
-    return Int8Tensor(*parts, forms[weight.form], _row_stride(weight))
+    return Int8Tensor(*parts, forms[weight.form], row_stride_of(weight))
 
 
 @replaces_operator(_aten.transpose.int)
@@ -320,7 +355,7 @@ def new_weight(
 
 @replaces_operator(_aten.empty_like.default, _aten.zeros_like.default)
 def _new_like(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Int8Tensor:
-    rows, columns = _as_matrix(weight, op).shape
+    rows, columns = as_matrix(weight, op).shape
     return new_weight(rows, columns, weight.granularity, dtype or weight.dtype, device or weight.device)
 
 
@@ -334,80 +369,6 @@ def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: A
     return new_weight(rows, columns, group, dtype, device)
 
 
-# --- parts and wholes ------------------------------------------------------------------------------------------------
-
-
-@replaces_operator(_aten.slice.Tensor)
-def _slice(
-    op: Any, weight: Int8Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Int8Tensor:
-    weight, dim = _as_matrix(weight, op), dim % 2
-    size = weight.shape[dim]
-    start, end, step = slice(start, end, step).indices(size)
-    expect(step == 1, "slice", "a step of 1 over an int8 weight", step)
-    end = max(end, start)
-    data, scale = op(weight.int8_data, dim, start, end), weight.int8_scale
-    if dim == 0:
-        return like(weight, data, op(scale, 0, start, end) if scales_have_rows(weight) else scale, _row_stride(weight))
-    if isinstance(weight.granularity, int):
-        group = weight.granularity
-        is_whole = start % group == 0 and (end % group == 0 or start == end)
-        expect(is_whole, "slice", f"whole groups of {group} columns of an int8 weight", f"columns {start} to {end}")
-        scale = op(scale, 1, start // group, end // group)
-    return like(weight, data, scale, _row_stride(weight))
-
-
-@replaces_operator(_aten.split.Tensor)
-def _split(op: Any, weight: Int8Tensor, split_size: int, dim: int = 0) -> list[Int8Tensor]:
-    size = weight.shape[dim]
-    starts = range(0, max(size, 1), max(split_size, 1))
-    return [_slice(_aten.slice.Tensor, weight, dim, start, min(start + split_size, size)) for start in starts]
-
-
-@replaces_operator(_aten.split_with_sizes.default)
-def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> list[Int8Tensor]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [_slice(_aten.slice.Tensor, weight, dim, e - n, e) for n, e in zip(sizes, ends, strict=True)]
-
-
-@replaces_operator(_aten.index_select.default)
-def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
-    """Selects rows, which puts shards whose rows are not consecutive together in order."""
-    weight = _as_matrix(weight, op)
-    expect(dim % 2 == 0, "index_select", "rows of an int8 weight", "columns")
-    data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
-    return like(weight, data, op(scale, 0, index) if scales_have_rows(weight) else scale.clone())
-
-
-@replaces_operator(_aten.constant_pad_nd.default)
-def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
-    """Adds rows of zeros below, so that the shards of a weight are equally large."""
-    weight, (left, right, above, below) = _as_matrix(weight, op), (*padding, 0, 0)[:4]
-    expect(left == right == above == value == 0, "pad", "rows of zeros below an int8 weight", list(padding))
-    data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
-    scale = weight.int8_scale
-    return like(weight, data, op(scale, [0, 0, 0, below], 1.0) if scales_have_rows(weight) else scale.clone())
-
-
-@replaces_operator(_aten.cat.default)
-def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
-    if any(isinstance(tensor, Int8Tensor) and tensor.form == "flat" for tensor in tensors) or not tensors:
-        from fastattn.functional.int8_collectives import FlatTensors
-
-        return FlatTensors(list(tensors))
-    granularities = {getattr(tensor, "granularity", None) for tensor in tensors}
-    is_alike = len(granularities) == 1 and None not in granularities
-    expect(is_alike, "cat", "int8 weights of one granularity", sorted(map(str, granularities)))
-    first, dim = _as_matrix(tensors[0], op), dim % 2
-    data = with_aligned_rows(op([tensor.int8_data for tensor in tensors], dim))
-    scales = [tensor.int8_scale for tensor in tensors]
-    if scales_have_rows(first) and (dim == 0 or isinstance(first.granularity, int)):
-        return like(first, data, op(scales, dim))
-    shared = all(other is scales[0] or torch.equal(other, scales[0]) for other in scales[1:])
-    expect(shared, "cat", f"int8 weights that share their {first.granularity!r} scales", "other scales")
-    return like(first, data, scales[0].clone())
-
-
 # --- values that change ----------------------------------------------------------------------------------------------
 
 
@@ -415,7 +376,7 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
 def _copy_(op: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, Int8Tensor):
         return op(target, _plain(source), non_blocking)
-    _as_matrix(target, op)
+    as_matrix(target, op)
     expect(source.shape == target.shape, "copy_", f"a tensor {list(target.shape)}", list(source.shape))
     if not isinstance(source, Int8Tensor):
         check_choice("copy_", source.dtype, FLOATING)
