@@ -187,7 +187,7 @@ class KVCache(StepCache):
             bounds = torch.tensor(in_range, dtype=torch.int32).to(self._lengths.device)
             longest = max(in_range, default=0)
         torch.minimum(self._lengths, bounds.to(torch.int32), out=self._lengths)
-        self._longest = [min(longest, of_layer) for of_layer in self._longest]
+        self._longest = [min(longest, before) for before in self._longest]
 
     def reset(self) -> None:
         """Forgets every token; the memory stays."""

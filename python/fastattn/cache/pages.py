@@ -160,8 +160,8 @@ class PagePool:
         additional = [self._pages_for(s.length + n) - len(s.pages) for s, n in zip(sequences, num_new, strict=True)]
         needed = len(to_copy) + sum(additional)
 
-        of_these = (s.latest for s in sequences if s.latest is not None and s.latest.is_open)
-        superseded = list({id(reservation): reservation for reservation in of_these}.values())
+        latest = (s.latest for s in sequences if s.latest is not None and s.latest.is_open)
+        superseded = list({id(reservation): reservation for reservation in latest}.values())
         reserved: list[int] = []
         for reservation in superseded:
             reserved[:0] = _pages_of(reservation)

@@ -59,7 +59,7 @@ def reason_against(backend: str, request: Request, device_facts: DeviceFacts | N
     if support is None:
         return f"there is no {_NAMES[backend]} kernel for {request.op.name} yet."
     unavailable = _unavailable(backend, request.device, device_facts)
-    return unavailable or _reason_of_the_kernels(backend, support, request, device_facts)
+    return unavailable or _kernel_reason(backend, support, request, device_facts)
 
 
 def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
@@ -69,12 +69,12 @@ def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
     if support is None or (request.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
     unavailable = _unavailable("cuda", request.device, device_facts)
-    if unavailable is None or _reason_of_the_kernels("cuda", support, request, device_facts) is not None:
+    if unavailable is None or _kernel_reason("cuda", support, request, device_facts) is not None:
         return None
     return unavailable
 
 
-def _reason_of_the_kernels(backend: str, support: Support, request: Request, device_facts: DeviceFacts) -> str | None:
+def _kernel_reason(backend: str, support: Support, request: Request, device_facts: DeviceFacts) -> str | None:
     if device_facts.arch < support.min_arch:
         return (
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the kernels need "

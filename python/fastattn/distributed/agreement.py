@@ -38,7 +38,7 @@ def _disagreement(found: list[tuple[str | None, dict[str, Any]]]) -> InputError 
         if refusal is not None:
             return InputError(f"rank {rank} of the group was refused: {refusal}")
     for name in found[0][1]:
-        values = [of_rank[name] for _, of_rank in found]
+        values = [facts[name] for _, facts in found]
         if any(value != values[0] for value in values):
             return InputError(f"{name}: expected the same on all ranks, got {values}")
     return None

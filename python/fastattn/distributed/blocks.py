@@ -201,7 +201,7 @@ def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
 
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
     """Returns the parts of all ranks by documents and places. Their rows count through all ranks, ``length`` each."""
-    moved = (part.moved(rank * length) for rank, of_rank in enumerate(parts) for part in of_rank)
+    moved = (part.moved(rank * length) for rank, own in enumerate(parts) for part in own)
     return sorted(moved, key=place_of)
 
 
@@ -227,13 +227,13 @@ class Rows:
         return self._on[device]
 
 
-def seen_pieces(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> list[Part]:
+def seen_pieces(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> list[Part]:
     """Returns the source's keys that at least one of the own parts sees. The keys that one part sees of another are
     consecutive."""
     pieces = []
-    for source in of_source:
-        of_one = (keys_seen(part, source, window) for part in own if part.document == source.document)
-        for keys in _merged(seen for seen in of_one if seen):
+    for source in source_parts:
+        ranges = (keys_seen(part, source, window) for part in own if part.document == source.document)
+        for keys in _merged(seen for seen in ranges if seen):
             rows = slice(source.rows.start + keys.start, source.rows.start + keys.stop)
             pieces.append(Part(rows, source.first + keys.start, source.document))
     return pieces
@@ -255,8 +255,8 @@ def keys_seen(part: Part, keys: Part, window: Window) -> range:
     return _seen(part, keys.first, keys.length, window)
 
 
-def _reading_of_parts(own: Sequence[Part], of_source: Sequence[Part], window: Window) -> Reading:
-    pieces = seen_pieces(own, of_source, window)
+def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> Reading:
+    pieces = seen_pieces(own, source_parts, window)
     blocks: list[Block] = []
     num_read = 0
     for piece in pieces:

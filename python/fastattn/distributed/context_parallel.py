@@ -194,7 +194,7 @@ def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str)
         value,
         None if slopes is None else slopes[..., own],
         None if sinks is None else sinks[own],
-        inputs.attention.of_heads(own),
+        inputs.attention.for_heads(own),
     )
 
 
@@ -374,7 +374,7 @@ def _attend_to_rows(
     if whole := [part for part in layout.parts[rows.rank] if layout.is_whole(part)]:
         found.append(_attend_whole(rows, whole))
     found.append(_padding(rows, rows.query.shape[2] - sum(lse.shape[2] for _, lse in found)))
-    out, lse = (torch.cat(of_all, 2) for of_all in zip(*found, strict=True))
+    out, lse = (torch.cat(results, 2) for results in zip(*found, strict=True))
     return out, lse
 
 
@@ -431,7 +431,7 @@ def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
             )
         )
         found.append((result[0].transpose(0, 1)[None], result[1][None]))
-    out, lse = (torch.cat(of_all, 2) if len(found) > 1 else of_all[0] for of_all in zip(*found, strict=True))
+    out, lse = (torch.cat(results, 2) if len(found) > 1 else results[0] for results in zip(*found, strict=True))
     return out, lse
 
 
@@ -463,7 +463,7 @@ def _with_other_heads(
         value=to_heads(rows.value),
         slopes=None if rows.slopes is None else rows.slopes[..., own],
         sinks=None if rows.sinks is None else rows.sinks[own],
-        attention=rows.attention.of_heads(own),
+        attention=rows.attention.for_heads(own),
         layout=layout,
         rank=group,
     )

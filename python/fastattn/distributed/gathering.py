@@ -83,7 +83,7 @@ class _GatheredAttention(torch.autograd.Function):
         for heads, _, keys, values in _gathered(query, key, value, gathering, spread.world_size):
             for block in gathering.blocks:
                 own_query = query[:, heads, block.rows]
-                found = attention.of_heads(heads).attend(
+                found = attention.for_heads(heads).attend(
                     own_query, keys[:, :, block.keys], values[:, :, block.keys], block
                 )
                 out[:, heads, block.rows], lse[:, heads, block.rows] = found
@@ -98,19 +98,19 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
         attention, gathering = ctx.local.with_slopes(slopes), gathering_of(ctx.spread, ctx.group)
-        of_query = zeros_of_sums(query, lse.dtype)
-        of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        query_sum = zeros_of_sums(query, lse.dtype)
+        slopes_sum = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
         sent_back = None  # at most one group of heads at a time, as its sums take memory while the next one computes
         for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, ctx.spread.world_size):
             tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
-            of_keys, of_values = attention.gradients(tensors, heads, gathering.blocks, of_query, of_slopes)
+            key_sum, value_sum = attention.gradients(tensors, heads, gathering.blocks, query_sum, slopes_sum)
             _finish(sent_back, (grad_key, grad_value), gathering)
-            sent_back = kv_heads, [gathering.start_back(t.movedim(2, 0)) for t in (of_keys, of_values)]
+            sent_back = kv_heads, [gathering.start_back(t.movedim(2, 0)) for t in (key_sum, value_sum)]
         _finish(sent_back, (grad_key, grad_value), gathering)
-        grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
+        grad_slopes = None if slopes_sum is None else slopes_sum.to(slopes.dtype)
         grad_sinks = gradient_of_sinks(sinks, grad_out, grad_lse, out, lse)
-        return of_query.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
+        return query_sum.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
 
 
 def _gathered(
@@ -120,15 +120,15 @@ def _gathered(
     kv_heads = key.shape[1]
     num_groups = min(kv_heads, MOST_GROUPS_OF_HEADS) if world_size > 1 else 1
     bounds = [kv_heads * i // num_groups for i in range(num_groups + 1)] if num_groups else [0]
-    of_keys = [slice(begin, end) for begin, end in pairwise(bounds)]
+    groups = [slice(begin, end) for begin, end in pairwise(bounds)]
 
     def start(heads: slice) -> list[Started]:
         return [gathering.start(tensor[:, heads].movedim(2, 0)) for tensor in (key, value)]
 
-    under_way = start(of_keys[0]) if of_keys else []
-    for i, heads in enumerate(of_keys):
+    under_way = start(groups[0]) if groups else []
+    for i, heads in enumerate(groups):
         keys, values = (gathering.by_places(started.wait(_CALL)).movedim(0, 2) for started in under_way)
-        under_way = start(of_keys[i + 1]) if i + 1 < len(of_keys) else []
+        under_way = start(groups[i + 1]) if i + 1 < len(groups) else []
         yield query_heads(heads, query, key), heads, keys, values
 
 
@@ -238,8 +238,8 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
         seen: dict[int | None, int] = {}
         for part in parts:
             whole = Part(slice(0, spread.length_of(part.document)), 0, part.document)
-            of_part = len(keys_seen(part, whole, spread.window))
-            seen[part.document] = min(seen.get(part.document, 0) + of_part, whole.length)
+            num_seen = len(keys_seen(part, whole, spread.window))
+            seen[part.document] = min(seen.get(part.document, 0) + num_seen, whole.length)
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
@@ -263,8 +263,8 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def of(pieces: Iterable[Sequence[Part]]) -> Pieces:
-        of_ranks = tuple(pieces)
-        return Pieces(tuple(chain(*of_ranks)), [sum(piece.length for piece in of_rank) for of_rank in of_ranks])
+        by_rank = tuple(pieces)
+        return Pieces(tuple(chain(*by_rank)), [sum(piece.length for piece in its_pieces) for its_pieces in by_rank])
 
 
 class Plan(NamedTuple):
@@ -288,8 +288,8 @@ class Plan(NamedTuple):
 
 def plan_of(spread: Spread | PackedSpread, rank: int) -> Plan:
     parts = [spread.parts_of(other) for other in range(spread.world_size)]
-    read = Pieces.of(seen_pieces(parts[rank], of_source, spread.window) for of_source in parts)
-    given = Pieces.of(seen_pieces(of_reader, parts[rank], spread.window) for of_reader in parts)
+    read = Pieces.of(seen_pieces(parts[rank], source_parts, spread.window) for source_parts in parts)
+    given = Pieces.of(seen_pieces(reader_parts, parts[rank], spread.window) for reader_parts in parts)
     order = sorted(range(len(read.all)), key=lambda i: place_of(read.all[i]))
     blocks = _blocks_over([read.all[i] for i in order], parts[rank], spread.window)
     return Plan(read, given, order, blocks)

@@ -30,7 +30,7 @@ class LocalAttention(NamedTuple):
     def with_slopes(self, slopes: Tensor | None) -> LocalAttention:
         return self._replace(options=self.options._replace(alibi_slopes=slopes))
 
-    def of_heads(self, heads: slice) -> LocalAttention:
+    def for_heads(self, heads: slice) -> LocalAttention:
         """Returns this attention for some of its heads."""
         slopes = self.options.alibi_slopes
         options = self.options._replace(alibi_slopes=None if slopes is None else slopes[..., heads])
@@ -50,25 +50,25 @@ class LocalAttention(NamedTuple):
         tensors: BackwardTensors,
         heads: slice,
         blocks: Iterable[Block],
-        of_query: Tensor,
-        of_slopes: Tensor | None,
+        query_sum: Tensor,
+        slopes_sum: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of the keys and values of ``heads``.
 
-        The gradients of query and slopes are added to ``of_query`` and ``of_slopes``, which have all heads. ``tensors``
-        has rows of all heads, and keys and values of ``heads`` alone.
+        The gradients of query and slopes are added to ``query_sum`` and ``slopes_sum``, which have all heads.
+        ``tensors`` has rows of all heads, and keys and values of ``heads`` alone.
         """
-        of_keys, of_values = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
+        key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
         grad_out, grad_lse, query, key, value, out, lse = tensors
         own = BackwardTensors(
             grad_out[:, heads], grad_lse[:, heads], query[:, heads], key, value, out[:, heads], lse[:, heads]
         )
-        own_slopes = None if of_slopes is None else of_slopes[..., heads]
-        attention = self.of_heads(heads)
+        own_slopes = None if slopes_sum is None else slopes_sum[..., heads]
+        attention = self.for_heads(heads)
         for block in blocks:
-            sums = of_query[:, heads, block.rows], of_keys[:, :, block.keys], of_values[:, :, block.keys]
+            sums = query_sum[:, heads, block.rows], key_sum[:, :, block.keys], value_sum[:, :, block.keys]
             attention._add_gradients(sums, own_slopes, own.of(block.rows, block.keys), block)
-        return of_keys, of_values
+        return key_sum, value_sum
 
     def _add_gradients(
         self,
@@ -150,5 +150,5 @@ def gradient_of_sinks(
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
-    of_rows = share * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
-    return of_rows.sum((0, 2)).to(sinks.dtype)
+    row_gradient = share * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
+    return row_gradient.sum((0, 2)).to(sinks.dtype)

@@ -171,8 +171,8 @@ class PackedShards:
         numbers = (torch.full((part.length,), part.document or 0) for part in self.layout.parts[self.rank])
         return self._padded(numbers, -1).to(device)
 
-    def _padded(self, of_parts: Iterable[Tensor], padding: int) -> Tensor:
-        own = torch.cat([torch.empty(0, dtype=torch.int64), *of_parts])
+    def _padded(self, parts: Iterable[Tensor], padding: int) -> Tensor:
+        own = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
         return torch.nn.functional.pad(own, (0, self.num_rows - own.shape[0]), value=padding)
 
 
@@ -205,8 +205,8 @@ def shard_varlen(
     offsets = _checked_offsets(cu_seqlens)
     lengths = tuple(end - begin for begin, end in pairwise(offsets))
     world_size = 1
-    for of_dim in groups:
-        world_size *= dist.get_world_size(of_dim)
+    for dim_group in groups:
+        world_size *= dist.get_world_size(dim_group)
     dealt = deal(lengths, world_size, layout, (left, 0 if check_bool("causal", causal) else right))
     arranged = [arrange(parts, lengths) for parts in dealt]
     layout_of_ranks = PackedLayout(lengths, tuple(parts for parts, _ in arranged))
@@ -275,8 +275,8 @@ def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -
         ]
         for low, high in pairwise(cuts)
     ]
-    of_ranks = (parts_of_rank(layout, rank, world_size) for rank in range(world_size))
-    return [[part for i in parts for part in by_part[i]] for parts in of_ranks]
+    parts_by_rank = (parts_of_rank(layout, rank, world_size) for rank in range(world_size))
+    return [[part for i in parts for part in by_part[i]] for parts in parts_by_rank]
 
 
 def _cut_in_document(begins: Sequence[int], row: int) -> int:

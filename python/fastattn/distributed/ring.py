@@ -83,14 +83,14 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
         attention: LocalAttention = ctx.local.with_slopes(slopes)
-        of_query, of_key, of_value = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
-        of_slopes = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        sums = _GradientsOfKeys((of_key, of_value), ctx.spread, ctx.group)
+        query_sum, key_sum, value_sum = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
+        slopes_sum = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
+        sums = _GradientsOfKeys((key_sum, value_sum), ctx.spread, ctx.group)
 
         def gradients(reading: Reading, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
             tensors = BackwardTensors(grad_out, grad_lse, query, keys[:, kv_heads], values[:, kv_heads], out, lse)
             heads = query_heads(kv_heads, query, key)
-            return attention.gradients(tensors, heads, reading.blocks, of_query, of_slopes)
+            return attention.gradients(tensors, heads, reading.blocks, query_sum, slopes_sum)
 
         first_heads, last_heads = heads_of_own_block(key.shape[1], ctx.spread.world_size)
         for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
@@ -102,8 +102,10 @@ class _RingAttention(torch.autograd.Function):
         if last_heads.start < last_heads.stop:
             sums.add(own, gradients(own, _read(key, own), _read(value, own), last_heads), last_heads)
         sums.finish()
-        grads = (total.to(t.dtype) for total, t in zip((of_query, of_key, of_value), (query, key, value), strict=True))
-        grad_slopes = None if of_slopes is None else of_slopes.to(slopes.dtype)
+        grads = (
+            total.to(t.dtype) for total, t in zip((query_sum, key_sum, value_sum), (query, key, value), strict=True)
+        )
+        grad_slopes = None if slopes_sum is None else slopes_sum.to(slopes.dtype)
         return *grads, grad_slopes, gradient_of_sinks(sinks, grad_out, grad_lse, out, lse), None, None, None
 
 

@@ -74,8 +74,8 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
     dim, groups = checked_dim(x, dim), process_groups(group)
     parts = parts_per_rank(layout) * math.prod(map(dist.get_world_size, groups))
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
-    for of_dim in groups:  # a part of a part in zigzag order is one of the whole
-        x = _shard(x, dim, of_dim, layout)
+    for dim_group in groups:  # a part of a part in zigzag order is one of the whole
+        x = _shard(x, dim, dim_group, layout)
     return x
 
 
@@ -95,9 +95,9 @@ def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "
     dim, groups = checked_dim(x, dim), process_groups(group)
     parts = parts_per_rank(layout)
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
-    for of_dim in reversed(groups):
-        gathered = all_gather(x.movedim(dim, 0), of_dim)
-        x = in_order_of_parts(gathered, 0, layout, dist.get_world_size(of_dim)).movedim(0, dim)
+    for dim_group in reversed(groups):
+        gathered = all_gather(x.movedim(dim, 0), dim_group)
+        x = in_order_of_parts(gathered, 0, layout, dist.get_world_size(dim_group)).movedim(0, dim)
     return x
 
 

@@ -103,8 +103,8 @@ def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row:
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, None if scales is None else scales.reshape(-1, 1))
     elif scales is not None:
-        new, of_tokens = QUANTIZE_ROWS[cache.dtype](new)
-        scales[page, :, row] = of_tokens.to(scales.dtype)
+        new, new_scales = QUANTIZE_ROWS[cache.dtype](new)
+        scales[page, :, row] = new_scales.to(scales.dtype)
     as_numbers(cache)[page, :, row] = as_numbers(new)
 
 
@@ -185,11 +185,11 @@ def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tens
 def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
     """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are paged or 8-bit."""
 
-    def rows(of_cache: Tensor) -> Tensor:
+    def rows(stored: Tensor) -> Tensor:
         if call.block_table is None:
-            return of_cache[run, :, tokens]
-        table = call.block_table[run, _pages(call, tokens)].clamp(0, len(of_cache) - 1)
-        pages = of_cache.index_select(0, table.flatten()).unflatten(0, table.shape)
+            return stored[run, :, tokens]
+        table = call.block_table[run, _pages(call, tokens)].clamp(0, len(stored) - 1)
+        pages = stored.index_select(0, table.flatten()).unflatten(0, table.shape)
         return _tokens_of(pages.transpose(1, 2).flatten(2, 3), 2, call, tokens)
 
     found = rows(as_numbers(cache)).view(cache.dtype)

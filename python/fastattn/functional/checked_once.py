@@ -47,8 +47,8 @@ class CheckedOnce(Generic[Record, Facts]):
             return self._check(call)
         tensors, options = call[self._tensors], call[self._options]
         # The options' types count too: 0 equals False but is not a bool.
-        of_tensors = [None if tensor is None else _signature(tensor) for tensor in tensors]
-        signature: tuple[Any, ...] = (*of_tensors, options, *map(type, options), torch.is_grad_enabled())
+        signatures = [None if tensor is None else _signature(tensor) for tensor in tensors]
+        signature: tuple[Any, ...] = (*signatures, options, *map(type, options), torch.is_grad_enabled())
         if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)

@@ -146,11 +146,12 @@ def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int],
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
         return False
-    of_query, of_key, of_value = (tensor.shape[:2] for tensor in tensors)
-    if of_key != of_value or of_query[0] != of_key[0] or (of_query[1] != of_key[1] and not enable_gqa):
+    query_sizes, key_sizes, value_sizes = (tensor.shape[:2] for tensor in tensors)
+    (batch, heads), (key_batch, kv_heads) = query_sizes, key_sizes
+    if key_sizes != value_sizes or batch != key_batch or (heads != kv_heads and not enable_gqa):
         return False
-    of_mask = dims_of_mask(mask_sizes)
-    for dim, size in zip((of_mask.batch, of_mask.heads), of_query, strict=True):
+    mask = dims_of_mask(mask_sizes)
+    for dim, size in zip((mask.batch, mask.heads), query_sizes, strict=True):
         if dim is not None and mask_sizes[dim] != size:
             return False
     if any((t.device_mesh, t.placements) != (query.device_mesh, query.placements) for t in tensors):
@@ -203,16 +204,18 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
             return tensor
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     placements = _placements(kinds, dims)
-    of_grad = [
+    grad_placements = [
         Partial() if kind is not None and placement.is_replicate() else placement
         for kind, placement in zip(kinds, placements, strict=True)
     ]
-    return redistributed_local(tensor, placements, of_grad)
+    return redistributed_local(tensor, placements, grad_placements)
 
 
-def redistributed_local(tensor: DTensor, placements: Sequence[Placement], of_grad: Sequence[Placement]) -> Tensor:
-    """Returns this rank's part of ``tensor`` in ``placements``; its gradient has the placements ``of_grad``."""
-    local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=of_grad)
+def redistributed_local(
+    tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement]
+) -> Tensor:
+    """Returns this rank's part of ``tensor`` in ``placements``; its gradient has the placements ``grad_placements``."""
+    local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
     if type(local).__name__ == "AsyncCollectiveTensor":  # it is still on its way
         return torch.ops._c10d_functional.wait_tensor(local)
     return local

@@ -57,9 +57,9 @@ def register_sharding() -> None:
 def _forward_shardings(*args: Any) -> list[_Sharding]:
     given = attention_forward.Arguments(*args)
     out_and_lse = (DENSE, DENSE) if given.cu_seqlens_q is None else (PACKED, PACKED_LSE)
-    of_results = (*out_and_lse, MAX_LOGIT if given.return_max_logit else NEITHER)
+    results = (*out_and_lse, MAX_LOGIT if given.return_max_logit else NEITHER)
     return [
-        ([_placement(kind, dims) for dims in of_results], _of_arguments(kind, given, len(args)))
+        ([_placement(kind, dims) for dims in results], _argument_placements(kind, given, len(args)))
         for kind in _kinds(given)
     ]
 
@@ -71,9 +71,9 @@ def _split_keys_shardings(*args: Any) -> list[_Sharding]:
     as_forward = attention_forward.Arguments(**{**not_given, "dropout_p": 0.0, **given._asdict()})
     shardings = []
     for kind in _kinds(as_forward):
-        placed = dict(zip(as_forward._fields, _of_arguments(kind, as_forward, len(as_forward)), strict=True))
-        of_results: list[Placement | None] = [_placement(kind, DENSE), _placement(kind, DENSE)]
-        shardings.append((of_results, [placed[name] for name in given._fields][: len(args)]))
+        placed = dict(zip(as_forward._fields, _argument_placements(kind, as_forward, len(as_forward)), strict=True))
+        results: list[Placement | None] = [_placement(kind, DENSE), _placement(kind, DENSE)]
+        shardings.append((results, [placed[name] for name in given._fields][: len(args)]))
     return shardings
 
 
@@ -81,7 +81,7 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
     given = attention_backward.Arguments(*args)
     shardings = []
     for kind in _kinds(given):
-        arguments = _of_arguments(kind, given, len(args))
+        arguments = _argument_placements(kind, given, len(args))
         placed = dict(zip(given._fields, arguments, strict=True))
         grads = [placed["query"], placed["key"], placed["value"]]
         bias, slopes = given.bias if given.bias_grad else None, given.alibi_slopes if given.slopes_grad else None
@@ -120,7 +120,7 @@ def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
     return all(kv_heads % math.prod(sizes) == 0 for sizes in subsets if math.prod(sizes) <= kv_heads)
 
 
-def _of_arguments(kind: str | None, given: Any, count: int) -> list[Placement | None]:
+def _argument_placements(kind: str | None, given: Any, count: int) -> list[Placement | None]:
     """Returns the placements of the first ``count`` arguments: DTensor leaves out trailing arguments with defaults."""
     arguments = list(zip(given._fields, given, strict=True))[:count]
     return [

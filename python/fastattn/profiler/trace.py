@@ -104,9 +104,9 @@ def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:
     by_thread = defaultdict(list)
     for event in _complete(events, "cpu_op"):
         by_thread[event["tid"]].append(event)
-    for of_thread in by_thread.values():
+    for events_of_thread in by_thread.values():
         inside: list[dict[str, Any]] = []  # the operators around the current one
-        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
+        for event in sorted(events_of_thread, key=lambda e: (e["ts"], -e["dur"])):
             while inside and event["ts"] >= inside[-1]["ts"] + inside[-1]["dur"]:
                 inside.pop()
             if inside:

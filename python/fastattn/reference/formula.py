@@ -111,10 +111,10 @@ def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
     """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``: NaN is ignored, -inf means none."""
     if scores.shape[-1] == 0:
         return scores.new_full((scores.shape[1],), -math.inf)
-    of_rows = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
+    row_maxima = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)
     if row_is_present is not None:
-        of_rows = of_rows.masked_fill(~row_is_present[:, None], -math.inf)
-    return F.pad(of_rows.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
+        row_maxima = row_maxima.masked_fill(~row_is_present[:, None], -math.inf)
+    return F.pad(row_maxima.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
 
 
 def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:

@@ -28,7 +28,7 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
 def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
     """Appends in the format of the cache, and computes and writes scales unless they are given."""
     if cache.dtype == FP8 and are_given(scales):
-        new = to_fp8(new, scales if scales is None else _of_heads(scales))
+        new = to_fp8(new, scales if scales is None else _by_head(scales))
     elif scales is not None:
         new, new_scales = QUANTIZE_ROWS[cache.dtype](new)
         _append(scales, new_scales, rows, block_rows)
@@ -42,11 +42,11 @@ def _read(cache: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
         tokens = tokens.to(torch.float32)
     if scales is None:
         return tokens
-    of_tokens = _of_heads(scales) if are_given(scales) else gather_pages(scales, table)[..., None]
-    return tokens.to(scales.dtype) * of_tokens
+    token_scales = _by_head(scales) if are_given(scales) else gather_pages(scales, table)[..., None]
+    return tokens.to(scales.dtype) * token_scales
 
 
-def _of_heads(scales: Tensor) -> Tensor:
+def _by_head(scales: Tensor) -> Tensor:
     """Returns scales ``[Hkv]``, ``[1]`` or ``[]`` in a shape that broadcasts to ``[B, Hkv, …, D]``."""
     return scales.reshape(-1, 1, 1)
 
@@ -158,5 +158,5 @@ def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
     is_before = (token < 0)[:, None, :]
     if num_queries == 0:
         return is_before[:, None, :0]
-    of_keys = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
-    return (is_before | tree_mask.expand(len(token), num_queries, -1).gather(2, of_keys))[:, None]
+    place = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
+    return (is_before | tree_mask.expand(len(token), num_queries, -1).gather(2, place))[:, None]

@@ -25,9 +25,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     total = total.masked_fill(sees_nothing, 1.0)
     lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
 
-    def weighted(out: Tensor, of_out: Tensor) -> Tensor:
-        share = of_out / total
-        of_rows = (share.transpose(0, 1) if is_packed else share)[..., None]
-        return out.to(dtype).masked_fill(of_rows == 0, 0.0) * of_rows
+    def weighted(out: Tensor, weight: Tensor) -> Tensor:
+        share = weight / total
+        row_share = (share.transpose(0, 1) if is_packed else share)[..., None]
+        return out.to(dtype).masked_fill(row_share == 0, 0.0) * row_share
 
     return weighted(out_a, sum_a) + weighted(out_b, sum_b), lse

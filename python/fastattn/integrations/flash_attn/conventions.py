@@ -142,19 +142,19 @@ def signed_exponentials(
         else:
             _, row = rows_of(packed.cu_seqlens_k, key.shape[0])
             one_hot = F.one_hot(row.clamp(max=packed.max_seqlen_k - 1), packed.max_seqlen_k).to(key.dtype)
-            of_rows, _ = reference.attention_varlen(
+            rows, _ = reference.attention_varlen(
                 query, key, one_hot[:, None].expand(-1, key.shape[1], -1), *packed, exact_out=True, **options
             )
             sequence, row = rows_of(packed.cu_seqlens_q, query.shape[0])
             batch = packed.cu_seqlens_q.shape[0] - 1
             longest = packed.max_seqlen_q
-            padded = of_rows.new_zeros(batch, longest + 1, *of_rows.shape[1:])  # the last row takes rows of no sequence
-            padded = padded.index_put((sequence, row.clamp(max=longest)), of_rows)
+            padded = rows.new_zeros(batch, longest + 1, *rows.shape[1:])  # the last row takes rows of no sequence
+            padded = padded.index_put((sequence, row.clamp(max=longest)), rows)
             probabilities = padded[:, :longest].transpose(1, 2)
         batch, heads, num_queries, num_keys = probabilities.shape
         largest = probabilities.amax(-1, keepdim=True) if num_keys else probabilities.new_zeros(())
-        of_no_keys = largest == 0
-        exponentials = (probabilities / largest.masked_fill(of_no_keys, 1.0)).to(query.dtype)
+        sees_no_key = largest == 0
+        exponentials = (probabilities / largest.masked_fill(sees_no_key, 1.0)).to(query.dtype)
         kept = dropout_keep(seed, dropout_p, batch, heads, num_queries, num_keys, exponentials.device)
         signed = torch.where(kept, exponentials, -exponentials)
         rounding = [-size % _ROUNDED_TO for size in signed.shape[2:]]

@@ -32,8 +32,8 @@ def check_models_at_setup() -> None:
     def set_attn_implementation(
         self: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any
     ) -> None:
-        of_parts = isinstance(attn_implementation, dict)
-        _check(self, attn_implementation.get("") if of_parts else attn_implementation)
+        is_by_part = isinstance(attn_implementation, dict)
+        _check(self, attn_implementation.get("") if is_by_part else attn_implementation)
         set_later(self, attn_implementation, *arguments, **options)
 
     setattr(PreTrainedModel, choose.__name__, get_correct_attn_implementation)
