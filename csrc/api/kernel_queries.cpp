@@ -8,8 +8,10 @@
 #include "api/kernel_choice.h"
 #include "host/device_facts.h"
 #include "host/kernel_table.h"
+#include "int8_matmul/int8_matmul.h"
 #include "scheduler/choose_row_splits.h"
 #include "scheduler/decode_splits.h"
+#include "scheduler/launch_id.h"
 #include "scheduler/stream_k.h"
 
 namespace fastattn {
@@ -54,6 +56,11 @@ struct LaunchSchedule {
 struct Int8Ways {
     const char* kernel;
     double kernel_microseconds, dequantised_microseconds;
+};
+
+// What the kernels for int8 activations count exactly: the products of a sum, and what a launch leaves in memory.
+struct Int8Limits {
+    int64_t sum_depth, launch_count;
 };
 
 // RowSplits, the heads of a group, and the kernel's tile.
@@ -181,6 +188,10 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, 
     } catch (const std::exception&) {
         return nullptr;
     }
+}
+
+FASTATTN_ASKED_BY_PYTHON fastattn::Int8Limits fastattn_int8_limits() {
+    return {fastattn::kMaxInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
 }
 
 // The predicted times of the ways among which fastattn_int8_matmul_kernel() chooses.

@@ -70,6 +70,14 @@ class Int8Ways(ctypes.Structure):
     )
 
 
+class Int8Limits(ctypes.Structure):
+    """The most that the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
+
+    sum_depth: int
+    launch_count: int
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("sum_depth", "launch_count"))
+
+
 class DealtBackward(ctypes.Structure):
     """The deal of the backward pass to CTAs: tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows.
 
@@ -122,6 +130,7 @@ _QUERIES: dict[str, Any] = {
     "fastattn_append_kernel": ctypes.c_char_p,
     "fastattn_int8_matmul_kernel": ctypes.c_char_p,
     "fastattn_dealt_int8_matmul": Dealt,
+    "fastattn_int8_limits": Int8Limits,
     "fastattn_int8_ways": Int8Ways,
     "fastattn_cublas_microseconds": ctypes.c_double,
     "fastattn_force_int8_tile": None,
@@ -155,6 +164,9 @@ def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
 
 _LIBRARY, BUILD, KERNELS = _load(LIBRARY_PATH)
 OPS = getattr(torch.ops, NAMESPACE)
+_INT8_LIMITS = _LIBRARY.fastattn_int8_limits() if BUILD["archs"] else Int8Limits()
+INT8_SUM_DEPTH: int = _INT8_LIMITS.sum_depth
+INT8_LAUNCH_COUNT: int = _INT8_LIMITS.launch_count
 TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::attention_forward", "CPU")
 
 

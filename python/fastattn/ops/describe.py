@@ -299,10 +299,8 @@ def _int8_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[str,
     return _with_tile(native.int8_matmul_kernel(op, gpu.arch, gpu.num_sms, *traits, *shape), request)
 
 
-# What the CUDA C++ kernels for int8 activations go with, and their limits: csrc/int8_matmul/int8_matmul.h.
+# What the CUDA C++ kernels for int8 activations go with.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
-_MAX_INT8_SUM_DEPTH = 2**17
-_MAX_INT8_LAUNCH_COUNT = 2**24
 _MAX_INT32 = 2**31 - 1
 
 
@@ -324,8 +322,8 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
             f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations takes N and K that are "
             "multiples of 8 and 16; pad it with zeros."
         )
-    if columns > _MAX_INT8_SUM_DEPTH:
-        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {_MAX_INT8_SUM_DEPTH}."
+    if columns > native.INT8_SUM_DEPTH:
+        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {native.INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
         op, sizes = ("int8_matmul_s8", gpu.arch, gpu.num_sms), (tokens, rows, columns)
         has_groups = "group scales" in request.features
@@ -333,7 +331,7 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
             return None
         ctas = native.dealt_int8_matmul(*op, has_groups, *sizes).ctas
-        if tokens + 2 * ctas >= _MAX_INT8_LAUNCH_COUNT:
+        if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
                 "activations counts in a launch; call it for fewer tokens at a time."
