@@ -67,8 +67,8 @@ class _NotedChoices(dict[Any, Any]):
         self._note(key, choice)
 
     def _note(self, key: Any, choice: Any) -> None:
-        call = key[0]
-        self.seen.update(f"{call.op} with {feature} ({choice.backend})" for feature in call.features)
+        request = key[0]
+        self.seen.update(f"{request.op.name} with {feature} ({choice.backend})" for feature in request.features)
 
 
 class Gate:
