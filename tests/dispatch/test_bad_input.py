@@ -290,7 +290,9 @@ def test_unknown_options_are_refused(function: Callable[..., Any], arguments: di
     ],
 )
 def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
-    for function, arguments in ((A, dense()), (V, packed()), (fastattn.attention_with_kv_cache, cached())):
+    spread = fastattn.distributed.context_parallel_attention
+    functions = ((A, dense()), (V, packed()), (fastattn.attention_with_kv_cache, cached()), (spread, dense()))
+    for function, arguments in functions:
         has_it = ours in inspect.signature(function).parameters
         words = f"unexpected keyword argument '{theirs}'" + (f"; it is called '{ours}' here$" if has_it else "$")
         with pytest.raises(TypeError, match=words):

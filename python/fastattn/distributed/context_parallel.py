@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import Unpack  # torch brings it
+from typing_extensions import Never, Unpack  # torch brings it
 
 from fastattn.call import UNBOUNDED, AttentionCall
-from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect
+from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect, refuse_keywords
 from fastattn.dispatch.thread_state import asked
 from fastattn.distributed.arguments import check_heads, prepared, split_groups
 from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Spread
@@ -76,6 +76,7 @@ def context_parallel_attention(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``fastattn.attention`` over a sequence that is spread over ranks: this rank's part of the result.
 
@@ -109,6 +110,8 @@ def context_parallel_attention(
             layout does not divide, and heads that W does not divide. With ``FASTATTN_CHECK=1`` all ranks raise where
             one rank is wrong, or where ranks differ in shapes or options; without it the others would wait.
     """
+    if unknown:
+        refuse_keywords(context_parallel_attention, unknown)
     groups = process_groups(group)
     call = AttentionCall(
         query,
@@ -280,6 +283,7 @@ def context_parallel_attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``fastattn.attention_varlen`` over packed sequences that are spread over ranks: this rank's part of the result.
 
@@ -303,6 +307,8 @@ def context_parallel_attention_varlen(
         InputError, TypeError: as ``context_parallel_attention``; also for a number of rows other than that of
             ``shards``.
     """
+    if unknown:
+        refuse_keywords(context_parallel_attention_varlen, unknown)
     expect(isinstance(shards, PackedShards), "shards", "what shard_varlen returns", type(shards).__name__)
     groups = process_groups(shards.group)
     for name, tensor in (("query", query), ("key", key), ("value", value)):

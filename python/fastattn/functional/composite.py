@@ -104,6 +104,7 @@ def attend(
     return out, lse.squeeze(-1).flatten(1, 2)
 
 
+_COMPOSED = torch_sdpa.IN_TORCH | {"softcap", "alibi", "slope gradients", "sinks"}
 _attend_by_sdpa = OnRecord(torch_sdpa.attend, AttentionCall)
 _attend_composite = OnRecord(attend, AttentionCall)
 _attend_by_reference = OnRecord(reference.attention, AttentionCall)
@@ -137,7 +138,7 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
         out = attend_each(_attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
         if out is not None:
             return out, nothing
-    if not request.features & {"dropout", "max logit", "paged"}:
+    if request.features <= _COMPOSED:
         slopes = call.alibi_slopes
         if not call.is_packed:
             composed = _attend_composite(call)

@@ -49,12 +49,12 @@ from fastattn.dispatch.request import Request
 torch_sdpa = torch._C._nn.scaled_dot_product_attention
 
 _MASKING = frozenset({"causal", "window", "mask", "bias", "varlen"})
-_NOT_IN_TORCH = frozenset({"softcap", "alibi", "sinks", "dropout", "paged", "max logit"})
+IN_TORCH = _MASKING | {"gradients", "bias gradients", "gqa", "value dim"}
 
 
 def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | None) -> bool:
     """Returns whether PyTorch's function can compute the call, from what all calls of its signature have in common."""
-    if request.features & _NOT_IN_TORCH or num_keys == 0:
+    if not request.features <= IN_TORCH or num_keys == 0:
         return False
     if not request.features & _MASKING:
         return True
