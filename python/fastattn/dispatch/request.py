@@ -1,4 +1,4 @@
-"""What an operation tells the dispatcher of a call, and what the dispatcher answers."""
+"""An operation describes a call to the dispatcher by a ``Request``, and the dispatcher answers with a ``Choice``."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class _SdpaCall(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What `_check` finds: the description, and the sizes to make ``[B, H, S, D]`` of the tensors; ``batch`` is the
-    broadcast shape of the dimensions before the heads."""
+    """Holds the description of a call, and the sizes that make ``[B, H, S, D]`` of its tensors; ``batch`` is the broadcast
+    shape of the dimensions before the heads."""
 
     request: Request
     batch: tuple[int, ...] = ()

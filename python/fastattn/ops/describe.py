@@ -60,8 +60,8 @@ def _with_tile(kernel: str | None, request: Request) -> tuple[str, Any]:
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
 _MOST_KEYS = 2**30  # for flash-decoding, so that sums of positions stay within 32 bits
-_OF_ATTENTION = frozenset(FEATURES["attention"])  # torch 2.11's dynamo intersects no set with keys()
-_DECODED = _OF_ATTENTION & frozenset(FEATURES["decode"])
+_ATTENTION_FEATURES = frozenset(FEATURES["attention"])  # torch 2.11's dynamo intersects no set with keys()
+_DECODED = _ATTENTION_FEATURES & frozenset(FEATURES["decode"])
 
 
 def _decoded(request: Request) -> Request | None:
@@ -141,7 +141,7 @@ def request_for_attention(
     details: AttentionDetails | None = None,
     only_torch: str | None = None,
 ) -> Request:
-    """Returns the request of an attention by what it uses of ``FEATURES``; without details only PyTorch can take it."""
+    """Returns the request of an attention that ``uses`` some features. Without details only PyTorch can take it."""
     dims = (query.shape[-1], value.shape[-1]) if details is not None else (0, 0)
     return Request(ATTENTION, query.device, query.dtype, _used(uses or {}), *dims, details, only_torch)
 
@@ -194,7 +194,7 @@ def _prefilled(request: Request) -> Request | None:
     """Returns decoding with many queries as a call of the attention kernel over pages, or None for other calls."""
     if not request.details.may_prefill:
         return None
-    return request._replace(op=ATTENTION, features=request.features & _OF_ATTENTION | {"varlen", "paged"})
+    return request._replace(op=ATTENTION, features=request.features & _ATTENTION_FEATURES | {"varlen", "paged"})
 
 
 DECODE = Op("decode", _decode_kernel, instead=_prefilled, has_torch_sdpa=True)
@@ -364,5 +364,5 @@ def describe_int8(call: Int8Call) -> Request:
 def request_for_int8(
     like: Tensor, uses: Mapping[str, bool], details: Int8Details | None, only_torch: str | None
 ) -> Request:
-    """Returns the request of an int8 matmul by what it uses of ``FEATURES``."""
+    """Returns the request of an int8 matmul that ``uses`` some features. Without details only PyTorch can take it."""
     return Request(INT8_MATMUL, like.device, like.dtype, _used(uses), details=details, only_torch=only_torch)
