@@ -55,8 +55,8 @@ class _SdpaCall(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Holds the description of a call, and the sizes that make ``[B, H, S, D]`` of its tensors; ``batch`` is the broadcast
-    shape of the dimensions before the heads."""
+    """Holds the description of a call, and the sizes that make ``[B, H, S, D]`` of its tensors; ``batch`` is the
+    broadcast shape of the dimensions before the heads."""
 
     request: Request
     batch: tuple[int, ...] = ()
