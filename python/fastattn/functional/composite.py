@@ -116,36 +116,37 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
 
     PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
     """
-    query, value = call.query, call.value
-    nothing = query.new_empty(0)
-
-    def attend_each(attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
-        """Attends to packed sequences, those of the same lengths at a time."""
-        assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-        return torch_sdpa.attend_packed(
-            query,
-            call.key,
-            value,
-            call.cu_seqlens_q,
-            call.cu_seqlens_k,
-            lambda q, k, v: attend_to(call.with_tensors((q, k, v, None))),
-        )
-
     assert call.scale is not None
     num_keys = call.key.shape[0 if call.is_packed else 2]
-    torch_can = torch_sdpa.can_express(request, num_keys, call.scale, call.bias)
-    if not call.return_lse and torch_can and torch_sdpa.can_express_now(request, call.deterministic):
-        out = attend_each(_attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
+    torch_can = not call.return_lse and torch_sdpa.can_express(request, num_keys, call.scale, call.bias)
+    if torch_can and torch_sdpa.can_express_now(request, call.deterministic):
+        out = _attend_each(call, _attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
         if out is not None:
-            return out, nothing
+            return out, out.new_empty(0)
     if request.features <= _COMPOSED:
         slopes = call.alibi_slopes
         if not call.is_packed:
-            composed = _attend_composite(call)
+            composed: tuple[Tensor, Tensor] | None = _attend_composite(call)
             if composed is not None:
                 return composed
-        elif not call.return_lse and (slopes is None or slopes.dim() == 1) and query.numel() and value.numel():
-            out = attend_each(lambda some: _attend_composite(some)[0])  # the offsets are readable
+        elif (
+            not call.return_lse and (slopes is None or slopes.dim() == 1) and call.query.numel() and call.value.numel()
+        ):
+            out = _attend_each(call, lambda some: _attend_composite(some)[0])  # the offsets are readable
             if out is not None:
-                return out, nothing
-    return _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)
+                return out, out.new_empty(0)
+    found: tuple[Tensor, ...] = _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)
+    return found
+
+
+def _attend_each(call: AttentionCall, attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
+    """Attends to packed sequences, those of the same lengths at a time."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    return torch_sdpa.attend_packed(
+        call.query,
+        call.key,
+        call.value,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        lambda q, k, v: attend_to(call.with_tensors((q, k, v, None))),
+    )
