@@ -173,7 +173,7 @@ def support_table() -> str:
     for op in FEATURES:
         cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]
         has_head_dims = any(support.head_dims is not None for support in SUPPORT[op].values())
-        in_torch = "everything; all floating dtypes" + ("; any head dim" if has_head_dims else "")
+        in_torch = "everything; float16, bfloat16, float32, float64" + ("; any head dim" if has_head_dims else "")
         lines.append(f"| {FUNCTIONS[op]} | {' | '.join(cells)} | {in_torch} |")
     lines.append("")
     for op, features in FEATURES.items():

@@ -129,7 +129,15 @@ def attention(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, tiled (Dao, "FlashAttention-2", 2023).
+    """Computes attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, in tiles (Dao, "FlashAttention-2", 2023).
+
+    Kernels take float16 and bfloat16 and head dims up to 256 (Triton's up to 512 without gradients), padded to a
+    multiple of 8. float32, float64 and larger heads run in PyTorch.
+
+    Example:
+        >>> query, key, value = (torch.randn(2, 8, 256, 64) for _ in range(3))  # [B, H, S, D]
+        >>> fastattn.attention(query, key, value, causal=True, window=(127, 0)).shape  # each query sees 128 keys
+        torch.Size([2, 8, 256, 64])
 
     Args:
         query: ``[B, Hq, Sq, D]``; key: ``[B, Hkv, Sk, D]``; value: ``[B, Hkv, Sk, Dv]``; one floating dtype. Query head
