@@ -46,8 +46,8 @@ def test_product_and_gradients_meet_the_oracle(shape: tuple[int, ...], granulari
     found = y, torch.autograd.grad(y, x, grad)[0]
     for name, *three in zip(("y", "x's gradient"), found, oracle, rough, strict=True):
         assert three[0].dtype == dtype
-        if dtype.itemsize > 2:
-            torch.testing.assert_close(three[0], three[1].to(dtype))
+        if dtype == torch.float64:
+            torch.testing.assert_close(three[0], three[1])
         else:
             check_against_oracle(name, *three)
 
