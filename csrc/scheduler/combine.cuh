@@ -64,14 +64,13 @@ struct Combiner {
         int32_t num_nodes = partials.count;
         for (int step = 0;; ++step) {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
-            PartialRange complete{last + 1, first};  // nodes of the next level
+            PartialRange complete{first + 1, last};  // nodes of the next level: between the ends all are its own
 #pragma unroll 1
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
                 if (!bring(step, parent, nodes, num_nodes)) continue;
-                complete = {min(complete.begin, parent), parent + 1};
+                complete = {min(complete.begin, parent), max(complete.end, parent + 1)};
             }
             if (num_nodes <= kNodes) return;
-            // Between the first and the last parent, this CTA has all nodes.
             nodes = complete;
             if (nodes.begin >= nodes.end) return;
             num_nodes = ceil_div(num_nodes, kNodes);

@@ -259,7 +259,7 @@ def test_a_gpu_with_little_shared_memory_has_tiles_of_16_rows_where_32_do_not_fi
     assert native.decode_kernel(80, 163 << 10, 256, torch.float16, "fp8", 16) == f"{KERNEL}<256, float16, fp8>"
 
 
-# --- The plan ---------------------------------------------------------------------------------------------------------
+# --- The splits -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (1500, -1)], ids=["full", "window"])
@@ -267,7 +267,7 @@ def test_a_gpu_with_little_shared_memory_has_tiles_of_16_rows_where_32_do_not_fi
 def test_batch_invariant_bits(window: tuple[int, int], int8: bool) -> None:
     lengths = (2100, 5, 1024, 1500)
     case = Case("invariant", (2100, 5, 1024, 1500), (2, 1), capacity=2200, window=window, batch_invariant=True)
-    assert max(lengths) > 2 * 1024  # several parts
+    assert max(lengths) > 2 * 1024  # several splits
     decode_cases.same_bits_alone(replace(case, int8=int8), run_kernel)
 
 
@@ -291,6 +291,18 @@ def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
         found.append((out[0], lse[0]))
     assert all(torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]) for out, lse in found)
     check(replace(case, lengths=(5000,)), decode_cases.clone(first))
+
+
+@only_emulated
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cta_has_what_lies_between_its_first_and_last_node(seed: int) -> None:
+    """Of a sequence's 33 splits of 1024 keys one CTA has the first, the other the rest: with 16 to a node, a node that
+    both have, a whole one between, and the last. Whoever comes first leaves no node out."""
+    lengths = (31 * 1024, 33 * 1024)
+    case = Case("between", lengths, (1, 1), dims=(16, 16), capacity=33 * 1024, batch_invariant=True, seed=seed)
+    with device.emulated(num_sms=1), launches.recorded() as launched:
+        check(case)
+    assert launched[0].grid[0] == 2
 
 
 @each_cache
