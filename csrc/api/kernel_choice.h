@@ -72,8 +72,8 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
-// Flash-decoding for so many rows of queries a KV head: tiles of few where these hold all of them, or where a CTA has
-// no room for more.
+// Finds flash-decoding's kernel: small tiles where they hold all rows of a KV head, or where large ones do not fit in
+// shared memory.
 inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
                                                      DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
@@ -100,7 +100,7 @@ struct Int8Traits {
     DataType dtype;
     bool has_groups;           // of scales, along K
     bool is_plain;             // a product alone, of 16-bit numbers: nothing is added, and no activation follows
-    bool sums_tokens = false;  // for the gradient of a bias, beside the product
+    bool sums_tokens = false;  // sums dY over tokens, too, for the gradient of a bias
 };
 
 // Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in

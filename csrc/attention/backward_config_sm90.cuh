@@ -144,7 +144,8 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
     constexpr int64_t kMostWorkTiles = 0x7fffffff;  // CTAs go on counting behind the last one
     if (num_work_tiles > kMostWorkTiles) {
         throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostWorkTiles) +
-                                 " tiles of keys of all heads and sequences, got " + std::to_string(num_work_tiles));
+                                 " tiles of keys, and splits of these, of all heads and sequences, got " +
+                                 std::to_string(num_work_tiles));
     }
     const AttentionBackwardParamsSm90 all_params{
         params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),

@@ -71,7 +71,7 @@ struct alignas(128) BackwardLargeStorageSm80 {
     ColumnTerms<Config::kBlockM> terms[2];
     KeyTileWork<Config::kBlockM, Config::kBlockN> work;  // looked up where it is needed, as registers are scarce
     uint32_t cta;                                        // see cta_in_order()
-    int some_nonfinite;                                  // 1: K has some
+    int some_nonfinite;                                  // 1: K has NaN or infinity
 };
 
 // Ids of barriers; 0 is that of __syncthreads().

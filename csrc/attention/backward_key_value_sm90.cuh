@@ -5,9 +5,10 @@
 //
 // A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
 // (row_splits.h); it walks over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by
-// TMA, and one for each consumer adds dQ to the sums in global memory (24 registers). The two others consume (240);
-// each owns half of the keys, in blocks of 64. S and dP are computed transposed, [keys, rows], so that P and dS are
-// operands A of dV and dK from registers.
+// TMA, and one for each consumer adds dQ to the sums in global memory (kProducerRegisters). The two others consume
+// (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows of the
+// one before are under way. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and
+// dK from registers.
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
 //   work         2       says which tile of keys            after its gradients

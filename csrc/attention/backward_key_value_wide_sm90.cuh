@@ -9,9 +9,9 @@
 //   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
 //
 // All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
-// warpgroup one warp claims keys, one brings tiles by TMA, and one adds dQ to the sums in global memory. Each chain
-// runs ahead of the others until a ring stops it: while one computes exponentials or stores, the tensor cores have the
-// products of the others.
+// warpgroup one warp claims work tiles (each when the last rows of the one before are under way), one brings tiles by
+// TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the others until a ring stops it: while
+// one computes exponentials or stores, the tensor cores have the products of the others.
 //
 //   ring, stages         full: its bytes have landed        empty: all who need it are done with it
 //   work         2       says which tile of keys            after its gradients
@@ -116,7 +116,7 @@ struct BackwardChainSm90 {
             accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
             sP[k * kWarpgroupSize] = uint4{rP[k][0], rP[k][1], rP[k][2], rP[k][3]};
         }
-        ptx::fence_proxy_async_shared();  // the reads of the rows' terms are over when TMA writes the next ones
+        ptx::fence_proxy_async_shared();  // orders the reads of the rows' terms before TMA's next writes
         __syncwarp();                     // waits until every lane has stored its P
         if (lane == 0) ring.arrive_full();
     }

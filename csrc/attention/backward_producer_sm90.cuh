@@ -27,13 +27,14 @@ FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Tak
 }
 
 // Called by one warp: claims work tiles, and tells all other warps of them. Claims the next one once the last rows of a
-// tile are under way: late enough that CTAs which are done sooner get more, and kStages steps before it is needed.
+// tile are under way, at most kStages steps before the tile is over: CTAs that are done sooner get more.
 template <typename Config>
 FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
         if (lane == 0) {
-            ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);  // at first for nothing
+            // Waits for the rows of the tile before, whose phase has the parity of the other stage; at first for none.
+            ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);
             ring.wait_empty();
         }
         bool is_last, exists;

@@ -131,7 +131,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         some_probabilities(rP16, rS, terms);
     }
 
-    // With dropout delta comes later: it is not multiplied by the factor.
+    // With dropout, gradients() subtracts delta: the dropout factor multiplies dP alone.
     FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
         if (has_dropout()) {
             Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });

@@ -1,10 +1,10 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
 // dropout, and keys in pages.
 //
-// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the
-// scores are finished before the softmax, and P is thinned after it. Which options there are is decided at run time,
-// alike for a whole CTA. Tiles that no row sees are not visited; those that are seen in part, and all where there is
-// a bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
+// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the scores are
+// finished before the softmax, and P is thinned after it. Which options there are is decided at run time, alike for a
+// whole CTA. Tiles that no row sees are not visited; those of which rows see only some keys, and all where there is a
+// bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
 // computed. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 

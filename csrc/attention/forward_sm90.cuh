@@ -2,9 +2,9 @@
 // FlashAttention-3 (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a
-// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the others, to
-// which it gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see
-// paged_tiles_sm90.cuh.
+// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the other
+// warpgroups, to which it gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in
+// pages: see paged_tiles_sm90.cuh.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   work   2        says which tile of rows           after its output
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // Asked in the loops, it costs these their uniform registers.
         const int32_t num_unmasked = warp_uniform(missing.num_unmasked());
         if (params.max_logits != nullptr) shared.largest_scores.start(work.num_rows() - own_row);
-        // Tiles of which nobody wants the maxima.
+        // Tiles that need neither masks nor maxima.
         const int32_t num_fast = params.max_logits == nullptr ? num_unmasked : 0;
 
         const auto mask = [&](int32_t num_left, int32_t first_bit) {

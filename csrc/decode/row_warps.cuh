@@ -15,7 +15,7 @@ struct RowWarps {
     // The warp's index in its group, which decides its rows.
     FASTATTN_DEVICE int index() const { return threadIdx.x / kWarpSize % kCount; }
 
-    // One warp copies for all, and writes what changes in shared memory.
+    // Returns whether this warp copies for its group, and writes its shared memory.
     FASTATTN_DEVICE bool is_first() const { return kCount == 1 || index() == 0; }
 
     FASTATTN_DEVICE void sync() const {

@@ -5,8 +5,8 @@
 // A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), tile by tile: the rows of a tile are all
 // query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take alternate
 // blocks of a few keys, each with a softmax, a sum and a pipeline of its own; no warp waits for another before the end
-// of the tile, where the warps' results are combined. CTAs that have splits of one tile each leave a partial
-// (scheduler/combine.cuh).
+// of the tile, where the warps' results are combined. Where several CTAs have splits of a tile, each leaves a
+// partial (scheduler/combine.cuh).
 //
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V

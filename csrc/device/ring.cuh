@@ -96,7 +96,7 @@ struct Ring {
     // Consumer: waits until the tile has landed.
     FASTATTN_DEVICE void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }
 
-    // Consumer, a whole warp, when its reads are over. The ring of one CTA alone, and those of a cluster.
+    // Consumer, a whole warp, when its reads are over.
     FASTATTN_DEVICE void release(int lane) {
         if (lane == 0) ptx::mbarrier_arrive(empty());
         advance();
@@ -108,6 +108,7 @@ struct Ring {
         advance();
     }
 
+    // Does the same in a cluster: empties the stage of every CTA.
     FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();

@@ -1,7 +1,6 @@
 // Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 or 32 columns of 16-bit elements, one
-// after the other, each [kRows][kBlockColumns] with a swizzle that is as wide as its rows: chunk c of row r stands
-// where c ^ (r % 8) would in rows of 128 bytes, and c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern
-// does, at a multiple of 1024 or 512 bytes.
+// after the other, each [kRows][kBlockColumns], swizzled. Chunk c of row r lies at c ^ (r % 8) in rows of 128 bytes,
+// and at c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern does, at a multiple of 1024 or 512 bytes.
 #pragma once
 
 #include <cstdint>

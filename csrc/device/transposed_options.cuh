@@ -32,7 +32,7 @@ struct TransposedOptions {
     // room.
     using BiasPairs = uint32_t[kTilesM][2];
 
-    // Early: it is needed only after the products. Outside of rows and keys it is that of the last ones.
+    // Called early, as the bias is needed only after the products. Outside of rows and keys it reads the last ones.
     FASTATTN_DEVICE void load_bias(BiasPairs& pairs) const {
 #pragma unroll
         for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // as in scale()

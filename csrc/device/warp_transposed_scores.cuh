@@ -16,7 +16,7 @@ namespace fastattn {
 // a lane are neighbouring rows, the same two in both halves.
 template <int kRows>
 struct alignas(16) ColumnTerms {
-    float4 minus_delta[kRows / 2];  // of two rows, and once more: the C of a product
+    float4 minus_delta[kRows / 2];  // of two rows, then of the same two again: the operand C
     float minus_shift_log2[kRows];
 };
 

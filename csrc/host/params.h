@@ -176,8 +176,8 @@ struct AttentionBackwardParams {
     // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
     float* query_sums;
     // Counters, 0 before the kernel key_value. semaphores: one for each tile of rows of a head
-    // (scheduler/semaphore.cuh); null: dQ is added up in any order. num_claimed: how many tiles of keys CTAs have
-    // claimed; used with semaphores, and by Hopper's kernels.
+    // (scheduler/semaphore.cuh); null: dQ is added up in any order. num_claimed: how many work tiles (a tile of
+    // keys, or a split of one) CTAs have claimed; used with semaphores, and by Hopper's kernels.
     int32_t *semaphores, *num_claimed;
     RowTermsView row_terms;  // for the kernels for Hopper, as all up to `packed`
     // Workspace of dK and dV of split tiles (attention/query_gradient.h), and their semaphores. Both zeros before the

@@ -18,7 +18,7 @@ namespace fastattn {
 // 64 bytes.
 struct TensorMap {
     CUtensorMap encoded;  // aligned to 64 bytes
-    // False where all groups of heads, or the whole batch, are the same memory: the coordinate is 0 then.
+    // False where all groups of heads, or all of the batch, share memory: then the coordinate is always 0.
     bool has_groups, has_batch;
 };
 

@@ -28,7 +28,7 @@ def find_nvcc(
     site_packages: Iterable[str | Path] | None = None,
     default_toolkit: Path = Path("/usr/local/cuda"),
 ) -> Path | None:
-    """The first nvcc of: CUDA_HOME, PATH, the toolkit's usual folder, the registry wheels in this Python's packages."""
+    """Returns the first nvcc found in CUDA_HOME, PATH, the toolkit's usual folder, and the wheels of this Python."""
     folders = [*environ.get("PATH", "").split(os.pathsep), str(default_toolkit / "bin")]
     if environ.get("CUDA_HOME"):
         folders.insert(0, str(Path(environ["CUDA_HOME"]) / "bin"))

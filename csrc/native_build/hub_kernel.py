@@ -94,14 +94,14 @@ def modules(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
 
 
 def variant_name(build: NativeBuild) -> str:
-    """As ``kernels`` reads it: the oldest torch whose stable ABI has all, the CUDA version, the machine."""
+    """Returns the name that ``kernels`` expects: oldest torch with our stable ABI, CUDA version, machine."""
     major, minor = (int(TORCH_TARGET_VERSION[start : start + 2], 16) for start in (2, 4))
     cuda = f"cu{''.join(build.toolkit.version.split('.')[:2])}" if build.toolkit else "cpu"
     return f"torch-stable-abi{major}{minor}-{cuda}-{platform.machine()}-linux"
 
 
 def metadata(build: NativeBuild) -> dict[str, object]:
-    """The content of ``metadata.json``; the id is also the name under which ``kernels`` imports the copy."""
+    """Returns the content of ``metadata.json``; the id is also the name under which ``kernels`` imports the copy."""
     backend: dict[str, object] = {"type": "cpu"}
     if build.toolkit:
         code = {name for names in build.code.values() for name in names}
@@ -121,7 +121,7 @@ def metadata(build: NativeBuild) -> dict[str, object]:
 
 
 def with_own_namespace(build: NativeBuild) -> NativeBuild:
-    """With a namespace that no other version and no other variant of the kernel has."""
+    """Gives the build a namespace that no other version or variant of the kernel has."""
     digest = hashlib.sha256(json.dumps(build.description(), sort_keys=True).encode())
     for path in sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file() and path.suffix != ".pyc"):
         digest.update(path.read_bytes())

@@ -47,7 +47,7 @@ def shell(arguments: Iterable[str | Path]) -> str:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves an unchanged file and its time alone."""
+    """Writes ``text`` unless the file holds it already, so that its time stays."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 

@@ -1,5 +1,5 @@
-// Chooses the row splits of the backward pass (row_splits.h): those with which the last CTA is done first, by a
-// simulation of how CTAs claim tiles of keys.
+// Chooses the row splits of the backward pass (row_splits.h): those with which the last CTA finishes earliest,
+// by a simulation of how CTAs claim tiles of keys.
 #pragma once
 
 #include <algorithm>

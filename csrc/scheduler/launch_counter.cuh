@@ -45,7 +45,7 @@ struct LaunchCounter {
         }
     }
 
-    // Waits until so many have counted, and no more ever will.
+    // Waits until `expected` threads have counted; no more may count afterwards, as it waits for equality.
     FASTATTN_DEVICE void wait(uint32_t expected) const {
         while (ptx::ld_acquire_b64(value) != launch_id + expected) {
         }
