@@ -236,7 +236,7 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                                     !record.has(Record::kAsync) && !now.has(Record::kAsync) &&
                                     record.clock >= by.in_step_since && (record.lanes & ~by.in_step) == 0;
             if (is_in_step && record.bytes == now.bytes && record.is_by_same_instruction(now)) {
-                now.lanes |= record.lanes;
+                now.lanes |= record.lanes;  // one record for all of an instruction's lanes in step
                 continue;
             }
             const bool is_same_operation =

@@ -24,7 +24,8 @@ enum class Next : uint8_t {
 // Runs an operation for the lanes in the mask, which is not 0.
 using Execute = Next (*)(Warp& warp, const Operation& operation, uint32_t mask);
 
-// Where a register is in its function's frame, in bytes. A register is an array of 32 values, one for each lane; a
+// Where a register is in its function's frame, in bytes. Registers that are not alive at the same time may share a slot
+// (register_allocation.cpp). A register is an array of 32 values, one for each lane; a
 // predicate is one word with a bit for each. Constants and special registers are registers that nobody writes.
 using Slot = uint32_t;
 

@@ -47,7 +47,7 @@ struct Interval {
     int bytes;
     bool is_shared;  // false: nobody else may have its slot
     int first = -1, last = -1;
-    int block = -1;           // the only one that uses it; -2: there are several
+    int block = -1;           // the only one that uses it; -1: none does so far; -2: several do
     bool is_exposed = false;  // it may be read before it is written: from the beginning of its block on it is alive
     int number = -1;          // of those that live beyond a block
 
@@ -78,12 +78,11 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
         }
     }
     // What wgmma holds is written when it is waited for, and known by its slot.
-    for (const TrackedAccess& access : program.tracked_accesses) {
-        for (const auto* list : {&access.reads, &access.writes}) {
-            for (const TrackedRegister& reg : *list) {
-                const auto found = by_slot.find(reg.slot);
-                if (found != by_slot.end()) intervals[found->second].is_shared = false;
-            }
+    for (int i = decoded.first; i < decoded.end; ++i) {
+        const int32_t tracked = program.operations[i].tracked;
+        if (tracked < 0) continue;
+        for (const auto* list : {&program.tracked_accesses[tracked].reads, &program.tracked_accesses[tracked].writes}) {
+            for (const TrackedRegister& reg : *list) intervals[by_slot.at(reg.slot)].is_shared = false;
         }
     }
 

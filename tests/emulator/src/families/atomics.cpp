@@ -86,10 +86,11 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     lane_addresses(warp, o, o.r[count], mask, addresses);
     check_order_of_sum(warp, o, addresses, mask);
     each_lane_in_turn(warp, mask, [&](int lane) {
+        Bits b[8];  // read before any result is written, which may have the same register
+        for (int i = 0; i < count; ++i) b[i] = warp.reg<Bits>(o.r[count + 1 + i])[lane];
         update_memory(warp, space, addresses[lane], bytes, lane, [&](const Located& at) {
             for (int i = 0; i < count; ++i) {
-                const Bits b = warp.reg<Bits>(o.r[count + 1 + i])[lane];
-                warp.reg<Bits>(o.r[i])[lane] = update_at<F>(at, i * sizeof(Bits), o.option[1], b, b);
+                warp.reg<Bits>(o.r[i])[lane] = update_at<F>(at, i * sizeof(Bits), o.option[1], b[i], b[i]);
             }
         });
     });
