@@ -60,7 +60,8 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
 def advice_on_keyword(name: str, known: Container[str]) -> str:
     """Returns the end of an error about an unknown keyword: the right one, if one of the ``known`` means the same."""
     meant = _OTHER_NAMES.get(name)
-    return f"; it is called {meant!r} here" if meant in known else ""
+    note = ", and aligns to the bottom right" if name == "is_causal" else ""
+    return f"; it is called {meant!r} here{note}" if meant in known else ""
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
@@ -98,7 +99,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
     shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
-    if 0 < k <= q <= MOST_HEADS and q % k == 0:
+    if 0 < k <= q < query.shape[1] and q <= MOST_HEADS and q % k == 0:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"

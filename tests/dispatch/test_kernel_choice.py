@@ -194,7 +194,7 @@ def test_forward_for_hopper_launches_what_the_library_names(
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(head_dim: int, dynamic: bool) -> None:
-    """That is CUDA C++: dispatch/order.py."""
+    """That is CUDA C++, the first of dispatch.support's KERNEL_BACKENDS."""
     query, key = heads(33, head_dim).requires_grad_(), heads(40, head_dim)
 
     def attend(query: torch.Tensor) -> torch.Tensor:

@@ -148,6 +148,23 @@ def test_exports(name: str) -> None:
     torch.testing.assert_close(exported.module()(*inputs), function(*inputs))
 
 
+def test_exports_a_mask_per_head_of_any_length() -> None:
+    """Nothing asks whether the number of heads is the number of keys, as that of a padding mask would be."""
+
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, mask: Tensor) -> Tensor:
+            return fastattn.attention(query, query, query, bias=mask)
+
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return draw(2, 8, length, 32), torch.ones(2, 8, length, length, dtype=torch.bool).tril()
+
+    length = torch.export.Dim("length", min=2, max=64)
+    dims = ({2: length}, {2: length, 3: length})
+    exported = torch.export.export(Model(), inputs(16), dynamic_shapes=dims, strict=False).module()
+    for arguments in (inputs(8), inputs(23)):
+        torch.testing.assert_close(exported(*arguments), Model()(*arguments))
+
+
 @pytest.mark.slow
 def test_use_backend_is_guarded(backend: str) -> None:
     """Results of the backends differ in the last place, so the graphs' operators tell which one ran."""

@@ -204,9 +204,10 @@ def strict(deterministic: bool | None) -> contextlib.AbstractContextManager[None
     Its kernels put a proxy fence before a copy over what they have read, which those of the forward pass do not; and
     deterministic ones add floating numbers in one order.
     """
-    if ON_EMULATOR:
-        return launch_options.launching(strict_proxy_reads=True, ordered_sums=bool(deterministic))
-    return contextlib.nullcontext()
+    if not ON_EMULATOR:
+        return contextlib.nullcontext()
+    in_order = {"ordered_sums": True} if deterministic else {}
+    return launch_options.launching(strict_proxy_reads=True, **in_order)
 
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:

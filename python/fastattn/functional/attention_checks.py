@@ -136,7 +136,7 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
     check_same_device("bias", bias, query.device)
     layout, dtypes = "[B or 1, Hq or 1, Sq or 1, Sk or 1]", (torch.bool, *dict.fromkeys((query.dtype, torch.float32)))
     is_mask = bias.dtype == torch.bool or not (bias.is_floating_point() or bias.is_complex())
-    if is_mask and tuple(bias.shape) == (full[0], full[3]):
+    if is_mask and bias.dim() == 2 and tuple(bias.shape) == (full[0], full[3]):
         padding = "mask[:, None, None, :]" + ("" if bias.dtype == torch.bool else ".bool()")
         came = f"{bias.dtype} {list(bias.shape)}; of a padding mask [B, Sk], 1 for tokens, pass {padding}"
         expect(False, "bias", f"a bool or floating {layout}", came)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastattn.after_import import after_import
 from fastattn.checks import expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import (
@@ -192,6 +193,13 @@ def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -
 
 
 @_replaces_collective("_c10d_functional", "wait_tensor")
-@_replaces_collective("_c10d_functional", "_wrap_tensor_autograd")  # which torch 2.10 lacks
 def _already_waited(op: Any, weight: Int8Tensor) -> Int8Tensor:
     return weight.detach()  # type: ignore[return-value]
+
+
+def _replace_wrap() -> None:
+    _replaces_collective("_c10d_functional", "_wrap_tensor_autograd")(_already_waited)  # which torch 2.10 lacks
+
+
+# This module makes that operator when it is imported, and DTensor imports it.
+after_import("torch.distributed._functional_collectives", _replace_wrap)
