@@ -321,13 +321,13 @@ def _calls_without_a_kernel(instances, gpu):
     runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80"}}[gpu]
 
     def calls_of(instance):
-        """A kernel that takes keys in pages and others stands for both."""
-        operation = re.sub(r"_sm\d+\.cu$", "", instance.source)
-        values = dict(instance.values)
+        """A kernel that takes keys in pages and others stands for both; one with large tiles is one for its operation."""
+        operation = re.sub(r"(_large|_wide)?_sm\d+\.cu$", "", instance.source)
+        values = {"OPTIONS": "false", **dict(instance.values)}
         paged = [values.pop("PAGED")] if "PAGED" in values else ["false", "true"]
         size = int(values.pop("HEAD_DIM", values.pop("BLOCK_M", "0")))
         size = min(size, int(values.pop("VALUE_DIM", size)))
-        return [((operation, tuple(values.items()), each), size) for each in paged]
+        return [((operation, tuple(sorted(values.items())), each), size) for each in paged]
 
     largest = {}
     for instance in instances:
