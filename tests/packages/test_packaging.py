@@ -321,7 +321,7 @@ def _calls_without_a_kernel(instances, gpu):
     runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80"}}[gpu]
 
     def calls_of(instance):
-        """A kernel that takes keys in pages and others stands for both; one with large tiles is one for its operation."""
+        """A kernel that takes keys in pages and others stands for both; large tiles make no other operation."""
         operation = re.sub(r"(_large|_wide)?_sm\d+\.cu$", "", instance.source)
         values = {"OPTIONS": "false", **dict(instance.values)}
         paged = [values.pop("PAGED")] if "PAGED" in values else ["false", "true"]
