@@ -81,7 +81,7 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
     return view;
 }
 
-// Memory that kernels leave for those that follow. It lives until all of them have been started.
+// Holds what kernels leave for later ones. It lives until all of them have been started.
 struct Workspace {
     Tensor zeros, others;
 };

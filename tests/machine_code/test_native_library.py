@@ -191,7 +191,7 @@ def large_instance(symbol: str) -> tuple[int, str] | None:
 
 
 def backward_instance(symbol: str) -> tuple[Any, ...] | None:
-    """(kernel, head dim, dtype), as far as it has them, of another mangled attention_backward_…_sm80, else None."""
+    """Returns those of kernel, head dim and dtype that another mangled attention_backward_…_sm80 has, else None."""
     match = re.search(
         r"attention_backward_(query|rows|bias|sinks|slopes|slope_sums)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
         symbol,

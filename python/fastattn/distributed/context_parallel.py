@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, TypedDict, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -22,23 +22,12 @@ from fastattn.distributed.local_attention import LocalAttention
 from fastattn.distributed.packed import PackedLayout, PackedShards
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
-from fastattn.functional.attention import attend
+from fastattn.functional.attention import AttentionOptions, attend
 from fastattn.functional.attention_checks import check_slopes
 
 
-class _PackedOptions(TypedDict, total=False):
-    """The options that do not change the type of the result."""
-
+class _PackedOptions(AttentionOptions, total=False):
     strategy: str
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    dropout_p: float
-    dropout_seed: int | Tensor | None
-    scale: float | None
-    deterministic: bool | None
 
 
 class _DenseOptions(_PackedOptions, total=False):

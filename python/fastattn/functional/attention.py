@@ -27,7 +27,7 @@ Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
 
 
-class _Options(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """The options that do not change the type of the result."""
 
     causal: bool
@@ -41,11 +41,11 @@ class _Options(TypedDict, total=False):
     deterministic: bool | None
 
 
-class _Dense(_Options, total=False):
+class _Dense(AttentionOptions, total=False):
     bias: Tensor | None
 
 
-class _Packed(_Options, total=False):
+class _Packed(AttentionOptions, total=False):
     block_table: Tensor | None
     batch_invariant: bool
 

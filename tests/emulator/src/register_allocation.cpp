@@ -113,13 +113,15 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
             interval.extend(i, i);
         });
     }
-    int num_long = 0;
+    std::vector<Interval*> numbered;
     for (Interval& interval : intervals) {
-        if (interval.block == -2 || interval.is_exposed) interval.number = num_long++;
+        if (interval.block != -2 && !interval.is_exposed) continue;
+        interval.number = static_cast<int>(numbered.size());
+        numbered.push_back(&interval);
     }
 
     // Which of them are alive where a block begins and ends.
-    const Bits none((num_long + 63) / 64);
+    const Bits none((numbered.size() + 63) / 64);
     std::vector<Bits> used(blocks.size(), none), replaced(blocks.size(), none), in(blocks.size(), none);
     for (size_t b = 0; b < blocks.size(); ++b) {
         for (int i = blocks[b].begin; i < blocks[b].end; ++i) {
@@ -149,10 +151,9 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
     }
     for (size_t b = 0; b < blocks.size(); ++b) {
         const Bits out = out_of(b);
-        for (Interval& interval : intervals) {
-            if (interval.number < 0) continue;
-            if (has(in[b], interval.number)) interval.extend(blocks[b].begin, blocks[b].begin);
-            if (has(out, interval.number)) interval.extend(blocks[b].end - 1, blocks[b].end - 1);
+        for (Interval* interval : numbered) {
+            if (has(in[b], interval->number)) interval->extend(blocks[b].begin, blocks[b].begin);
+            if (has(out, interval->number)) interval->extend(blocks[b].end - 1, blocks[b].end - 1);
         }
     }
 
