@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <set>
+
 #include "allocations.h"
 #include "loaded_module.h"
 
@@ -67,12 +69,16 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
 // Reads emulator.options.LaunchOptions.resolved().
 LaunchOptions options_of(const py::dict& given) {
     LaunchOptions options;
-    size_t num_read = 0;
+    std::set<std::string> names;
     options.for_each([&](const char* name, auto& field) {
         field = given[name].cast<std::remove_reference_t<decltype(field)>>();
-        ++num_read;
+        names.insert(name);
     });
-    if (num_read != given.size()) throw py::type_error("a field of LaunchOptions is unknown to the emulator's C++");
+    for (const auto& [name, value] : given) {
+        if (names.count(name.cast<std::string>()) == 0) {
+            throw py::type_error("the emulator's C++ has no launch option " + name.cast<std::string>());
+        }
+    }
     return options;
 }
 

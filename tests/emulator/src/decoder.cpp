@@ -167,11 +167,13 @@ Slot Decoder::constant(uint64_t bits, int width) {
 }
 
 Slot Decoder::scratch(int width) {
-    return allocate(width == 0 ? 4 : width * kWarpSize);
+    const auto [known, is_new] = scratches_.try_emplace(width, 0);
+    if (is_new) known->second = allocate(width == 0 ? 4 : width * kWarpSize);
+    return known->second;
 }
 
 Slot Decoder::carry() {
-    if (!carry_) carry_ = scratch(0);
+    if (!carry_) carry_ = allocate(4);
     return *carry_;
 }
 
@@ -242,10 +244,13 @@ std::pair<Slot, int> Decoder::read_any(const ptx::Operand& operand, Type type) {
 Slot Decoder::read_predicate(const ptx::Operand& operand, bool& is_negated) {
     is_negated = operand.negated;
     if (operand.kind == ptx::Operand::Kind::kInteger) {
-        const Slot slot = scratch(0);
-        const uint32_t bits = operand.value != 0 ? kAllLanes : 0;
-        std::memcpy(code_.image.data() + slot, &bits, 4);
-        return slot;
+        const auto [known, is_new] = predicate_constants_.try_emplace(operand.value != 0, 0);
+        if (is_new) {
+            known->second = allocate(4);
+            const uint32_t bits = known->first ? kAllLanes : 0;
+            std::memcpy(code_.image.data() + known->second, &bits, 4);
+        }
+        return known->second;
     }
     const Register* known = operand.kind == ptx::Operand::Kind::kName ? find_register(operand.name) : nullptr;
     if (known == nullptr || known->type != Type::kPred) fail("a predicate is expected");

@@ -78,8 +78,8 @@ class Decoder {
     int64_t local_offset(const ptx::Operand& parameter) const;  // of a .param variable of this function's body
 
     Slot constant(uint64_t bits, int width);
-    Slot scratch(int width);
-    Slot carry();  // the condition code's carry flag, a predicate
+    Slot scratch(int width);  // for results that nobody reads
+    Slot carry();             // the condition code's carry flag, a predicate
     // Fails unless the module's target is sm_<version> or later.
     void require_target(int version) const;
     void lay_out_locals();
@@ -118,10 +118,22 @@ class Decoder {
     Registers registers_;
     std::map<std::pair<uint64_t, int>, Slot> constants_;
     std::map<std::pair<int, std::string>, int64_t> locals_;  // (scope, name) to offset
+    std::map<int, Slot> scratches_;                          // by width
+    std::map<bool, Slot> predicate_constants_;
     std::optional<Slot> carry_;
     std::vector<Accesses> accesses_;
 };
 
+// A family is a pair of functions and its rows in families/table.cpp.
+//
+// decode(Decoder&) runs once for each instruction of a kernel. It asks for every modifier that it understands; one that
+// it has not asked for is a fault of kind "unsupported". It fills `operation()`: the registers, those that are written
+// first, each by a call of read or write, from which register_allocation.cpp learns what is alive where; what it has
+// found out in `option` and `value`; the class that reports count it by; and `execute`.
+//
+// execute(warp, operation, mask) runs for the lanes in the mask alone: it leaves the registers of the others as they
+// are. A register may be both an operand and a result, as in `add.s32 %r1, %r1, %r1`. Memory is reached through Warp's
+// functions, which check bounds and races; a mistake of the kernel is a `Fault`.
 struct Family {
     std::string_view root;
     void (*decode)(Decoder&);

@@ -239,6 +239,7 @@ class Warp {
   private:
     friend class Cta;
     bool choose_path();
+    uint32_t lanes_of_aligned(const Operation& operation) const;
     bool arrive_at_joins();
     bool gather_members(const Operation& operation, uint32_t& mask);
     void complete(int join);

@@ -25,8 +25,8 @@ enum class Next : uint8_t {
 using Execute = Next (*)(Warp& warp, const Operation& operation, uint32_t mask);
 
 // Where a register is in its function's frame, in bytes. Registers that are not alive at the same time may share a slot
-// (register_allocation.cpp). A register is an array of 32 values, one for each lane; a
-// predicate is one word with a bit for each. Constants and special registers are registers that nobody writes.
+// (register_allocation.cpp). A register is an array of 32 values, one for each lane; a predicate is one word with a bit
+// for each. Constants and special registers are registers that nobody writes.
 using Slot = uint32_t;
 
 constexpr int kMostRegisters = 20;

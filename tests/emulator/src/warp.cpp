@@ -99,11 +99,11 @@ void Warp::run(int64_t budget) {
                     mask &= predicate(operation->guard) ^ (operation->guard_negated ? kAllLanes : 0);
                 Next next = Next::kContinue;
                 if (mask != 0) {
-                    if (operation->is_aligned && mask != live_) {
-                        throw Fault(
-                            "divergence",
-                            "an .aligned instruction is reached by lanes " + hex(mask) + " of the warp's " + hex(live_),
-                            __builtin_ctz(mask));
+                    if (operation->is_aligned && mask != lanes_of_aligned(*operation)) {
+                        throw Fault("divergence",
+                                    "an .aligned instruction is reached by lanes " + hex(mask) + " of the warp's " +
+                                        hex(lanes_of_aligned(*operation)),
+                                    __builtin_ctz(mask));
                     }
                     if (operation->has_member_mask && !gather_members(*operation, mask)) break;
                     ++counts[path_.pc].warps;
@@ -128,6 +128,13 @@ void Warp::run(int64_t budget) {
         path_.mask = 0;
     }
     executed_ += cluster.clock - start;
+}
+
+// Returns the lanes that come to an .aligned instruction together: those that have not exited, or all 32 where each has
+// a part of a matrix.
+uint32_t Warp::lanes_of_aligned(const Operation& operation) const {
+    const bool has_matrix = operation.type == Class::kTensorCore || operation.type == Class::kMatrixLoad;
+    return has_matrix ? kAllLanes : live_;
 }
 
 // False: the path has come to where it waits for others, and is theirs now.

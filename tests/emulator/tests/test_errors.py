@@ -147,6 +147,22 @@ def test_divergent_barrier() -> None:
     kernel("bar.sync 0;").launch("k", (1,), (64,), [torch.zeros(1)])
 
 
+MATRICES = [
+    "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [buffer];",
+    "mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r1, %r2}, {%r3}, {%r4}, {%r1, %r2};",
+]
+
+
+@pytest.mark.parametrize("instruction", MATRICES, ids=["ldmatrix", "mma"])
+def test_matrix_of_which_some_lanes_have_left(instruction: str) -> None:
+    """Every lane has a part of it, whereas the other .aligned instructions want those that are still there."""
+    exits = "setp.lt.u32 %p1, %r0, 16; @!%p1 exit; bar.sync 0;"
+    fails(kernel(exits + instruction, shared=128), "divergence", "lanes 0xffff of the warp's 0xffffffff", threads=32)
+    fails(kernel(instruction, shared=128), "divergence", "lanes 0xff of the warp's 0xffffffff", threads=40)
+    kernel(exits, shared=128).launch("k", (1,), (32,), [torch.zeros(1)])
+    kernel(instruction, shared=128).launch("k", (1,), (32,), [torch.zeros(1)])
+
+
 def test_deadlock_says_where_every_warp_is() -> None:
     body = "setp.lt.u32 %p1, %r0, 32;\n @%p1 bra HERE;\n bar.sync 1;\n bra.uni DONE;\n HERE: bar.sync 2;\n DONE:"
     error = fails(kernel(body), "deadlock", "no warp can go on")

@@ -42,6 +42,18 @@ both: add.u64 %rd1, %rd0, %rd9; st.global.u32 [%rd1], %r4;"""
     assert out.tolist() == [1001 + i if i % 2 else 2002 + i for i in range(32)]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_predicates_and_wide_values_keep_theirs(seed: int) -> None:
+    out = torch.zeros(32, dtype=torch.int32)
+    forgotten = "".join(f"setp.gt.u32 %p{i}, %r0, {i}; selp.u32 %r21, 1, 0, %p{i}; " for i in range(3, 8))
+    body = f"""setp.lt.u32 %p1, %r0, 5; {forgotten} setp.lt.u32 %p2, %r0, 9; {forgotten} mul.wide.u32 %rd2, %r0, 3;
+    mov.u32 %r20, %r0; {CHURN} {forgotten} add.u64 %rd3, %rd2, 1; selp.u32 %r1, 10, 20, %p1;
+    selp.u32 %r2, 100, 200, %p2; add.u32 %r1, %r1, %r2; cvt.u32.u64 %r3, %rd3; add.u32 %r1, %r1, %r3;
+    add.u64 %rd1, %rd0, %rd9; st.global.u32 [%rd1], %r1;"""
+    run(body, out, seed=seed)
+    assert out.tolist() == [(10 if i < 5 else 20) + (100 if i < 9 else 200) + 3 * i + 1 for i in range(32)]
+
+
 def test_what_nobody_has_written_has_all_bits_set() -> None:
     out = torch.zeros(32, dtype=torch.int32)
     body = f"""mov.u32 %r20, %r0; {CHURN} setp.eq.u32 %p1, %r0, 99; @%p1 mov.u32 %r1, 0; mov.b32 %f1, %r1;
