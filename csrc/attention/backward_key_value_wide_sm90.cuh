@@ -116,8 +116,7 @@ struct BackwardChainSm90 {
             accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
             sP[k * kWarpgroupSize] = uint4{rP[k][0], rP[k][1], rP[k][2], rP[k][3]};
         }
-        ptx::fence_proxy_async_shared();  // orders the reads of the rows' terms before TMA's next writes
-        __syncwarp();                     // waits until every lane has stored its P
+        __syncwarp();  // waits until every lane has stored its P
         if (lane == 0) ring.arrive_full();
     }
 

@@ -84,7 +84,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             const bool has_others = is_packed && num_rows < kBlockM;
             constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
             if (lane == 0) {
-                row_ring.wait_empty();
+                row_ring.wait_empty_for_tma();
                 const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
                 if constexpr (Config::kOptions) {  // loads it ahead of time
                     shared.slopes[stage] = HeadScores::slope_of(params.scores, keys.batch, head);

@@ -63,10 +63,17 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // Does the same for one thread that fills the stage by TMA. The stage then gets so many bytes, which have to arrive
-    // at the barrier that is returned.
-    FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
+    // Does the same before TMA fills the stage. It may write over what threads have read only behind a proxy fence: the
+    // producer's own serves the reads of all consumers, which then need none in their loops.
+    FASTATTN_DEVICE void wait_empty_for_tma() const {
         wait_empty();
+        ptx::fence_proxy_async_shared_cluster();
+    }
+
+    // Does the same for one thread. The stage then gets so many bytes, which have to arrive at the barrier that is
+    // returned.
+    FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
+        wait_empty_for_tma();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
         return full();
     }
@@ -76,7 +83,7 @@ struct Ring {
 
     // Does the same for a warp whose lanes share the copies.
     FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
-        wait_empty();
+        wait_empty_for_tma();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
         __syncwarp();  // the barrier knows of the bytes before any arrive
         return full();

@@ -293,8 +293,9 @@ def test_order_of_warps_and_copies_has_no_influence(head_dims: Dims, dtype: torc
         ("wgmma.wait_group.sync.aligned 1;", "", {"wgmma"}),
         ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;", {"wgmma"}),
         ("wgmma.fence.sync.aligned;", "", {"wgmma"}),
+        ("fence.proxy.async.shared::cluster;", "", {"proxy"}),
     ],
-    ids=["no wait for QK", "no wait for PV", "no fence"],
+    ids=["no wait for QK", "no wait for PV", "no fence", "no fence before a copy over values that were read"],
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
     case = Case(shape=(1, 2, 1, 200, 500), head_dims=(64, 64))

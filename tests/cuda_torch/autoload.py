@@ -29,7 +29,7 @@ def install() -> None:
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     native.runtime.set_devices(DEVICES if visible is None else [DEVICES[int(i)] for i in visible.split(",") if i])
-    options.start(tracked=True, uninitialised=True, wgmma_waits_by_warp=True)
+    options.start(tracked=True, uninitialised=True, **options.STRICT)
     os.environ.setdefault("TRITON_PTXAS_PATH", str(HERE / "ptxas_stand_in"))
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "cuda_torch" / "triton"))

@@ -44,6 +44,9 @@ class LaunchOptions:
         return {**asdict(self), "races": self.checks if self.races is None else self.races}
 
 
+# What CUTLASS's pipelines do not hold, but our kernels and Triton's.
+STRICT = {"strict_proxy_reads": True, "wgmma_waits_by_warp": True}
+
 _current = LaunchOptions()
 _listeners: list[Callable[[LaunchOptions], None]] = []
 

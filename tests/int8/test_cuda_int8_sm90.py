@@ -24,7 +24,7 @@ from int8_hopper import SEED
 from kernel_device import DEVICE
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import device
+    from emulator import EmulatorError, cuda_runtime, device
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
 
@@ -48,6 +48,14 @@ def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED, **na
 
 def blocks_for(granularity: str | int) -> list[int]:
     return PLAIN_BLOCKS if isinstance(granularity, str) else GROUPED_BLOCKS
+
+
+@only_emulated
+def test_a_missing_fence_before_copies_over_weights_that_were_read_is_found() -> None:
+    weight, scale = quantised(300, 1024, "channel")
+    with cuda_runtime.replaced("fence.proxy.async.shared::cluster;", ""), pytest.raises(EmulatorError) as caught:
+        check(64, normal(70, 1024, seed=1), weight, scale)
+    assert caught.value.kind == "proxy"
 
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------

@@ -198,22 +198,17 @@ def backward_arguments(
     )
 
 
-def strict(deterministic: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Switches on what the emulator finds of the backward pass alone.
-
-    Its kernels put a proxy fence before a copy over what they have read, which those of the forward pass do not; and
-    deterministic ones add floating numbers in one order.
-    """
-    if not ON_EMULATOR:
+def in_order(deterministic: bool | None) -> contextlib.AbstractContextManager[None]:
+    """Holds deterministic kernels to one order of their floating sums, on the emulator."""
+    if not (deterministic and ON_EMULATOR):
         return contextlib.nullcontext()
-    in_order = {"ordered_sums": True} if deterministic else {}
-    return launch_options.launching(strict_proxy_reads=True, **in_order)
+    return launch_options.launching(ordered_sums=True)
 
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
     """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
     out, lse, _ = ops.attention_forward(*forward_arguments(case, problem))
-    with strict(deterministic):
+    with in_order(deterministic):
         gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
     return dict(zip(RESULTS, (out, lse, *gradients), strict=True))
 
@@ -274,7 +269,7 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
         outputs.append(lse)
         grads.append(p.grad_lse)
     wanted = {name: t for name, t in leaves.items() if t is not None and t.requires_grad}
-    with strict(deterministic):
+    with in_order(deterministic):
         found = torch.autograd.grad(outputs, list(wanted.values()), grads)
     result = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     return result | {f"grad_{name}": gradient for name, gradient in zip(wanted, found, strict=True)}

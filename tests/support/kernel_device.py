@@ -15,7 +15,7 @@ if DEVICE == "cpu":
     from emulator import native_library, options
 
     native_library.import_fastattn()
-    options.start(wgmma_waits_by_warp=True)  # our kernels give stages back warp by warp, Triton's after a CTA's barrier
+    options.start(**options.STRICT)
 # torch's CUDA build without a GPU (tests/cuda_torch): its launches have the emulator's checks and options, too.
 IS_STAND_IN = "cuda_torch.autoload" in sys.modules
 ON_EMULATOR = DEVICE == "cpu" or IS_STAND_IN
