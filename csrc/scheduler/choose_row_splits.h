@@ -17,7 +17,8 @@
 
 namespace fastattn {
 
-// The bits of deterministic gradients must not depend on the GPU: their tiles are split as for 132 SMs.
+// The bits of deterministic gradients must not depend on the GPU: their tiles are split as for 132 SMs that claim tiles
+// of all heads in turn.
 inline constexpr int32_t kSmsOfDeterministicSplits = 132;
 
 // The cost of a work tile beside its steps, in steps: a CTA loads K and V, and stores dK and dV, or adds those of
@@ -125,11 +126,12 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
 inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                    int32_t num_sms, bool is_deterministic) {
     const ScoreParams& scores = params.scores;
+    const int32_t all_heads = params.key.batch * params.key.heads;
     const RowSplitProblem problem{params.query.rows,
                                   params.key.rows,
                                   params.query.heads / params.key.heads,
-                                  params.key.batch * params.key.heads,
-                                  params.heads_per_group,
+                                  all_heads,
+                                  is_deterministic ? all_heads : params.heads_per_group,
                                   scores.window_left,
                                   scores.window_right,
                                   scores.query_offset,

@@ -117,7 +117,17 @@ def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv
     shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
     gpus = itertools.product((1, 16, 78, 132), (6 << 20, 50 << 20))
     found = [deal(shape, 128, *gpu) for gpu in gpus]
-    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
+    assert len({(each.first_tile, each.of_heads, each.of_rows) for each in found}) == 1
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 16384])
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
+def test_heads_in_order_stay_in_the_cache_or_serve_several_ctas(tokens: int, head_dim: int) -> None:
+    """CTAs walk through Q and dO, of 2 bytes, and add to dQ, of 4."""
+    group = deal(dense(tokens, 65536 // tokens, 16, 16, CAUSAL, deterministic=True), head_dim).heads_per_group
+    fits = group * tokens * head_dim * (2 + 2 + 4) <= backward_schedule.L2_BYTES / 2
+    assert fits or NUM_SMS // group >= 4
+    assert group >= 16  # with fewer heads, CTAs wait for each other
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
