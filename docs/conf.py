@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -37,3 +39,11 @@ def setup(app: Sphinx) -> None:
         self.overloads = {}
 
     ModuleAnalyzer.analyze = without_overloads
+    app.connect("autodoc-process-signature", _without_unknown)
+
+
+def _without_unknown(
+    app: Sphinx, what: str, name: str, documented: object, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Leaves out ``**unknown``, which collects misspelt keywords for an error message."""
+    return None if signature is None else re.sub(r", \*\*unknown: \w+", "", signature), returns

@@ -35,7 +35,7 @@ from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_b
 from .decode_combine import COMBINE_SPLITS, combine_kernel, finish_row
 from .device_math import tanh
 from .fp8 import decode_fp8
-from .tiles import ceil_div, decode_key_blocks, decode_plan, decode_tile, padded_head_dim
+from .tiles import ceil_div, decode_key_blocks, decode_splits, decode_tile, padded_head_dim
 
 # A window side that masks nothing: no key is as far from a query.
 UNBOUNDED = 1 << 30
@@ -299,7 +299,7 @@ def attention_decode_out(
 
     Shapes and meanings are as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window
     side is unbounded; ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks
-    that a query can see; 0 lets `tiles.decode_plan` choose. Raises ValueError if the capacity is 2^30 tokens or more.
+    that a query can see; 0 lets `tiles.decode_splits` choose. Raises ValueError if the capacity is 2^30 tokens or more.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     kv_heads, block_rows, value_dim = v_cache.shape[1:]
@@ -345,18 +345,18 @@ def attention_decode_out(
     )
     m_blocks = ceil_div(num_queries * group, tile.block_m)
     key_blocks = decode_key_blocks(capacity, num_queries, window_left, tile.block_n)
-    plan = decode_plan(batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, num_splits, batch_invariant)
+    splits = decode_splits(batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, num_splits, batch_invariant)
 
-    is_split = plan.num_splits > 1
+    is_split = splits.num_splits > 1
     split_out, split_lse = out[None], lse[None]
     if is_split:
-        split_out = query.new_empty((plan.num_splits, *out.shape), dtype=torch.float32)
-        split_lse = query.new_empty((plan.num_splits, *lse.shape), dtype=torch.float32)
+        split_out = query.new_empty((splits.num_splits, *out.shape), dtype=torch.float32)
+        split_lse = query.new_empty((splits.num_splits, *lse.shape), dtype=torch.float32)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous().view(-1, num_heads)
     sinks = None if sinks is None else sinks.contiguous()
 
-    split_kernel[(batch * kv_heads * plan.num_splits * m_blocks,)](
+    split_kernel[(batch * kv_heads * splits.num_splits * m_blocks,)](
         query,
         query.stride()[:3],
         *cache_arguments(k_cache, v_cache, k_scale, v_scale),
@@ -385,8 +385,8 @@ def attention_decode_out(
         num_new,
         kv_heads,
         num_queries,
-        plan.num_splits,
-        plan.blocks_per_split,
+        splits.num_splits,
+        splits.blocks_per_split,
         GROUP=group,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
@@ -416,7 +416,7 @@ def attention_decode_out(
             out,
             out.stride()[:3],
             lse,
-            plan.num_splits,
+            splits.num_splits,
             lse.numel(),
             num_heads,
             num_queries,

@@ -21,9 +21,9 @@ from torch import Tensor
 from .tiles import ceil_div, padded_head_dim
 
 # A thread of four warps loads 16 of the 2048 numbers of each side: four loads of 16 bytes in flight, if they are fp32.
-# Wider heads are merged in pieces.
+# A head of more than 512 dims takes several blocks.
 BLOCK_NUMBERS = 2048
-WIDEST_PIECE = 512
+MOST_BLOCK_DIMS = 512
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def dense_lse_strides(lse: Tensor) -> tuple[int, ...]:
 
 def merge_constexprs(value_dim: int) -> dict[str, Any]:
     """Returns the constexprs of both merge kernels (forward and backward), and the launch options."""
-    block_d = min(padded_head_dim(value_dim), WIDEST_PIECE)
+    block_d = min(padded_head_dim(value_dim), MOST_BLOCK_DIMS)
     blocks = {"VALUE_DIM": value_dim, "BLOCK_S": BLOCK_NUMBERS // block_d, "BLOCK_D": block_d}
     return {**blocks, "num_warps": 4, "enable_fp_fusion": True}
 

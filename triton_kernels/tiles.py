@@ -259,7 +259,7 @@ def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
 # 256 splits fill the 2 x 132 CTA slots of an H200.
 DECODE_MAX_SPLITS = 256
 
-# A split of a batch-invariant plan always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
+# A batch-invariant split always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
 # 16-bit dims are 512 KB of cache, of which the partial result of 16 rows, written and read (16 KB), is 3 %.
 DECODE_INVARIANT_SPLIT_KEYS = 1024
 
@@ -341,15 +341,15 @@ def decode_num_splits(
 
 
 @dataclass(frozen=True)
-class DecodePlan:
-    """The deal of a sequence's key blocks to splits: ``blocks_per_split`` for each, or evenly if that is 0."""
+class DecodeSplits:
+    """How a sequence's key blocks are split: ``blocks_per_split`` for each split, or evenly if that is 0."""
 
     num_splits: int
     blocks_per_split: int
 
 
 @functools.lru_cache(maxsize=4096)
-def decode_plan(
+def decode_splits(
     batch: int,
     kv_heads: int,
     m_blocks: int,
@@ -358,18 +358,18 @@ def decode_plan(
     tile: DecodeTile,
     requested_splits: int = 0,
     batch_invariant: bool = False,
-) -> DecodePlan:
-    """Returns the plan for a call; ``requested_splits`` > 0 is honoured, up to ``key_blocks`` (`decode_key_blocks`).
+) -> DecodeSplits:
+    """Returns the splits of a call; ``requested_splits`` > 0 is honoured, up to ``key_blocks`` (`decode_key_blocks`).
 
     With ``batch_invariant``, splits are `DECODE_INVARIANT_SPLIT_KEYS` long (longer where `DECODE_MAX_SPLITS` of them do
     not hold ``key_blocks``), so that the cuts of a sequence depend on that sequence alone.
     """
     if requested_splits > 0:
-        return DecodePlan(max(1, min(requested_splits, key_blocks)), 0)
+        return DecodeSplits(max(1, min(requested_splits, key_blocks)), 0)
     if batch_invariant:
         blocks_per_split = max(DECODE_INVARIANT_SPLIT_KEYS // tile.block_n, ceil_div(key_blocks, DECODE_MAX_SPLITS))
-        return DecodePlan(max(1, ceil_div(key_blocks, blocks_per_split)), blocks_per_split)
-    return DecodePlan(decode_num_splits(batch, kv_heads, m_blocks, key_blocks, num_sms, tile.ctas_per_sm), 0)
+        return DecodeSplits(max(1, ceil_div(key_blocks, blocks_per_split)), blocks_per_split)
+    return DecodeSplits(decode_num_splits(batch, kv_heads, m_blocks, key_blocks, num_sms, tile.ctas_per_sm), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

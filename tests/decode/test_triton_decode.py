@@ -41,14 +41,14 @@ def test_scenarios(name: str) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (100, -1)], ids=["full", "window"])
 def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]) -> None:
     monkeypatch.setattr(tiles, "DECODE_INVARIANT_SPLIT_KEYS", 128)
-    tiles.decode_plan.cache_clear()
+    tiles.decode_splits.cache_clear()
     try:
         case = Case(
             "invariant", lengths=(300, 5, 448, 129), capacity=448, window=window, queries=2, batch_invariant=True
         )
         decode_cases.same_bits_alone(case, run_kernel)
     finally:
-        tiles.decode_plan.cache_clear()
+        tiles.decode_splits.cache_clear()
 
 
 def num_compiled(kernel: Any) -> int:
@@ -83,19 +83,19 @@ TILE = tiles.decode_tile(90, 128, 128, 8, 2, 227 * 1024)
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 17, 64, 500])
 @pytest.mark.parametrize("key_blocks", [0, 1, 2, 9, 64, 513, 20000])
-def test_split_plan_covers_every_block(batch: int, key_blocks: int) -> None:
+def test_splits_cover_every_block(batch: int, key_blocks: int) -> None:
     for requested in (0, 1, 5, 10**6):
         for invariant in (False, True):
-            plan = tiles.decode_plan(batch, 8, 1, key_blocks, 132, TILE, requested, invariant)
-            assert 1 <= plan.num_splits <= max(1, key_blocks)
-            assert plan.blocks_per_split == 0 or plan.num_splits * plan.blocks_per_split >= key_blocks
+            splits = tiles.decode_splits(batch, 8, 1, key_blocks, 132, TILE, requested, invariant)
+            assert 1 <= splits.num_splits <= max(1, key_blocks)
+            assert splits.blocks_per_split == 0 or splits.num_splits * splits.blocks_per_split >= key_blocks
             if requested:
-                assert plan == tiles.DecodePlan(max(1, min(requested, key_blocks)), 0)
+                assert splits == tiles.DecodeSplits(max(1, min(requested, key_blocks)), 0)
             else:
-                assert plan.num_splits <= tiles.DECODE_MAX_SPLITS
+                assert splits.num_splits <= tiles.DECODE_MAX_SPLITS
 
 
-def test_split_plan_fills_the_gpu_and_no_more() -> None:
+def test_splits_fill_the_gpu_and_no_more() -> None:
     assert tiles.decode_num_splits(1, 8, 1, 2048, 132) * 8 >= 0.9 * 132  # one sequence of 128k keys
     assert tiles.decode_num_splits(1, 1, 1, 2048, 132) >= 64
     assert tiles.decode_num_splits(264, 8, 1, 64, 132) == 1  # many tiles: no merge
@@ -113,7 +113,7 @@ def test_split_plan_has_no_cliff_between_neighbouring_batches() -> None:
 
 
 def test_batch_invariant_plan_ignores_the_batch() -> None:
-    plans = {tiles.decode_plan(b, 8, 1, 300, sms, TILE, 0, True) for b in (1, 5, 64) for sms in (16, 132)}
+    plans = {tiles.decode_splits(b, 8, 1, 300, sms, TILE, 0, True) for b in (1, 5, 64) for sms in (16, 132)}
     assert len(plans) == 1
 
 
