@@ -7,7 +7,7 @@
 
 #include "api/kernel_choice.h"
 #include "host/device_facts.h"
-#include "host/kernel_table.h"
+#include "host/listed_kernels.h"
 #include "int8_matmul/int8_matmul.h"
 #include "scheduler/choose_row_splits.h"
 #include "scheduler/decode_splits.h"
@@ -32,7 +32,7 @@ DataType dtype_of(int32_t is_bfloat16) {
 template <typename Function>
 const char* name_or_null(Function&& row_of) {
     try {
-        return row_of().name().c_str();
+        return row_of().name();
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -88,7 +88,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
     static const std::string text = [] {
         std::string all;
         for (const ListedKernel& kernel : listed_kernels()) {
-            all += (all.empty() ? "\"" : ", \"") + kernel.name + "\": " + tile_text(kernel.tile);
+            all += std::string(all.empty() ? "\"" : ", \"") + kernel.name + "\": " + tile_text(kernel.tile);
         }
         return '{' + all + '}';
     }();
@@ -118,7 +118,7 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
                              changes_scores != 0, {has_bias_gradient != 0, has_sinks != 0, has_slopes_gradient != 0});
         int32_t count = 0;
         for (const BackwardKernels::Row* kernel : kernels.in_order()) {
-            if (kernel != nullptr) names[count++] = kernel->name().c_str();
+            if (kernel != nullptr) names[count++] = kernel->name();
         }
         return count;
     } catch (const std::exception&) {
@@ -184,7 +184,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, 
     const Int8Traits traits{dtype_of(is_bfloat16), has_groups != 0, is_plain != 0, sums_tokens != 0};
     try {
         const Int8Choice chosen = int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, M, N, K);
-        return chosen.dequantises ? kDequantisedName : chosen.kernel->name().c_str();
+        return chosen.dequantises ? kDequantisedName : chosen.kernel->name();
     } catch (const std::exception&) {
         return nullptr;
     }
@@ -204,7 +204,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, in
     try {
         const Int8Choice chosen = int8_kernel(int8_kernels(which), compute_capability, num_sms, traits, M, N, K);
         const double per_microsecond = 1e3 * sm_rates(compute_capability).gigahertz;
-        return {chosen.kernel->name().c_str(), chosen.choice.clocks / per_microsecond,
+        return {chosen.kernel->name(), chosen.choice.clocks / per_microsecond,
                 chosen.dequantised_clocks / per_microsecond};
     } catch (const std::exception&) {
         return {};

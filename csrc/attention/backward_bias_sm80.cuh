@@ -14,8 +14,6 @@
 // of 8.
 #pragma once
 
-#include <string>
-
 #include "attention/backward.h"
 #include "attention/score_gradients_sm80.cuh"
 #include "device/chunked_gemm.cuh"

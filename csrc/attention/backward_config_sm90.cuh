@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 #include "attention/backward.h"
@@ -141,12 +139,8 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
     const int64_t first_tile = params.row_splits.first_tile;
     const int64_t num_work_tiles = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
                                                     params.row_splits.over_heads * params.row_splits.over_rows;
-    constexpr int64_t kMostWorkTiles = 0x7fffffff;  // CTAs go on counting behind the last one
-    if (num_work_tiles > kMostWorkTiles) {
-        throw std::runtime_error("fastattn: " + kernel.name() + " takes at most " + std::to_string(kMostWorkTiles) +
-                                 " tiles of keys, and splits of these, of all heads and sequences, got " +
-                                 std::to_string(num_work_tiles));
-    }
+    // CTAs go on counting behind the last one.
+    kernel.check_work_tiles(num_work_tiles, "tiles of keys, and splits of these,");
     const AttentionBackwardParamsSm90 all_params{
         params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),
         map_of(params.grad_out, params.packed.total_q, typename Config::GradOutTile{}),

@@ -22,8 +22,6 @@
 // and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
-#include <string>
-
 #include "attention/backward.h"
 #include "attention/backward_config_sm80.cuh"
 #include "attention/backward_work_sm80.cuh"
@@ -69,9 +67,9 @@ struct alignas(128) BackwardLargeStorageSm80 {
     uint16_t sdO[2][Config::kBlockM * Config::kRowElements];     // dO, swizzled
     uint16_t sdSt[2][Config::kBlockN * Config::kScoreElements];  // dSᵀ, swizzled
     ColumnTerms<Config::kBlockM> terms[2];
-    KeyTileWork<Config::kBlockM, Config::kBlockN> work;  // looked up where it is needed, as registers are scarce
-    uint32_t cta;                                        // see cta_in_order()
-    int some_nonfinite;                                  // 1: K has NaN or infinity
+    KeyWorkTileSm80<Config::kBlockM, Config::kBlockN> tile;  // looked up where it is needed, as registers are scarce
+    uint32_t cta;                                            // see cta_in_order()
+    int some_nonfinite;                                      // 1: K has NaN or infinity
 };
 
 // Ids of barriers; 0 is that of __syncthreads().
@@ -85,15 +83,15 @@ struct BackwardLargeSm80 {
     using KeyGrid = typename Config::KeyGrid;
     using QueryGrid = typename Config::QueryGrid;
     static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kRowElements = Config::kRowElements;
-    using Work = KeyTileWork<kBlockM, kBlockN>;
+    using WorkTile = KeyWorkTileSm80<kBlockM, kBlockN>;
 
     const AttentionBackwardParams& params;
     Storage& shared;
-    const Work& work;
+    const WorkTile& tile;
     int role_warp, lane;
 
-    FASTATTN_DEVICE int32_t num_tiles() const { return max(work.end_tile - work.begin_tile, 0); }
-    FASTATTN_DEVICE int32_t num_steps() const { return num_tiles() * (work.end_head - work.first_head); }
+    FASTATTN_DEVICE int32_t num_tiles() const { return max(tile.end_tile - tile.begin_tile, 0); }
+    FASTATTN_DEVICE int32_t num_steps() const { return num_tiles() * (tile.end_head - tile.first_head); }
 
     FASTATTN_DEVICE static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
     FASTATTN_DEVICE static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
@@ -101,11 +99,11 @@ struct BackwardLargeSm80 {
     // A warp's 32 rows of dK or dV, where K's or V's were; or added to `sums`.
     FASTATTN_DEVICE void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums, uint16_t* sTile,
                                const typename KeyGrid::Accumulators& rC, float factor) const {
-        const int32_t first_in_memory = work.keys.begin + work.first_key;
+        const int32_t first_in_memory = tile.keys.begin + tile.first_key;
         if (sums.data != nullptr) {
             const auto row_at = [&](int row) -> float* {
-                if (row >= work.num_keys) return nullptr;
-                return row_pointer(sums, work.batch, work.key_head, first_in_memory + row);
+                if (row >= tile.num_keys) return nullptr;
+                return row_pointer(sums, tile.batch, tile.key_head, first_in_memory + row);
             };
             KeyGrid::add_to(row_at, rC, factor, view.head_dim, role_warp, lane);
             return;
@@ -113,8 +111,8 @@ struct BackwardLargeSm80 {
         KeyGrid::template stage<kDataType>(sTile, rC, factor, role_warp, lane);
         __syncwarp();  // waits until every lane has stored its numbers
         const int32_t row = KeyGrid::first_row(role_warp);
-        store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, work.batch, work.key_head, first_in_memory + row),
-                                             view.row_stride, work.num_keys - row, sTile + row * kRowElements, lane,
+        store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, tile.batch, tile.key_head, first_in_memory + row),
+                                             view.row_stride, tile.num_keys - row, sTile + row * kRowElements, lane,
                                              view.head_dim);
     }
 
@@ -135,12 +133,12 @@ struct BackwardLargeSm80 {
 #pragma unroll 1
             for (int i = 0; i < num_meetings; ++i) meet_all();
         };
-        int32_t row_tile = work.begin_tile;
+        int32_t row_tile = tile.begin_tile;
 #pragma unroll 1
         for (int32_t steps_left = num_steps(); steps_left > 0; --steps_left) {
             meet();  // Q, dO and terms are there; the key warps have read the dS before the last one
             const int buffer = steps_left % 2;
-            const bool is_full = work.is_full(row_tile);
+            const bool is_full = tile.is_full(row_tile);
             const auto sQ_here = sQ.below(buffer * kBlockM), sdO_here = sdO.below(buffer * kBlockM);
             const auto sdOd_here = sdOd.below(buffer * kBlockM);
             const uint32_t dS_here = dS_offset + buffer * sizeof(shared.sdSt[0]);
@@ -148,11 +146,11 @@ struct BackwardLargeSm80 {
                 constexpr int kRow = slice.value * Config::kSliceM;
                 typename Scores::Accumulators rS, rdP;
                 gemm_qk<kDataType>(rS, sK, sQ_here.at_row(kRow));
-                Scores::start_gradients(rdP, shared.terms[buffer].minus_delta + kRow / 2, lane);
+                Scores::init_gradients(rdP, shared.terms[buffer].minus_delta + kRow / 2, lane);
                 accumulate_qk<kDataType>(rdP, sV, sdO_here.at_row(kRow));
                 Scores::to_probabilities(rS, shared.terms[buffer].minus_shift_log2 + kRow, scale_log2, lane);
                 if (!is_full) {
-                    const KeyBand seen(work.window, row_tile * kBlockM + kRow, work.first_key + warp_key);
+                    const KeyBand seen(tile.window, row_tile * kBlockM + kRow, tile.first_key + warp_key);
                     Scores::mask(rS, rdP, seen, lane);
                 }
                 gemm_pv<kDataType>(rdV, rS, sdOd_here.at_row(kRow));
@@ -160,7 +158,7 @@ struct BackwardLargeSm80 {
                 stage_scores_at<kDataType, kBlockM>(shared.sdSt[0], dS_here, rdP, kRow / kMmaN);
             });
             num_meetings = 1 + shared.some_nonfinite;  // with key warps that are about to clean K
-            if (++row_tile == work.end_tile) row_tile = work.begin_tile;
+            if (++row_tile == tile.end_tile) row_tile = tile.begin_tile;
         }
         meet();
         if (num_meetings > 1) meet_all();
@@ -171,22 +169,22 @@ struct BackwardLargeSm80 {
         using KeyLoader = TileLoader<kBlockN, kHeadDim, Config::kKeyThreads>;
         using RowLoader = TileLoader<kBlockM, kHeadDim, Config::kKeyThreads, /*kDirection=*/1>;
         const auto load_keys = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
-            const uint16_t* gTile = row_pointer(view, work.batch, work.key_head, work.keys.begin + work.first_key);
+            const uint16_t* gTile = row_pointer(view, tile.batch, tile.key_head, tile.keys.begin + tile.first_key);
             KeyLoader loader(sTile, gTile, view.row_stride, ptx::opaque(threadIdx.x), view.head_dim);
-            loader.template load<true>(work.num_keys);
+            loader.template load<true>(tile.num_keys);
             return loader;
         };
 
         // Rows, a step ahead of the value warps. First comes dO, then Q, of the same tile.
-        const int32_t begin_row = work.rows.begin + work.begin_tile * kBlockM;
+        const int32_t begin_row = tile.rows.begin + tile.begin_tile * kBlockM;
         const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTiles) {
-            const uint16_t* gTile = row_pointer(view, work.batch, work.first_head, begin_row);
+            const uint16_t* gTile = row_pointer(view, tile.batch, tile.first_head, begin_row);
             return RowLoader(sTiles, gTile, view.row_stride, threadIdx.x, view.head_dim);
         };
         RowLoader load_q = rows_of(params.query, shared.sQ[0]), load_do = rows_of(params.grad_out, shared.sdO[0]);
-        ColumnTermsLoader<kBlockM> load_terms(params, work.batch, work.first_head, begin_row);
-        const int32_t most_left = work.rows.length - work.begin_tile * kBlockM;
-        const int32_t least_left = work.rows.length - work.end_tile * kBlockM;
+        ColumnTermsLoader<kBlockM> load_terms(params, tile.batch, tile.first_head, begin_row);
+        const int32_t most_left = tile.rows.length - tile.begin_tile * kBlockM;
+        const int32_t least_left = tile.rows.length - tile.end_tile * kBlockM;
         int32_t rows_left = most_left;  // of the sequence, from the tile to load on
         const auto load_tile = [&](RowLoader& loader, int buffer) {
             const uint32_t behind = buffer * sizeof(shared.sQ[0]);
@@ -224,7 +222,7 @@ struct BackwardLargeSm80 {
                                           at_column(ldmatrix_lane_b(lane), QueryGrid::first_row(role_warp)));
         const SwizzledBlocks<kHeadDim> sKd(shared.sK,
                                            at_column(ldmatrix_lane(lane), QueryGrid::first_column(role_warp)));
-        const int32_t first_sums_tile = work.first_sums_tile(params);
+        const int32_t first_sums_tile = tile.first_sums_tile(params);
         const auto sums_tile = [&](int32_t head, int32_t row_tile) {
             return int64_t{first_sums_tile + row_tile} * params.query.heads + head;
         };
@@ -248,7 +246,7 @@ struct BackwardLargeSm80 {
             start_q((steps_left - 1) % 2);
             finish((steps_left - 1) % 2);
         }
-        int32_t head = work.first_head, row_tile = work.begin_tile;
+        int32_t head = tile.first_head, row_tile = tile.begin_tile;
         float* sums = params.query_sums + sums_tile(head, row_tile) * Config::kQuerySums;
 #pragma unroll 1
         for (; steps_left > 0; --steps_left) {
@@ -263,7 +261,7 @@ struct BackwardLargeSm80 {
 
             // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a
             // score, and so a dS, that is not finite: its dQ stays so.
-            const bool cleans = some_nonfinite && !work.is_full(row_tile);
+            const bool cleans = some_nonfinite && !tile.is_full(row_tile);
             if (some_nonfinite) {
                 meet_all();  // waits until the value warps have read K, in the step that they are in
                 if (cleans) {
@@ -278,7 +276,7 @@ struct BackwardLargeSm80 {
                 rdQ, sdS.below(buffer * kBlockN), sKd);
             const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile(head, row_tile)
                                                                    : nullptr};
-            semaphore.wait(work.key_tile - work.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
+            semaphore.wait(tile.key_tile - tile.window.keys_of(row_tile * kBlockM).begin / kBlockN, meet_key_warps);
             QueryGrid::template for_each_sum<0>(sums, rdQ, role_warp, lane, ptx::red_add_f32);
             semaphore.release(meet_key_warps);
             if (cleans) {
@@ -290,8 +288,8 @@ struct BackwardLargeSm80 {
             if (loads) load_terms.store(shared.terms[buffer]);
             ptx::cp_async_wait_group<0>();  // Q, dO, and K where it was cleaned
             sums += params.query.heads * Config::kQuerySums;
-            if (++row_tile == work.end_tile) {
-                row_tile = work.begin_tile;
+            if (++row_tile == tile.end_tile) {
+                row_tile = tile.begin_tile;
                 ++head;
                 sums = params.query_sums + sums_tile(head, row_tile) * Config::kQuerySums;
             }
@@ -312,13 +310,13 @@ __global__ void __launch_bounds__(BackwardLargeConfigSm80<kHeadDim>::kNumThreads
     static_assert(Tile::kFitsEverywhere ? has_room_for(Tile::kMinCtasPerSm, sizeof(shared))
                                         : sizeof(shared) <= kLargeSharedBytesPerCta);
 
-    const typename Kernel::Work work(params, cta_in_order(params, shared.cta));
-    if (work.num_keys <= 0) return;
-    if (threadIdx.x == 0) shared.work = work;
+    const typename Kernel::WorkTile tile(params, cta_in_order(params, shared.cta));
+    if (tile.num_keys <= 0) return;
+    if (threadIdx.x == 0) shared.tile = tile;
     __syncthreads();  // waits until it is there
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     constexpr int kRoleWarps = Kernel::Config::kRoleWarps;
-    const Kernel kernel{params, shared, shared.work, warp % kRoleWarps, lane};
+    const Kernel kernel{params, shared, shared.tile, warp % kRoleWarps, lane};
     if (warp < kRoleWarps) {
         kernel.run_key_warp();
     } else {

@@ -18,7 +18,6 @@
 // head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
-#include <string>
 #include <type_traits>
 
 #include "attention/backward.h"
@@ -75,11 +74,11 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
     // Prologue: which keys of which sequence, and which rows see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const KeyTileWork<kBlockM, kBlockN> work(params, cta_in_order(params, shared.cta));
-    if (work.num_keys <= 0) return;
+    const KeyWorkTileSm80<kBlockM, kBlockN> tile(params, cta_in_order(params, shared.cta));
+    if (tile.num_keys <= 0) return;
     const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
-                 end_tile, begin_full, end_full] = work;
-    const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, work.first_sums_tile(params)};
+                 end_tile, begin_full, end_full] = tile;
+    const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
     typename KeyGrid::Accumulators rdK = {}, rdV = {};  // dK, dV
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     int32_t head = begin_tile < end_tile ? first_head : end_head, row_tile = begin_tile;
     while (head < end_head) {
         const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
-        step(scores, head, row_tile, !kOptions && work.is_full(row_tile));
+        step(scores, head, row_tile, !kOptions && tile.is_full(row_tile));
         if (++row_tile == end_tile) {
             row_tile = begin_tile;
             ++head;

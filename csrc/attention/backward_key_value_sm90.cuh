@@ -21,7 +21,7 @@
 // or dS, the tensor cores have the products of the other:
 //
 //   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …
-//   other units            dQ → P' →        dS' → |             …
+//   other pipes            dQ → P' →        dS' → |             …
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
 // are zero. Any lengths, packed or not. What scores go through: backward_scores_sm90.cuh.
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     ptx::written_by_wgmma(rS);
                 }
                 scores.probabilities(rP16, rS, terms);
-                scores.start_gradients(rdP, terms);
+                scores.init_gradients(rdP, terms);
                 consumer.start_gradient(rdV[kBlock], rP16, sdO);
                 consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
                 ptx::wgmma_wait_group<0>();

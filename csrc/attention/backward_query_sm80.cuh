@@ -4,8 +4,6 @@
 // and turns them into rows through shared memory.
 #pragma once
 
-#include <string>
-
 #include "attention/backward.h"
 #include "attention/backward_config_sm80.cuh"
 #include "attention/query_gradient.h"

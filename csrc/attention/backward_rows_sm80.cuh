@@ -10,8 +10,6 @@
 // Preconditions: those of HeadsView, head dims multiples of 8.
 #pragma once
 
-#include <string>
-
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
 #include "device/chunked_gemm.cuh"

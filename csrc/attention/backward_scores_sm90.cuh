@@ -56,7 +56,7 @@ struct ScoresPosition {
     }
 };
 
-// A block is: prepare(), wait for S, probabilities(), start_gradients(), wait for dP, gradients().
+// A block is: prepare(), wait for S, probabilities(), init_gradients(), wait for dP, gradients().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -84,7 +84,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     }
 
     // Starts dP at -delta, to which its products are added.
-    FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
+    FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
         start_with_delta(rdP, terms.minus_delta, position.lane);
     }
 
@@ -132,7 +132,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 
     // With dropout, gradients() subtracts delta: the dropout factor multiplies dP alone.
-    FASTATTN_DEVICE void start_gradients(Scores& rdP, const Terms& terms) const {
+    FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
         if (has_dropout()) {
             Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });
         } else {

@@ -12,7 +12,7 @@ namespace fastattn {
 // kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them, the same for each query head
 // of that KV head.
 template <int kBlockM, int kBlockN>
-struct KeyTileWork {
+struct KeyWorkTileSm80 {
     int32_t batch, key_head, key_tile, first_key;
     Sequence rows, keys;
     int32_t num_keys;  // of the tile; none: there is nothing to do
@@ -21,7 +21,7 @@ struct KeyTileWork {
     int32_t begin_tile, end_tile;
     int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
 
-    FASTATTN_DEVICE KeyTileWork(const AttentionBackwardParams& params, uint32_t cta) {
+    FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
                                         ceil_div(params.key.rows, kBlockN));
         batch = tile.batch;

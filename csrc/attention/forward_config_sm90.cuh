@@ -50,16 +50,16 @@ inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 
 // A work tile, as the producer tells it to the consumers. It is in shared memory, because they have no registers for
 // it.
-struct CtaWork {
+struct CtaWorkTile {
     RowsOfCta rows;
-    KeyTiles tiles;  // of this CTA's split
+    KeyTiles key_tiles;  // of this CTA's split
     TilePartials partials;
     int32_t cta;  // as `partials` count them
 
     FASTATTN_DEVICE bool is_first_split() const { return partials.first == cta; }
 };
 
-inline constexpr int kSplitWork = 2, kNoMoreWork = -1;
+inline constexpr int kSplitTiles = 2, kNoMoreTiles = -1;
 
 template <typename Config>
 struct alignas(1024) ForwardStorageSm90 {
@@ -75,9 +75,10 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<2> work;
     CtaSteps steps;  // the producer keeps these two here, as it has few registers
     WorkTileWalk walk;
-    CtaWork works[4];  // of the ring's two stages; from kSplitWork on, the split tiles, which are combined at the end
-    int next_work[2];  // for each stage: a slot of `works`, or kNoMoreWork
-    int num_split;     // split tiles of this CTA: at most that in which its steps begin, and that in which they end
+    CtaWorkTile
+        work_tiles[4];  // of the ring's two stages; from kSplitTiles on, the split tiles, which are combined at the end
+    int next_tile[2];   // for each stage: an index of `work_tiles`, or kNoMoreTiles
+    int num_split;      // split tiles of this CTA: at most that in which its steps begin, and that in which they end
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -110,26 +111,28 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
     const bool may_pack = packs_heads && params.max_logits == nullptr && params.query.head_stride != 0;
     const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
     const bool has_boxes = box_rows(Config::kBlockN) > 0;
-    const ForwardWorkSm90 work =
-        forward_work_sm90(params, Config::kBlockM, Config::kBlockN, has_boxes ? Config::kTilesToPairUnderMask : 0,
-                          may_pack, facts.num_sms);
-    const int packed_heads = 1 << work.log2_packed, rows_of_box = box_rows(Config::kBlockN / work.cluster_size());
+    const ForwardScheduleSm90 schedule =
+        forward_schedule_sm90(kernel, params, Config::kBlockM, Config::kBlockN,
+                              has_boxes ? Config::kTilesToPairUnderMask : 0, may_pack, facts.num_sms);
+    const int packed_heads = 1 << schedule.log2_packed,
+              rows_of_box = box_rows(Config::kBlockN / schedule.cluster_size());
     const auto map_of_keys = [&](const HeadsView<const uint16_t>& view, int32_t box_columns) {
         const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
         return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, box_columns, kDataType);
     };
     const AttentionForwardParamsSm90 all_params{
         params,
-        work,
+        schedule,
         tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
                    kWarpgroupM / packed_heads, Config::QueryTile::kBlockColumns, kDataType),
         map_of_keys(params.key, Config::KeyTile::kBlockColumns),
         map_of_keys(params.value, Config::ValueTile::kBlockColumns),
         rows_of_box};
-    const int64_t most_clusters = std::max(facts.num_sms / work.cluster_size(), 1);
-    const int64_t num_clusters = work.may_split ? most_clusters : std::min<int64_t>(work.num, most_clusters);
-    const Launch launch{num_clusters * work.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
-                        work.cluster_size()};
+    const int64_t most_clusters = std::max(facts.num_sms / schedule.cluster_size(), 1);
+    const int64_t num_clusters =
+        schedule.may_split ? most_clusters : std::min<int64_t>(schedule.num_tiles, most_clusters);
+    const Launch launch{num_clusters * schedule.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
+                        schedule.cluster_size()};
     kernel.launch(function, launch, all_params, stream);
 }
 

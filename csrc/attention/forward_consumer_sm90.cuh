@@ -22,12 +22,14 @@ namespace fastattn {
 
 // Locates the rows of a CTA's tile in memory: see partial_rows.cuh.
 struct CtaRowLocator {
-    const RowsOfCta& work;
+    const RowsOfCta& rows;
 
-    FASTATTN_DEVICE int32_t num_rows() const { return work.num_rows() - work.first_row; }
-    FASTATTN_DEVICE int32_t batch() const { return work.batch; }
-    FASTATTN_DEVICE int32_t head_of(int row) const { return work.head_of(work.first_row + row); }
-    FASTATTN_DEVICE int32_t row_in_memory(int row) const { return work.rows.begin + work.row_of(work.first_row + row); }
+    FASTATTN_DEVICE int32_t num_rows() const { return rows.num_rows() - rows.first_row; }
+    FASTATTN_DEVICE int32_t batch() const { return rows.batch; }
+    FASTATTN_DEVICE int32_t head_of(int row) const { return rows.head_of(rows.first_row + row); }
+    FASTATTN_DEVICE int32_t row_in_memory(int row) const {
+        return rows.queries.begin + rows.row_of(rows.first_row + row);
+    }
 };
 
 // One consumer: its side of the rings, and the products that it starts, each a group of wgmma.
@@ -61,11 +63,11 @@ struct ForwardConsumerSm90 {
           value_ring(shared.value) {}
 
     // Waits for the producer, and returns the next work tile, or null after the last.
-    FASTATTN_DEVICE const CtaWork* next_tile() const {
+    FASTATTN_DEVICE const CtaWorkTile* next_tile() const {
         const Ring<2> ring(shared.work, num_done);
         ring.wait_full();
-        const int slot = warp_uniform(shared.next_work[ring.stage]);
-        return slot == kNoMoreWork ? nullptr : &shared.works[slot];
+        const int idx = warp_uniform(shared.next_tile[ring.stage]);
+        return idx == kNoMoreTiles ? nullptr : &shared.work_tiles[idx];
     }
 
     FASTATTN_DEVICE void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
@@ -139,13 +141,13 @@ struct ForwardConsumerSm90 {
                                           /*kQuadsAtOnce=*/4, CtaRowLocator>;
 
     // Whether rows leave in fp32, by leave_in_fp32(), or rounded, by store().
-    FASTATTN_DEVICE static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWork& tile) {
+    FASTATTN_DEVICE static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile) {
         return tile.partials.count > 1 || params.exact_out.data != nullptr;
     }
 
     // Writes a warp's rows in fp32: a partial to the workspace, or the output.
     template <typename Softmax>
-    FASTATTN_DEVICE void leave_in_fp32(const AttentionForwardParams& params, const CtaWork& tile,
+    FASTATTN_DEVICE void leave_in_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile,
                                        float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
         const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
         const int first_row = warp_in_cta() * kMmaM;
@@ -167,7 +169,7 @@ struct ForwardConsumerSm90 {
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "it overlays Q");
 #pragma unroll 1
         for (int i = 0; i < shared.num_split; ++i) {
-            const CtaWork& tile = shared.works[kSplitWork + i];
+            const CtaWorkTile& tile = shared.work_tiles[kSplitTiles + i];
             const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
             Combiner<PartialRowsOfTile, ConsumerThreads>{rows, *reinterpret_cast<Storage*>(shared.sQ), tile.partials,
                                                          tile.partials.made_by(tile.cta)}
@@ -177,19 +179,19 @@ struct ForwardConsumerSm90 {
 
     // Writes the output and the lse of a warp's rows from own_row on.
     template <typename Softmax>
-    FASTATTN_DEVICE void store(const AttentionForwardParams& params, const RowsOfCta& work, int32_t own_row,
+    FASTATTN_DEVICE void store(const AttentionForwardParams& params, const RowsOfCta& rows, int32_t own_row,
                                const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
-        const int32_t rows_left = work.num_rows() - own_row;
+        const int32_t rows_left = rows.num_rows() - own_row;
         store_accumulators<kDataType>(rO, lane, params.out.head_dim, [&](int row) -> uint16_t* {
             if (row >= rows_left) return nullptr;
-            return row_pointer(params.out, work.batch, work.head_of(own_row + row),
-                               work.rows.begin + work.row_of(own_row + row));
+            return row_pointer(params.out, rows.batch, rows.head_of(own_row + row),
+                               rows.queries.begin + rows.row_of(own_row + row));
         });
         for_own_rows<1>(lane, [&](int, int half, int row) {
             const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
             if (!one_of_four || row >= rows_left) return;
-            row_pointer(params.lse, work.batch,
-                        work.head_of(own_row + row))[work.rows.begin + work.row_of(own_row + row)] =
+            row_pointer(params.lse, rows.batch,
+                        rows.head_of(own_row + row))[rows.queries.begin + rows.row_of(own_row + row)] =
                 softmax.row_lse[0][half];
         });
     }

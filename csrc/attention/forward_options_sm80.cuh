@@ -8,7 +8,6 @@
 // computed. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 
-#include <string>
 #include <type_traits>
 
 #include "attention/forward.h"
@@ -223,10 +222,10 @@ template <int kHeadDim, DataType kDataType, bool kPaged>
 void launch_attention_forward_options_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params,
                                            Stream stream) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
-    const AttentionForwardParams work = forward_work_sm80(params, Config::kBlockM, Config::kBlockN);
-    const Launch launch{num_ctas_sm80(work, Config::kBlockM), Config::kNumThreads,
+    const AttentionForwardParams launched = launched_params_sm80(params, Config::kBlockM, Config::kBlockN);
+    const Launch launch{num_ctas_sm80(launched, Config::kBlockM), Config::kNumThreads,
                         sizeof(ForwardOptionsStorageSm80<Config>)};
-    kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, work, stream);
+    kernel.launch(attention_forward_options_sm80<kHeadDim, kDataType, kPaged>, launch, launched, stream);
 }
 
 }  // namespace fastattn

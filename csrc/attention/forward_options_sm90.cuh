@@ -6,7 +6,7 @@
 // thinned after the softmax. All of that stands once, in a loop that starts in the middle of a step:
 //
 //   tensor cores   Q·K0ᵀ |                    Q·K1ᵀ | P0·V0 |                    Q·K2ᵀ | P1·V1 | …
-//   other units          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
+//   other pipes          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide
 // keys. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths,
@@ -41,11 +41,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= 227 << 10, "sm_90");
 
-    // Prologue: barriers; and how each side learns of its work.
+    // Prologue: barriers; and how each side learns of its rows.
     const AttentionForwardParams& params = all_params.attention;
     const ScoreParams& options = params.scores;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    const int cluster_size = all_params.work.cluster_size();
+    const int cluster_size = all_params.schedule.cluster_size();
     const int rank = ptx::cluster_ctarank();
     if (threadIdx.x == 0) init_barriers(shared, cluster_size, /*gathers=*/all_params.key_box_rows == 0);
     __syncthreads();                 // waits until the barriers are initialised
@@ -56,10 +56,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (warp == 0) find_steps(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the steps are in shared memory
-        produce(shared, all_params, rank, cluster_size, warp, lane, [&](const RowsOfCta& work, int32_t first_key) {
-            prefetch_bias(options.bias, work.batch, work.head, work.first_row,
-                          min(work.num_rows() - work.first_row, Config::kBlockM), first_key,
-                          min(work.keys.length - first_key, kBlockN), lane);
+        produce(shared, all_params, rank, cluster_size, warp, lane, [&](const RowsOfCta& rows, int32_t first_key) {
+            prefetch_bias(options.bias, rows.batch, rows.head, rows.first_row,
+                          min(rows.num_rows() - rows.first_row, Config::kBlockM), first_key,
+                          min(rows.keys.length - first_key, kBlockN), lane);
         });
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
@@ -71,19 +71,19 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
     const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;  // of the output
-    for (const CtaWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
-        const CtaWork& tile = *next;
+    for (const CtaWorkTile* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const CtaWorkTile& tile = *next;
         consumer.wait_query();
-        const RowsOfCta& work = tile.rows;
-        const KeyTiles& tiles = tile.tiles;
+        const RowsOfCta& rows = tile.rows;
+        const KeyTiles& tiles = tile.key_tiles;
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
-        const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
-        const HeadScores scores(options, work.batch, work.head, work.rows.length, work.keys.length);
+        const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
+        const HeadScores scores(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
         BiasTile<kTilesN> bias(scores, own_row, lane);  // of the tile that is computed
-        const Dropout dropout(options, work.batch * params.query.heads + work.head);
+        const Dropout dropout(options, rows.batch * params.query.heads + rows.head);
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         if (options.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
-            softmax.set_sink(options.sinks[work.head], lane % kLanesPerRow == 0);
+            softmax.set_sink(options.sinks[rows.head], lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];  // [64, kBlockN]: scores, then probabilities
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
         // The keys that this lane's upper and lower row see, as the window has it.
-        const KeyRange seen_by[2] = {work.window.keys_of(own_row + accumulator_row(lane)),
-                                     work.window.keys_of(own_row + accumulator_row(lane) + 8)};
+        const KeyRange seen_by[2] = {rows.window.keys_of(own_row + accumulator_row(lane)),
+                                     rows.window.keys_of(own_row + accumulator_row(lane) + 8)};
 
-        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+        const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
 
-        if (params.max_logits != nullptr) shared.largest_scores.start(work.num_rows() - own_row);
+        if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
 
         // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
@@ -150,13 +150,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
         // Epilogue.
         if (params.max_logits != nullptr) {
-            shared.largest_scores.leave(params.max_logits + work.head, /*factor=*/1.0f);
+            shared.largest_scores.leave(params.max_logits + rows.head, /*factor=*/1.0f);
         }
         if (consumer.leaves_in_fp32(params, tile)) {
             consumer.leave_in_fp32(params, tile, rO, softmax, factor);
         } else {
             softmax.finish(rO, factor);
-            consumer.store(params, work, own_row, rO, softmax);
+            consumer.store(params, rows, own_row, rO, softmax);
         }
     }
     consumer.combine_split_tiles(params, factor);

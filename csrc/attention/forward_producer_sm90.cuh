@@ -18,15 +18,16 @@ namespace fastattn {
 template <typename Config>
 FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                 int lane) {
-    const ForwardWorkSm90& work = all_params.work;
+    const ForwardScheduleSm90& schedule = all_params.schedule;
     CtaSteps steps{};
-    if (work.may_split) {
-        const uint32_t heads = work_tile_heads(all_params.attention, work);
-        steps =
-            cta_steps(work.num / heads, heads, cluster_in_grid(work), num_clusters(work), lane, [&](uint32_t entry) {
-                const RowsOfCta rows(all_params.attention, work, entry * heads, /*in_line=*/true, 0, Config::kBlockM);
-                return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
-            });
+    if (schedule.may_split) {
+        const uint32_t heads = work_tile_heads(all_params.attention, schedule);
+        steps = cta_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule), num_clusters(schedule), lane,
+                          [&](uint32_t entry) {
+                              const RowsOfCta rows(all_params.attention, schedule, entry * heads, /*in_line=*/true, 0,
+                                                   Config::kBlockM);
+                              return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
+                          });
     }
     if (lane != 0) return;
     shared.steps = steps;
@@ -36,35 +37,35 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
 
 // Called by one thread of the producer: tells of the next work tile. Does not advance the ring.
 template <typename Config>
-FASTATTN_DEVICE void tell_next_work(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                     int rank, const Ring<2>& ring) {
-    const ForwardWorkSm90& all_work = all_params.work;
+    const ForwardScheduleSm90& schedule = all_params.schedule;
     WorkTileWalk& walk = shared.walk;
     const bool is_split = shared.steps.is_split;
-    const uint32_t cluster = cluster_in_grid(all_work);
-    const uint32_t tile_idx = is_split ? walk.position : nth_work_tile(walk.position, cluster, num_clusters(all_work));
+    const uint32_t cluster = cluster_in_grid(schedule);
+    const uint32_t tile_idx = is_split ? walk.tile_idx : nth_work_tile(walk.tile_idx, cluster, num_clusters(schedule));
     ring.wait_empty();
-    int slot = kNoMoreWork;
-    if (is_split ? walk.left > 0 : tile_idx < all_work.num) {
-        const RowsOfCta rows(all_params.attention, all_work, tile_idx, is_split, rank, Config::kBlockM);
+    int idx = kNoMoreTiles;
+    if (is_split ? walk.left > 0 : tile_idx < schedule.num_tiles) {
+        const RowsOfCta rows(all_params.attention, schedule, tile_idx, is_split, rank, Config::kBlockM);
         const KeyTiles tiles = rows.key_tiles(Config::kBlockN);
         const TilePartials partials = is_split ? walk.partials(shared.steps, cluster, tiles.num_tiles())
                                                : TilePartials{1, static_cast<int32_t>(cluster), 1};
-        slot = partials.count > 1 ? kSplitWork + shared.num_split++ : ring.stage;
-        CtaWork& work = shared.works[slot];
-        work.rows = rows;
-        work.tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
+        idx = partials.count > 1 ? kSplitTiles + shared.num_split++ : ring.stage;
+        CtaWorkTile& tile = shared.work_tiles[idx];
+        tile.rows = rows;
+        tile.key_tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
         // CTAs of one rank combine among themselves, and are numbered in the order of their clusters.
-        const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(all_work));
-        work.partials = {partials.count, first_of_rank + partials.first, 1};
-        work.cta = first_of_rank + static_cast<int32_t>(cluster);
+        const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(schedule));
+        tile.partials = {partials.count, first_of_rank + partials.first, 1};
+        tile.cta = first_of_rank + static_cast<int32_t>(cluster);
         walk.advance(is_split, rows.cluster_has_rows(), tiles.num_tiles());
     }
-    shared.next_work[ring.stage] = slot;
+    shared.next_tile[ring.stage] = idx;
     ring.arrive_full();
 }
 
-// Calls begin(work) for each work tile, then take(rows, tile) for each of its tiles of keys, in the order of the
+// Calls begin(tile) for each work tile, then take(rows, key_tile) for each of its tiles of keys, in the order of the
 // consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
 template <bool kTells, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
@@ -73,18 +74,18 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
         if (!kTells) {
             ring.wait_full();
         } else if (lane == 0) {
-            tell_next_work(shared, all_params, rank, ring);
+            tell_next_tile(shared, all_params, rank, ring);
         }
-        __syncwarp();  // waits until all lanes see the slot
-        const int slot = shared.next_work[ring.stage];
-        if (slot == kNoMoreWork) return;
+        __syncwarp();  // waits until all lanes see the index
+        const int idx = shared.next_tile[ring.stage];
+        if (idx == kNoMoreTiles) return;
         // Reads shared memory again each time: the producer has few registers.
-        const CtaWork& work = shared.works[slot];
-        begin(work);
-        for (int32_t num_left = work.tiles.num_tiles(); num_left > 0; --num_left) {
-            take(work.rows, work.tiles.tile(num_left));
+        const CtaWorkTile& tile = shared.work_tiles[idx];
+        begin(tile);
+        for (int32_t num_left = tile.key_tiles.num_tiles(); num_left > 0; --num_left) {
+            take(tile.rows, tile.key_tiles.tile(num_left));
         }
-        __syncwarp();  // waits until every lane has read the slot
+        __syncwarp();  // waits until every lane has read the work tile
         if (kTells) {
             ring.advance();
         } else {
@@ -95,10 +96,10 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
 
 // Called by one thread: copies Q of a work tile.
 template <typename Config>
-FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query, const CtaWork& work,
+FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query, const CtaWorkTile& tile,
                                 Ring<1>& ring) {
     using QueryTile = typename Config::QueryTile;
-    if (work.tiles.num_tiles() == 0) {  // there are no products: consumers skip Q
+    if (tile.key_tiles.num_tiles() == 0) {  // there are no products: consumers skip Q
         ring.wait_empty();
         ring.arrive_full();
         ring.advance();
@@ -107,9 +108,9 @@ FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const Tensor
     const uint32_t landed = ring.acquire(Config::kNumConsumers * QueryTile::kBytes);
 #pragma unroll
     for (int consumer = 0; consumer < Config::kNumConsumers; ++consumer) {
-        const RowsOfCta& rows = work.rows;
+        const RowsOfCta& rows = tile.rows;
         QueryTile::load(shared_address(shared.sQ[consumer]), query, rows.batch, rows.head >> rows.log2_packed,
-                        rows.rows.begin + rows.row_of(rows.first_row + consumer * kWarpgroupM), landed);
+                        rows.queries.begin + rows.row_of(rows.first_row + consumer * kWarpgroupM), landed);
     }
     ring.advance();
 }
@@ -118,9 +119,9 @@ FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const Tensor
 // take it.
 template <typename Config>
 FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
-                               int32_t tile) {
+                               int32_t key_tile) {
     key_ring.wait_empty();
-    shared.first_bits[key_ring.stage] = tile * ColumnBits<Config::kTilesN>::kPerTile;
+    shared.first_bits[key_ring.stage] = key_tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
 
 // Called by one warp: its first lane copies Q, and each lane that has one a box of each tile of K and V. A tile is one
@@ -135,27 +136,27 @@ FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const Att
     const int first_row = rank * rows_of_cta + own_row;
     for_tiles_of_cta</*kTells=*/true>(
         shared, all_params, rank, lane,
-        [&](const CtaWork& work) {
-            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        [&](const CtaWorkTile& tile) {
+            if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
         },
-        [&](const RowsOfCta& work, int32_t key_tile) {
+        [&](const RowsOfCta& rows, int32_t key_tile) {
             const int32_t first_key = key_tile * Config::kBlockN;
             const bool has_box = own_row < rows_of_cta;
-            const TokenLocation location = has_box ? work.location_of(params, first_key + first_row) : TokenLocation{};
+            const TokenLocation location = has_box ? rows.location_of(params, first_key + first_row) : TokenLocation{};
             const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
                 const uint32_t landed = ring.acquire_by_warp(tile.kBytes, lane);
-                const uint32_t rows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
+                const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
                 if (has_box && cluster_size == 1) {
-                    tile.load(rows, map, location.block, work.kv_head, location.row, landed);
+                    tile.load(sRows, map, location.block, rows.kv_head, location.row, landed);
                 } else if (has_box) {
-                    tile.load_into_both(rows, map, location.block, work.kv_head, location.row, landed);
+                    tile.load_into_both(sRows, map, location.block, rows.kv_head, location.row, landed);
                 }
             };
             if (lane == 0) tell_tile(shared, key_ring, key_tile);
             fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
             fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
             key_ring.advance();
-            ahead(work, first_key);
+            ahead(rows, first_key);
         });
 }
 

@@ -15,7 +15,6 @@
 // not, any window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
 #pragma once
 
-#include <string>
 #include <type_traits>
 
 #include "attention/forward.h"
@@ -231,9 +230,10 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 template <int kHeadDim, DataType kDataType>
 void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
     using Config = ForwardConfigSm80<kHeadDim>;
-    const AttentionForwardParams work = forward_work_sm80(params, Config::kBlockM, Config::kBlockN);
-    const Launch launch{num_ctas_sm80(work, Config::kBlockM), Config::kNumThreads, sizeof(ForwardStorageSm80<Config>)};
-    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, work, stream);
+    const AttentionForwardParams launched = launched_params_sm80(params, Config::kBlockM, Config::kBlockN);
+    const Launch launch{num_ctas_sm80(launched, Config::kBlockM), Config::kNumThreads,
+                        sizeof(ForwardStorageSm80<Config>)};
+    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, launched, stream);
 }
 
 }  // namespace fastattn

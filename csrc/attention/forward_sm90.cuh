@@ -16,7 +16,7 @@
 // the products of the others. S, O and P stay in registers, P as the operand A of P·V:
 //
 //   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …
-//   other units          | softmax → P0    |       softmax → P1      |       softmax → P2
+//   other pipes          | softmax → P0    |       softmax → P1      |       softmax → P2
 //
 // Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both.
 // Where there are few tiles of rows, CTAs split the keys of a tile: they leave partials, which are combined at the end
@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= 227 << 10, "sm_90");
 
-    // Prologue: barriers; and how each side learns of its work.
+    // Prologue: barriers; and how each side learns of its rows.
     const AttentionForwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    const int cluster_size = all_params.work.cluster_size();
+    const int cluster_size = all_params.schedule.cluster_size();
     const int rank = ptx::cluster_ctarank();
     if (threadIdx.x == 0) init_barriers(shared, cluster_size, /*gathers=*/all_params.key_box_rows == 0);
     __syncthreads();                 // waits until the barriers are initialised
@@ -72,17 +72,17 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
 
-    for (const CtaWork* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
-        const CtaWork& tile = *next;
+    for (const CtaWorkTile* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
+        const CtaWorkTile& tile = *next;
         consumer.wait_query();
-        const RowsOfCta& work = tile.rows;
-        const KeyTiles& tiles = tile.tiles;
+        const RowsOfCta& rows = tile.rows;
+        const KeyTiles& tiles = tile.key_tiles;
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
-        const int32_t own_row = work.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
+        const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
         if (params.scores.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
             const int32_t row = own_row + accumulator_row(lane);
-            softmax.set_sinks(params.scores.sinks[work.head_of(row)], params.scores.sinks[work.head_of(row + 8)],
+            softmax.set_sinks(params.scores.sinks[rows.head_of(row)], params.scores.sinks[rows.head_of(row + 8)],
                               lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];     // [64, kValueDim] of the warpgroup
@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
         // The keys that this lane's upper and lower row see.
-        const SeenColumns<kTilesN> seen(work.keys_of(own_row + accumulator_row(lane)),
-                                        work.keys_of(own_row + accumulator_row(lane) + 8), lane);
+        const SeenColumns<kTilesN> seen(rows.keys_of(own_row + accumulator_row(lane)),
+                                        rows.keys_of(own_row + accumulator_row(lane) + 8), lane);
 
-        const MissingPages<Config> missing(shared, params, work, tiles, warpgroup);
+        const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
         // Asked in the loops, it costs these their uniform registers.
         const int32_t num_unmasked = warp_uniform(missing.num_unmasked());
-        if (params.max_logits != nullptr) shared.largest_scores.start(work.num_rows() - own_row);
+        if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
         // Tiles that need neither masks nor maxima.
         const int32_t num_fast = params.max_logits == nullptr ? num_unmasked : 0;
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (ptx::opaque(num_left) <= num_unmasked) return;  // asked anew, else a register keeps mask()'s answer
             consumer.template separate_nonfinite_values</*kTogether=*/true>(rO, [&](int, int half, int key) {
                 const int32_t row = own_row + accumulator_row(lane) + 8 * half;
-                return work.keys_of(row).has(tiles.tile(num_left) * kBlockN + key);
+                return rows.keys_of(row).has(tiles.tile(num_left) * kBlockN + key);
             });
         };
         // One tile of keys: its scores are computed beside P·V of the tile before.
@@ -229,12 +229,12 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         }
 
         // Epilogue.
-        if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + work.head, fabsf(scale));
+        if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + rows.head, fabsf(scale));
         if (consumer.leaves_in_fp32(params, tile)) {
             consumer.leave_in_fp32(params, tile, rO, softmax);
         } else {
             softmax.finish(rO);
-            consumer.store(params, work, own_row, rO, softmax);
+            consumer.store(params, rows, own_row, rO, softmax);
         }
     }
     consumer.combine_split_tiles(params);

@@ -18,20 +18,20 @@
 
 namespace fastattn {
 
-// Drops the workspace where no tile can be split.
-inline AttentionForwardParams forward_work_sm80(const AttentionForwardParams& params, int32_t block_m,
-                                                int32_t block_n) {
-    AttentionForwardParams work = params;
+// Returns the parameters of a launch: without the workspace where no tile can be split.
+inline AttentionForwardParams launched_params_sm80(const AttentionForwardParams& params, int32_t block_m,
+                                                   int32_t block_n) {
+    AttentionForwardParams launched = params;
     const int64_t entries = int64_t{ceil_div(params.query.rows, block_m)} * params.query.batch;
     if (!splitting_may_pay(params, block_m, block_n, entries * params.query.heads, entries, params.resident_ctas))
-        work.partials = {};
-    return work;
+        launched.partials = {};
+    return launched;
 }
 
-inline int64_t num_ctas_sm80(const AttentionForwardParams& work, int32_t block_m) {
-    const int64_t tiles = int64_t{ceil_div(work.query.rows, block_m)} * work.query.heads * work.query.batch;
-    if (work.partials.values == nullptr) return tiles;
-    return std::max(tiles, int64_t{kMostSlotsPerCta} * work.resident_ctas);
+inline int64_t num_ctas_sm80(const AttentionForwardParams& params, int32_t block_m) {
+    const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
+    if (params.partials.values == nullptr) return tiles;
+    return std::max(tiles, int64_t{kMostSlotsPerCta} * params.resident_ctas);
 }
 
 #ifdef __CUDACC__

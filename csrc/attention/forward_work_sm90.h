@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
 
 #include "attention/key_tiles.cuh"
 #include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
+#include "host/launch.h"
 #include "host/params.h"
 #include "host/tensor_map.h"
 #include "scheduler/key_splits.h"
@@ -19,17 +19,17 @@ namespace fastattn {
 // A cluster takes one work tile after the other. Its CTAs need the same tiles of keys: two heads that read one key
 // head, or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key
 // head, row by row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
-struct ForwardWorkSm90 {
+struct ForwardScheduleSm90 {
     int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: a tile has rows of one head
-    uint32_t num;                                  // work tiles
+    uint32_t num_tiles;                            // work tiles
     bool may_split;                                // clusters may split the keys of a work tile: see key_splits.h
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
 };
 struct AttentionForwardParamsSm90 {
     AttentionForwardParams attention;
-    ForwardWorkSm90 work;
+    ForwardScheduleSm90 schedule;
     TensorMap query, key, value;
     int32_t key_box_rows;  // of K and V: see key_box_rows()
 };
@@ -47,9 +47,10 @@ inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t
 // tiles_to_pair_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which
 // pays where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or
 // there is no TMA to copy into both. packs_heads: whether a tile may hold rows of several heads.
-inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
-                                         int32_t tiles_to_pair_under_mask, bool packs_heads, int32_t num_sms) {
-    ForwardWorkSm90 work{1, 1, 0, 0, false};
+inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, const AttentionForwardParams& params,
+                                                 int32_t block_m, int32_t block_n, int32_t tiles_to_pair_under_mask,
+                                                 bool packs_heads, int32_t num_sms) {
+    ForwardScheduleSm90 schedule{1, 1, 0, 0, false};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
@@ -57,7 +58,7 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
     const int64_t packed_tiles = (int64_t{params.query.rows} * group + block_m - 1) / block_m;
     constexpr int64_t kMostRows = 1 << 30;  // what 32 bits hold, with a tile to spare
     if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {
-        while (1 << work.log2_packed < group) ++work.log2_packed;
+        while (1 << schedule.log2_packed < group) ++schedule.log2_packed;
         tiles = packed_tiles;
         heads = params.key.heads;
     }
@@ -65,29 +66,29 @@ inline ForwardWorkSm90 forward_work_sm90(const AttentionForwardParams& params, i
     if (tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
         constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
-        if (group % 2 == 0 && work.log2_packed == 0) {
-            work.heads_per_cluster = 2;
+        if (group % 2 == 0 && schedule.log2_packed == 0) {
+            schedule.heads_per_cluster = 2;
         } else if (is_masked ? tiles >= tiles_to_pair_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
-            work.tiles_per_cluster = 2;
+            schedule.tiles_per_cluster = 2;
         }
     }
-    const int64_t num = (tiles + work.tiles_per_cluster - 1) / work.tiles_per_cluster *
-                        (heads / work.heads_per_cluster) * params.query.batch;
-    if (num > 0x7fffffff) throw std::runtime_error("fastattn: attention_forward_sm90: more than 2147483647 tiles");
-    work.num = static_cast<uint32_t>(num);
-    work.may_split = params.partials.values != nullptr &&
-                     splitting_may_pay(params, block_m, block_n, num, num / (heads / work.heads_per_cluster),
-                                       std::max(num_sms / work.cluster_size(), 1));
-    return work;
+    const int64_t num = (tiles + schedule.tiles_per_cluster - 1) / schedule.tiles_per_cluster *
+                        (heads / schedule.heads_per_cluster) * params.query.batch;
+    kernel.check_work_tiles(num, "tiles of rows");
+    schedule.num_tiles = static_cast<uint32_t>(num);
+    schedule.may_split = params.partials.values != nullptr &&
+                         splitting_may_pay(params, block_m, block_n, num, num / (heads / schedule.heads_per_cluster),
+                                           std::max(num_sms / schedule.cluster_size(), 1));
+    return schedule;
 }
 
 #ifdef __CUDACC__
-FASTATTN_DEVICE uint32_t cluster_in_grid(const ForwardWorkSm90& work) {
-    return blockIdx.x / work.cluster_size();
+FASTATTN_DEVICE uint32_t cluster_in_grid(const ForwardScheduleSm90& schedule) {
+    return blockIdx.x / schedule.cluster_size();
 }
 
-FASTATTN_DEVICE uint32_t num_clusters(const ForwardWorkSm90& work) {
-    return gridDim.x / work.cluster_size();
+FASTATTN_DEVICE uint32_t num_clusters(const ForwardScheduleSm90& schedule) {
+    return gridDim.x / schedule.cluster_size();
 }
 
 // The n-th work tile of a cluster. Rounds go back and forth: under a causal mask work tiles get shorter, and the
@@ -96,8 +97,8 @@ FASTATTN_DEVICE uint32_t nth_work_tile(uint32_t n, uint32_t cluster, uint32_t nu
     return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
 }
 
-FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardWorkSm90& work) {
-    return params.query.heads / (work.heads_per_cluster << work.log2_packed);
+FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule) {
+    return params.query.heads / (schedule.heads_per_cluster << schedule.log2_packed);
 }
 
 // The rows of CTA `rank` of a cluster in a work tile. They may lie behind the last one.
@@ -106,31 +107,31 @@ struct RowsOfCta {
     int32_t head, log2_packed;           // the first head, and how many follow
     int32_t first_row;                   // counted with packed heads, as all of these are
     int32_t cluster_begin, cluster_end;  // of all of the cluster's CTAs
-    Sequence rows, keys;                 // counted without
+    Sequence queries, keys;              // counted without
     Window window;
 
     // in_line: tile_idx counts as on the line of key_splits.h.
-    FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardWorkSm90& work, uint32_t tile_idx,
-                              bool in_line, int rank, int32_t block_m)
-        : log2_packed(work.log2_packed) {
-        const int32_t rows_per_cluster = block_m * work.tiles_per_cluster;
+    FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule,
+                              uint32_t tile_idx, bool in_line, int rank, int32_t block_m)
+        : log2_packed(schedule.log2_packed) {
+        const int32_t rows_per_cluster = block_m * schedule.tiles_per_cluster;
         const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
-        const int32_t num_heads = work_tile_heads(params, work), heads_apart = params.query.heads / num_heads;
+        const int32_t num_heads = work_tile_heads(params, schedule), heads_apart = params.query.heads / num_heads;
         const WorkTile tile =
             work_tile(tile_idx, params.query.batch, num_heads,
                       in_line ? num_heads : max(params.heads_per_group / heads_apart, 1), num_positions);
         batch = tile.batch;
-        head = tile.head * heads_apart + (work.heads_per_cluster > 1 ? rank : 0);
+        head = tile.head * heads_apart + (schedule.heads_per_cluster > 1 ? rank : 0);
         kv_head = head / (params.query.heads / params.key.heads);
         // The last tiles come first: under a causal mask these are the longest.
         cluster_begin = (num_positions - 1 - tile.position) * rows_per_cluster;
-        first_row = cluster_begin + (work.tiles_per_cluster > 1 ? rank * block_m : 0);
-        rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+        first_row = cluster_begin + (schedule.tiles_per_cluster > 1 ? rank * block_m : 0);
+        queries = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         keys = params.paged.block_table != nullptr
                    ? Sequence{0, paged_keys(params.packed.cu_seqlens_k, batch, params.key.rows)}
                    : sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
         cluster_end = min(cluster_begin + rows_per_cluster, num_rows());
-        window = window_of(params.scores, rows.length, keys.length);
+        window = window_of(params.scores, queries.length, keys.length);
     }
 
     // Where the keys lie, if in pages.
@@ -145,7 +146,7 @@ struct RowsOfCta {
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
     }
 
-    FASTATTN_DEVICE int32_t num_rows() const { return rows.length << log2_packed; }
+    FASTATTN_DEVICE int32_t num_rows() const { return queries.length << log2_packed; }
     FASTATTN_DEVICE int32_t row_of(int32_t packed_row) const { return packed_row >> log2_packed; }
     FASTATTN_DEVICE int32_t head_of(int32_t packed_row) const { return head + (packed_row & ((1 << log2_packed) - 1)); }
 

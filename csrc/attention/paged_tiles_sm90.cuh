@@ -92,15 +92,15 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
                                  int warp, int lane) {
     const AttentionForwardParams& params = all_params.attention;
     Ring<Config::kStages> key_ring(shared.key);
-    GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> rows{warp, lane};
+    GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> gathered_rows{warp, lane};
     for_tiles_of_cta</*kTells=*/false>(
-        shared, all_params, /*rank=*/0, lane, [](const CtaWork&) {},
-        [&](const RowsOfCta& work, int32_t tile) {
-            rows.find(work.page_table(params), tile * Config::kBlockN);
+        shared, all_params, /*rank=*/0, lane, [](const CtaWorkTile&) {},
+        [&](const RowsOfCta& rows, int32_t key_tile) {
+            gathered_rows.find(rows.page_table(params), key_tile * Config::kBlockN);
             const auto fill = [&](const auto& ring, auto& stages, auto tile, const HeadsView<const uint16_t>& pages,
                                   const PageStrides& strides, const auto& gathered) {
                 ring.wait_empty();
-                rows.copy(tile, shared_address(stages[ring.stage]), pages, strides, work.kv_head);
+                gathered_rows.copy(tile, shared_address(stages[ring.stage]), pages, strides, rows.kv_head);
                 ptx::cp_async_mbarrier_arrive_noinc(shared_address(&gathered.landed[ring.stage]));
             };
             fill(key_ring, shared.sK, typename Config::KeyTile{}, params.key, params.paged.key, shared.gathered_key);
@@ -118,12 +118,12 @@ FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const 
     Ring<Config::kStages> key_ring(shared.key);
     for_tiles_of_cta</*kTells=*/true>(
         shared, all_params, /*rank=*/0, lane,
-        [&](const CtaWork& work) {
-            if (lane == 0) load_query(shared, all_params.query, work, query_ring);
+        [&](const CtaWorkTile& tile) {
+            if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
         },
-        [&](const RowsOfCta&, int32_t tile) {
+        [&](const RowsOfCta&, int32_t key_tile) {
             if (lane != 0) return;
-            tell_tile(shared, key_ring, tile);
+            tell_tile(shared, key_ring, key_tile);
             key_ring.publish(shared.gathered_key);
             key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
             key_ring.advance();
@@ -153,11 +153,11 @@ struct MissingPages {
 
     // Called by all threads of a warpgroup; all warpgroups get the same.
     FASTATTN_DEVICE MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
-                                 const RowsOfCta& work, const KeyTiles& tiles, int warpgroup)
-        : table(work.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
+                                 const RowsOfCta& rows, const KeyTiles& tiles, int warpgroup)
+        : table(rows.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
-            const KeyTiles all = work.key_tiles(Config::kBlockN);  // with the tiles of other splits
+            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with the tiles of other splits
             const bool lacks =
                 table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
                                  threadIdx.x % kWarpgroupSize, kWarpgroupSize);

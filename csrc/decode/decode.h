@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <string>
 
 #include "host/decode_params.h"
 #include "host/kernel_table.h"
@@ -38,7 +37,7 @@ inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat
 }
 
 // The last word of a kernel's name, empty where elements have 16 bits.
-inline std::string name_of(CacheFormat format) {
+inline const char* name_of(CacheFormat format) {
     return format == CacheFormat::kInt8 ? "int8" : format == CacheFormat::kFp8 ? "fp8" : "";
 }
 

@@ -24,7 +24,6 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
 
 #include "decode/cache_tokens.cuh"
 #include "decode/decode.h"

@@ -2,18 +2,10 @@
 // combination of values in instances.json) adds a row to its kernel's table when the library is loaded.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <limits>
-#include <list>
 #include <optional>
-#include <stdexcept>
-#include <string>
-#include <tuple>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "host/launch.h"
 #include "host/params.h"
@@ -52,6 +44,14 @@ struct KernelKey {
     std::optional<DataType> dtype;  // none: any
     std::optional<bool> variant;    // each table says what is meant; none: both
     int32_t shared_bytes = 0;       // that a CTA must be able to have; 0: what any GPU of the architecture has
+
+    // The order of a table's rows: the newest architecture first, then the cheapest, then the one that uses the most
+    // of a CTA's shared memory.
+    constexpr bool comes_before(const KernelKey& other) const {
+        if (architecture != other.architecture) return architecture > other.architecture;
+        if (size.cost() != other.size.cost()) return size.cost() < other.size.cost();
+        return shared_bytes > other.shared_bytes;
+    }
 };
 
 // A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
@@ -59,31 +59,26 @@ inline bool runs_on(int32_t architecture, int32_t compute_capability) {
     return architecture == 90 ? compute_capability == 90 : compute_capability >= architecture;
 }
 
-// "64", or "192, 128" where the head dim of values differs.
-inline std::string to_string(const KernelSize& size) {
-    return std::to_string(size.head_dim) +
-           (size.value_dim != size.head_dim ? ", " + std::to_string(size.value_dim) : "");
-}
+// One argument in a kernel's name: a word, or a number with its unit, or "192, 128" where the head dim of values
+// differs. An empty word is left out.
+struct NameArgument {
+    const char* word = "";
+    KernelSize size = 0;  // 0: there is only the word
 
-// "kernel<64, bfloat16>"; empty arguments are left out.
-inline std::string kernel_name(const std::string& kernel, std::initializer_list<std::string> arguments) {
-    std::string list;
-    for (const std::string& argument : arguments) {
-        if (!argument.empty()) list += (list.empty() ? "" : ", ") + argument;
-    }
-    return list.empty() ? kernel : kernel + '<' + list + '>';
-}
-
-// Names and tiles of all kernels, in the order in which they were added.
-struct ListedKernel {
-    std::string name;
-    TileFacts tile;
+    NameArgument(const char* word) : word(word) {}
+    NameArgument(DataType dtype) : word(to_string(dtype)) {}
+    NameArgument(const KernelSize& size) : size(size) {}
+    NameArgument(int32_t number, const char* unit = "") : word(unit), size(number) {}
 };
 
-inline std::vector<ListedKernel>& listed_kernels() {
-    static auto& list = *new std::vector<ListedKernel>;
-    return list;
-}
+// Returns "kernel<64, bfloat16>", for the life of the process.
+const char* kernel_name(const char* kernel, std::initializer_list<NameArgument> arguments);
+
+// Adds to the kernels that listed_kernels() returns (listed_kernels.h).
+void list_kernel(const char* name, const TileFacts& tile);
+
+[[noreturn]] void throw_no_kernel(const char* operation, const KernelSize& size, std::optional<DataType> dtype,
+                                  int32_t compute_capability);
 
 template <typename Params, typename Tile = TileFacts>
 class KernelTable {
@@ -91,37 +86,35 @@ class KernelTable {
     using Launcher = void (*)(LaunchedKernel&, const Params&, Stream);
 
     struct Row {
-        Row(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher)
-            : key(key), tile(tile), kernel(std::move(name), key.architecture), launcher(launcher) {}
-
-        const std::string& name() const { return kernel.name(); }
-        void launch(const Params& params, Stream stream) { launcher(kernel, params, stream); }
-
         const KernelKey key;
         const Tile tile;
         LaunchedKernel kernel;
         const Launcher launcher;
+        Row* next;
+
+        const char* name() const { return kernel.name(); }
+        void launch(const Params& params, Stream stream) { launcher(kernel, params, stream); }
     };
 
     // `operation`: what errors call what these kernels do.
     explicit KernelTable(const char* operation) : operation_(operation) {}
 
-    void add(const KernelKey& key, std::string name, const Tile& tile, Launcher launcher) {
-        listed_kernels().push_back({name, tile});
-        const auto place =
-            std::find_if(rows_.begin(), rows_.end(), [&](const Row& row) { return order_of(key) < order_of(row.key); });
-        rows_.emplace(place, key, std::move(name), tile, launcher);
+    void add(const KernelKey& key, const char* name, const Tile& tile, Launcher launcher) {
+        list_kernel(name, tile);
+        Row** place = &first_;
+        while (*place != nullptr && !key.comes_before((*place)->key)) place = &(*place)->next;
+        *place = new Row{key, tile, LaunchedKernel(name, key.architecture), launcher, *place};
     }
 
-    // The row for a GPU on which a CTA can have so much shared memory: of the newest architecture that has one for it,
-    // the cheapest that holds a call of this size, and of these the one that uses the most of it. Null where there is
-    // none.
+    // The first row for a GPU on which a CTA can have so much shared memory that holds a call of this size. Null where
+    // there is none.
     Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
                       int32_t shared_bytes = kAnySharedBytes) {
-        for (Row& row : rows_) {
-            if (row.key.size.holds(size) && row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
-                row.key.shared_bytes <= shared_bytes && runs_on(row.key.architecture, compute_capability)) {
-                return &row;
+        for (Row* row = first_; row != nullptr; row = row->next) {
+            const KernelKey& key = row->key;
+            if (key.size.holds(size) && key.dtype == dtype && key.variant.value_or(variant) == variant &&
+                key.shared_bytes <= shared_bytes && runs_on(key.architecture, compute_capability)) {
+                return row;
             }
         }
         return nullptr;
@@ -131,39 +124,34 @@ class KernelTable {
     Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
               int32_t shared_bytes = kAnySharedBytes) {
         if (Row* row = find_or_null(compute_capability, size, dtype, variant, shared_bytes)) return *row;
-        throw std::runtime_error("fastattn: no kernel of " + std::string(operation_) + " for size " + to_string(size) +
-                                 (dtype ? std::string(" and ") + to_string(*dtype) : "") +
-                                 " runs on a GPU of compute capability " + std::to_string(compute_capability / 10) +
-                                 '.' + std::to_string(compute_capability % 10));
+        throw_no_kernel(operation_, size, dtype, compute_capability);
     }
 
-    // Calls function(row) with the rows among which a planner chooses for a GPU, by architecture, the newest first, and
-    // by size.
+    // Calls function(row) with the rows among which a planner chooses for a GPU, in the order of the table.
     template <typename Function>
     void for_each_row(int32_t compute_capability, DataType dtype, bool variant, Function&& function) {
-        for (Row& row : rows_) {
-            if (row.key.dtype == dtype && row.key.variant.value_or(variant) == variant &&
-                runs_on(row.key.architecture, compute_capability)) {
-                function(row);
+        for (Row* row = first_; row != nullptr; row = row->next) {
+            const KernelKey& key = row->key;
+            if (key.dtype == dtype && key.variant.value_or(variant) == variant &&
+                runs_on(key.architecture, compute_capability)) {
+                function(*row);
             }
         }
     }
 
     int32_t largest_head_dim() const {
         int32_t largest = 0;
-        for (const Row& row : rows_) largest = std::max(largest, row.key.size.head_dim);
+        for (const Row* row = first_; row != nullptr; row = row->next) {
+            if (row->key.size.head_dim > largest) largest = row->key.size.head_dim;
+        }
         return largest;
     }
 
   private:
-    static constexpr int32_t kAnySharedBytes = std::numeric_limits<int32_t>::max();  // the table has no key with more
-
-    static std::tuple<int32_t, int32_t, int32_t> order_of(const KernelKey& key) {
-        return {-key.architecture, key.size.cost(), -key.shared_bytes};
-    }
+    static constexpr int32_t kAnySharedBytes = 0x7fffffff;  // the table has no key with more
 
     const char* operation_;
-    std::list<Row> rows_;  // in this order; addresses stay
+    Row* first_ = nullptr;  // rows are never removed
 };
 
 // Adds a row while the library is being loaded.
@@ -174,7 +162,7 @@ struct Registration {
     }
 };
 
-// Likewise of a source that is compiled once for both dtypes: of each translation unit, headers alone take seconds.
+// Does the same for a source that is compiled once for both dtypes: the headers of a translation unit take seconds.
 // Calls add(std::integral_constant<DataType, …>) for each dtype.
 struct Registrations {
     template <typename Add>

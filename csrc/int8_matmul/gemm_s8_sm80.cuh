@@ -17,7 +17,6 @@
 // no SwiGLU, whose gates and ups would have to lie in one tile.
 #pragma once
 
-#include <string>
 #include <type_traits>
 
 #include "device/fragment.cuh"

@@ -21,7 +21,6 @@
 // K may be any: copies end with a row, to the byte.
 #pragma once
 
-#include <string>
 #include <type_traits>
 
 #include "device/dequantize.cuh"

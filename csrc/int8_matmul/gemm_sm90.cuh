@@ -13,7 +13,7 @@
 // tensor cores work on this one; they have the products of the other consumer while it waits for its own:
 //
 //   tensor cores   W0·X0ᵀ          | W1·X1ᵀ          | W2·X2ᵀ          |
-//   other units    | decode W1     | decode W2       | decode W3       |
+//   other pipes    | decode W1     | decode W2       | decode W3       |
 //
 // A lane of wgmma's operand A has elements {2t, 2t+1} of every 8 of K (t: its index among the four of a row), which are
 // 2 bytes of a row: 16-bit loads fetch them from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2. If the

@@ -13,8 +13,6 @@
 // Preconditions: those of gemm_sm80.cuh.
 #pragma once
 
-#include <string>
-
 #include "device/dequantize.cuh"
 #include "device/fragment.cuh"
 #include "device/pipeline.cuh"

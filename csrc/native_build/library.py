@@ -175,8 +175,9 @@ class NativeBuild:
         if self.toolkit:
             nvcc: list[str | Path] = [self.toolkit.nvcc, "-ccbin", host_compiler(self.cxx)]
             nvcc_flags: list[str | Path] = [
-                # So that the emulator can read the PTX, and name the lines of what it finds there.
-                *("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "--no-compress"),
+                # -O1 for the host's code, which only launches. Lines, and no compression: so that the emulator can read
+                # the PTX, and name the lines of what it finds there.
+                *("-std=c++20", "-O1", "--expt-relaxed-constexpr", "-lineinfo", "--no-compress"),
                 *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]]), *include),
             ]
             lines += [
@@ -191,7 +192,9 @@ class NativeBuild:
                 f"{shell([*python, MACHINE_CODE])} $in $out $gencode -- {shell([*nvcc, *self.toolkit.compress])}",
                 "  description = machine code $out",
             ]
-            for path in sorted(self.source.glob("api/*.cpp")):
+            for path in sorted(
+                path for room in ("api", "host", "scheduler") for path in self.source.glob(f"{room}/*.cpp")
+            ):
                 objects.append(ninja_path(path.relative_to(self.source).with_suffix(".o")))
                 lines += [f"build {objects[-1]}: cxx {ninja_path(path)}"]
             for instance in all_instances(self.source):

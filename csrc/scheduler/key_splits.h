@@ -201,11 +201,11 @@ FASTATTN_DEVICE Steps steps_of(const KeySplit& split, int32_t num_tiles) {
     return {left_before(split.idx), left_before(split.idx + 1)};
 }
 struct WorkTileWalk {
-    uint32_t position;   // the work tile; without splits, how many the CTA has taken before
+    uint32_t tile_idx;   // without splits: how many work tiles the CTA has taken before
     int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
 
     FASTATTN_DEVICE explicit WorkTileWalk(const CtaSteps& own)
-        : position(own.tile_idx), step(own.step), left(own.count) {}
+        : tile_idx(own.tile_idx), step(own.step), left(own.count) {}
     FASTATTN_DEVICE Steps steps(bool is_split, int32_t num_tiles) const {
         if (!is_split) return {num_tiles, 0};
         const int32_t begin = max(num_tiles - step, 0);
@@ -214,7 +214,7 @@ struct WorkTileWalk {
 
     FASTATTN_DEVICE void advance(bool is_split, bool has_rows, int32_t num_tiles) {
         if (!is_split) {
-            ++position;
+            ++tile_idx;
             return;
         }
         const int32_t tile_steps = has_rows ? max(num_tiles, 1) : 0, taken = min(tile_steps - step, left);
@@ -222,7 +222,7 @@ struct WorkTileWalk {
         step += taken;
         if (step == tile_steps) {
             step = 0;
-            ++position;
+            ++tile_idx;
         }
     }
 

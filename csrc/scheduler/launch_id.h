@@ -2,9 +2,7 @@
 // scheduler/launch_counter.cuh say why no other launch takes that for its own.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <random>
 
 namespace fastattn {
 
@@ -15,14 +13,6 @@ inline constexpr uint64_t kLaunchCountMask = (uint64_t{1} << kLaunchCountBits) -
 // Returns a new ID for each launch of this process, never zero, from a random start: so memory that another program or
 // kernel left behind holds one by an accident of 1 in 2^40. After 2^40 launches launch IDs come again, which is
 // harmless: a launch that is over leaves its launch ID nowhere.
-inline uint64_t launch_id() {
-    static std::atomic<uint64_t> next = [] {
-        std::random_device random;
-        return uint64_t{random()} << 32 | random();
-    }();
-    uint64_t id = 0;
-    while (id == 0) id = next.fetch_add(1, std::memory_order_relaxed) << kLaunchCountBits;
-    return id;
-}
+uint64_t launch_id();
 
 }  // namespace fastattn

@@ -8,8 +8,7 @@ static const Registrations registrations([](auto dtype) {
     attention_backward_key_value_kernels().add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/false,
                   BackwardLargeTileSm80<FASTATTN_HEAD_DIM>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
-        kernel_name("attention_backward_key_value_large_sm80",
-                    {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType)}),
+        kernel_name("attention_backward_key_value_large_sm80", {FASTATTN_HEAD_DIM, kDataType}),
         tile_facts<BackwardLargeTileSm80<FASTATTN_HEAD_DIM>>(),
         launch_attention_backward_key_value_large_sm80<FASTATTN_HEAD_DIM, kDataType>);
 });

@@ -8,7 +8,7 @@ static const Registrations registrations([](auto dtype) {
     attention_backward_key_value_kernels().add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS},
         kernel_name("attention_backward_key_value_sm80",
-                    {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), FASTATTN_OPTIONS ? "options" : "plain"}),
+                    {FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS ? "options" : "plain"}),
         tile_facts<BackwardTileSm80<FASTATTN_HEAD_DIM, FASTATTN_OPTIONS>>(),
         launch_attention_backward_key_value_sm80<FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS>);
 });

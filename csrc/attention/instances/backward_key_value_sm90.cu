@@ -8,7 +8,7 @@ static const Registrations registrations([](auto dtype) {
     attention_backward_key_value_kernels().add(
         KernelKey{90, FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS},
         kernel_name("attention_backward_key_value_sm90",
-                    {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), FASTATTN_OPTIONS ? "options" : ""}),
+                    {FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS ? "options" : ""}),
         tile_facts<BackwardConfigSm90<FASTATTN_HEAD_DIM, FASTATTN_OPTIONS>>(),
         launch_attention_backward_key_value_sm90<FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS>);
 });

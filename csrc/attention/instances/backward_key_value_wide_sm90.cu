@@ -9,7 +9,7 @@ static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     attention_backward_key_value_kernels().add(
         KernelKey{90, kHeadDims, kDataType, /*variant=*/false},
-        kernel_name("attention_backward_key_value_wide_sm90", {to_string(kHeadDims), to_string(kDataType)}),
+        kernel_name("attention_backward_key_value_wide_sm90", {kHeadDims, kDataType}),
         tile_facts<BackwardWideConfigSm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM>>(),
         launch_attention_backward_key_value_wide_sm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM, kDataType>);
 });

@@ -5,10 +5,10 @@ namespace fastattn {
 
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
-    attention_backward_query_kernels().add(
-        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, false},
-        kernel_name("attention_backward_query_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType)}),
-        TileFacts{}, launch_attention_backward_query_sm80<FASTATTN_HEAD_DIM, kDataType>);
+    attention_backward_query_kernels().add(KernelKey{80, FASTATTN_HEAD_DIM, kDataType, false},
+                                           kernel_name("attention_backward_query_sm80", {FASTATTN_HEAD_DIM, kDataType}),
+                                           TileFacts{},
+                                           launch_attention_backward_query_sm80<FASTATTN_HEAD_DIM, kDataType>);
 });
 
 }  // namespace fastattn

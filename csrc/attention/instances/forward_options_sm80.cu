@@ -7,8 +7,7 @@ static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     attention_forward_options_kernels().add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, FASTATTN_PAGED},
-        kernel_name("attention_forward_options_sm80",
-                    {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), FASTATTN_PAGED ? "paged" : ""}),
+        kernel_name("attention_forward_options_sm80", {FASTATTN_HEAD_DIM, kDataType, FASTATTN_PAGED ? "paged" : ""}),
         tile_facts<ForwardOptionsTileSm80<FASTATTN_HEAD_DIM>>(),
         launch_attention_forward_options_sm80<FASTATTN_HEAD_DIM, kDataType, FASTATTN_PAGED>);
 });

@@ -9,7 +9,7 @@ static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     attention_forward_options_kernels().add(
         KernelKey{90, kHeadDims, kDataType, /*variant=*/std::nullopt},
-        kernel_name("attention_forward_options_sm90", {to_string(kHeadDims), to_string(kDataType)}),
+        kernel_name("attention_forward_options_sm90", {kHeadDims, kDataType}),
         tile_facts<ForwardOptionsConfigSm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM>>(),
         launch_attention_forward_options_sm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM, kDataType>);
 });

@@ -8,8 +8,8 @@ static const Registrations registrations([](auto dtype) {
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
     decode_append_kernels(kFormat).add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, std::nullopt},
-        kernel_name("decode_append_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), name_of(kFormat)}),
-        TileFacts{}, launch_decode_append_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat>);
+        kernel_name("decode_append_sm80", {FASTATTN_HEAD_DIM, kDataType, name_of(kFormat)}), TileFacts{},
+        launch_decode_append_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat>);
 });
 
 }  // namespace fastattn

@@ -6,10 +6,9 @@ namespace fastattn {
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
-    decode_dequantize_kernels(kFormat).add(
-        KernelKey{80, 0, kDataType, std::nullopt},
-        kernel_name("decode_dequantize_sm80", {to_string(kDataType), name_of(kFormat)}), TileFacts{},
-        launch_decode_dequantize_sm80<kDataType, kFormat>);
+    decode_dequantize_kernels(kFormat).add(KernelKey{80, 0, kDataType, std::nullopt},
+                                           kernel_name("decode_dequantize_sm80", {kDataType, name_of(kFormat)}),
+                                           TileFacts{}, launch_decode_dequantize_sm80<kDataType, kFormat>);
 });
 
 }  // namespace fastattn

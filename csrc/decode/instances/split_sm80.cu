@@ -12,8 +12,8 @@ static const Registrations registrations([](auto dtype) {
     decode_split_kernels(kFormat).add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/kRows > kFewRows,
                   static_cast<int32_t>(bytes_needed<Config>())},
-        kernel_name("decode_split_sm80", {std::to_string(FASTATTN_HEAD_DIM), to_string(kDataType), name_of(kFormat),
-                                          kRows > kFewRows ? std::to_string(kRows) + " rows" : ""}),
+        kernel_name("decode_split_sm80", {FASTATTN_HEAD_DIM, kDataType, name_of(kFormat),
+                                          kRows > kFewRows ? NameArgument(kRows, " rows") : ""}),
         tile_facts<typename Config::Tile>(), launch_decode_split_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat, kRows>);
 });
 

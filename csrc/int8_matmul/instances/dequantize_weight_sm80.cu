@@ -6,8 +6,8 @@ namespace fastattn {
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     int8_dequantize_weight_kernels().add(KernelKey{80, 0, kDataType, /*variant=*/std::nullopt},
-                                         kernel_name("int8_dequantize_weight_sm80", {to_string(kDataType)}),
-                                         TileFacts{}, launch_int8_dequantize_weight_sm80<kDataType>);
+                                         kernel_name("int8_dequantize_weight_sm80", {kDataType}), TileFacts{},
+                                         launch_int8_dequantize_weight_sm80<kDataType>);
 });
 
 }  // namespace fastattn

@@ -7,8 +7,7 @@ static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     int8_matmul_s8_kernels().add(
         KernelKey{90, FASTATTN_BLOCK_M, kDataType, /*variant=*/FASTATTN_GROUPED},
-        kernel_name("int8_matmul_s8_sm90",
-                    {std::to_string(FASTATTN_BLOCK_M), to_string(kDataType), FASTATTN_GROUPED ? "groups" : ""}),
+        kernel_name("int8_matmul_s8_sm90", {FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
         cluster_tile_facts<Int8MatmulS8TileSm90<FASTATTN_BLOCK_M>>(),
         launch_int8_matmul_s8_sm90<FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED>);
 });

@@ -5,11 +5,11 @@ namespace fastattn {
 
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
-    int8_matmul_kernels().add(KernelKey{90, FASTATTN_BLOCK_M, kDataType, /*variant=*/FASTATTN_GROUPED},
-                              kernel_name("int8_matmul_sm90", {std::to_string(FASTATTN_BLOCK_M), to_string(kDataType),
-                                                               FASTATTN_GROUPED ? "groups" : ""}),
-                              cluster_tile_facts<Int8MatmulTileSm90<FASTATTN_BLOCK_M>>(),
-                              launch_int8_matmul_sm90<FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED>);
+    int8_matmul_kernels().add(
+        KernelKey{90, FASTATTN_BLOCK_M, kDataType, /*variant=*/FASTATTN_GROUPED},
+        kernel_name("int8_matmul_sm90", {FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
+        cluster_tile_facts<Int8MatmulTileSm90<FASTATTN_BLOCK_M>>(),
+        launch_int8_matmul_sm90<FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED>);
 });
 
 }  // namespace fastattn

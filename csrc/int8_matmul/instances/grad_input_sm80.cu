@@ -5,11 +5,10 @@ namespace fastattn {
 
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
-    int8_matmul_grad_input_kernels().add(
-        KernelKey{80, FASTATTN_BLOCK_M, kDataType, /*variant=*/std::nullopt},
-        kernel_name("int8_matmul_grad_input_sm80", {std::to_string(FASTATTN_BLOCK_M), to_string(kDataType)}),
-        int8_tile_facts<Int8GradInputTileSm80<FASTATTN_BLOCK_M>>(),
-        launch_int8_matmul_grad_input_sm80<FASTATTN_BLOCK_M, kDataType>);
+    int8_matmul_grad_input_kernels().add(KernelKey{80, FASTATTN_BLOCK_M, kDataType, /*variant=*/std::nullopt},
+                                         kernel_name("int8_matmul_grad_input_sm80", {FASTATTN_BLOCK_M, kDataType}),
+                                         int8_tile_facts<Int8GradInputTileSm80<FASTATTN_BLOCK_M>>(),
+                                         launch_int8_matmul_grad_input_sm80<FASTATTN_BLOCK_M, kDataType>);
 });
 
 }  // namespace fastattn

@@ -7,7 +7,7 @@ static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     int8_matmul_grad_input_kernels().add(
         KernelKey{90, FASTATTN_BLOCK_M, kDataType, /*variant=*/std::nullopt},
-        kernel_name("int8_matmul_grad_input_sm90", {std::to_string(FASTATTN_BLOCK_M), to_string(kDataType)}),
+        kernel_name("int8_matmul_grad_input_sm90", {FASTATTN_BLOCK_M, kDataType}),
         cluster_tile_facts<Int8GradInputTileSm90<FASTATTN_BLOCK_M>>(/*is_gradient=*/true),
         launch_int8_matmul_grad_input_sm90<FASTATTN_BLOCK_M, kDataType>);
 });

@@ -1,0 +1,79 @@
+#include "host/launch.h"
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+namespace fastattn {
+namespace {
+
+constexpr size_t kSharedBytesByDefault = 48 << 10;  // a kernel that needs more has to ask for it
+constexpr int64_t kMostCtas = 0x7fffffff;
+
+}  // namespace
+
+void LaunchedKernel::start(const void* function, const Launch& launch, void* params, Stream stream) {
+    if (launch.num_ctas == 0) return;
+    if (launch.num_ctas > kMostCtas) throw_error(launch, "a grid has at most 2147483647 CTAs");
+    if (launch.shared_bytes > kSharedBytesByDefault) allow_shared_memory(function, launch);
+    void* arguments[] = {params};
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = launch.cluster_size;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(launch.num_ctas));
+    config.blockDim = dim3(launch.threads);
+    config.dynamicSmemBytes = launch.shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = launch.cluster_size > 1 ? 1 : 0;
+    check(launch, cudaLaunchKernelExC(&config, function, arguments));
+}
+
+// Asks once per device: what a kernel needs above kSharedBytesByDefault is the same at every launch. Threads that come
+// at the same time may both ask.
+void LaunchedKernel::allow_shared_memory(const void* function, const Launch& launch) {
+    int device = 0;
+    check(launch, cudaGetDevice(&device));
+    const bool is_remembered = device < kRememberedDevices;
+    if (is_remembered &&
+        std::atomic_ref(allowed_shared_bytes_[device]).load(std::memory_order_relaxed) >= launch.shared_bytes) {
+        return;
+    }
+    check(launch, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(launch.shared_bytes)));
+    if (is_remembered) {
+        std::atomic_ref(allowed_shared_bytes_[device]).store(launch.shared_bytes, std::memory_order_relaxed);
+    }
+}
+
+void LaunchedKernel::check(const Launch& launch, cudaError_t error) const {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
+    std::string reason = cudaGetErrorString(error);
+    int device = 0, major = 0, minor = 0;
+    if (cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+        10 * major + minor < compute_capability_) {
+        reason = "it needs compute capability " + std::to_string(compute_capability_ / 10) + "." +
+                 std::to_string(compute_capability_ % 10) + " or later, device " + std::to_string(device) + " has " +
+                 std::to_string(major) + "." + std::to_string(minor);
+    }
+    throw_error(launch, reason.c_str());
+}
+
+void LaunchedKernel::throw_error(const Launch& launch, const char* reason) const {
+    throw std::runtime_error("fastattn: " + std::string(name_) + " could not be launched: " + reason + " (grid " +
+                             std::to_string(launch.num_ctas) + ", block " + std::to_string(launch.threads) + ", " +
+                             std::to_string(launch.shared_bytes) + " bytes of shared memory)");
+}
+
+void LaunchedKernel::check_work_tiles(int64_t count, const char* tiles) const {
+    if (count <= kMostCtas) return;
+    throw std::runtime_error("fastattn: " + std::string(name_) + " takes at most " + std::to_string(kMostCtas) + " " +
+                             tiles + " of all heads and sequences, got " + std::to_string(count));
+}
+
+}  // namespace fastattn
