@@ -315,8 +315,8 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
 @pytest.mark.parametrize(
     ("source", "comment"),
     [
-        ("forward_producer_sm90.cuh", "waits until all lanes see the slot"),
-        ("forward_producer_sm90.cuh", "waits until every lane has read the slot"),
+        ("forward_producer_sm90.cuh", "waits until all lanes see the index"),
+        ("forward_producer_sm90.cuh", "waits until every lane has read the work tile"),
         ("forward_consumer_sm90.cuh", "waits until every lane has read the work tile"),
     ],
 )

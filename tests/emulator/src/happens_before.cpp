@@ -256,8 +256,12 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                 const bool crosses = !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy);
                 const bool keeps_reads = crosses && history_.strict_proxy_reads;
                 if ((crosses && record.has(Record::kWrite)) || (keeps_reads && is_write)) {
-                    const uint32_t unfenced =
-                        unknown_of(record, is_shared ? &Past::visible_shared : &Past::visible_global);
+                    uint32_t unfenced = unknown_of(record, is_shared ? &Past::visible_shared : &Past::visible_global);
+                    if (unfenced != 0 && is_shared && !record.has(Record::kWrite)) {
+                        Record rest = record;
+                        rest.lanes = unfenced;
+                        unfenced = unknown_of(rest, &Past::over_visible);
+                    }
                     if (unfenced != 0) throw conflict(Conflict::Kind::kNeedsProxyFence, unfenced);
                 }
                 // Who conflicts with that record conflicts with this one, or knows of both.
@@ -493,11 +497,17 @@ void HappensBefore::fence(const Lanes& who, Scope scope, bool acquires, bool rel
 }
 
 void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool global) {
-    VectorClock known;
-    each_known(who, [&](const Knowledge& part) { known.join(part.past.known); });
+    VectorClock known, over;
+    each_known(who, [&](const Knowledge& part) {
+        known.join(part.past.known);
+        over.join(part.past.over);
+    });
     add_own(known, who, time(who.warp));
     Past& past = shared_by(who).past;
-    if (shared) past.visible_shared.join(known);
+    if (shared) {
+        past.visible_shared.join(known);
+        past.over_visible.join(over);
+    }
     if (global) past.visible_global.join(known);
     advance(who.warp);
 }

@@ -57,7 +57,8 @@ namespace emulator {
 // What lanes know, and how much of this a fence.proxy.async has shown to the async proxy, by state space.
 struct Past {
     VectorClock known, visible_shared, visible_global;
-    VectorClock over;  // more than what is known, but what was written may not be there to be read
+    VectorClock over;          // more than what is known, but what was written may not be there to be read
+    VectorClock over_visible;  // the part of it whose reads a fence has shown to the async proxy, in shared memory
     void join(const Past& from) {
         known.join(from.known), over.join(from.over);
         join_visible(from);
@@ -66,11 +67,12 @@ struct Past {
         over.join(from.known), over.join(from.over);
         join_visible(from);
     }
-    void clear() { known.clear(), visible_shared.clear(), visible_global.clear(), over.clear(); }
+    void clear() { known.clear(), visible_shared.clear(), visible_global.clear(), over.clear(), over_visible.clear(); }
 
   private:
     void join_visible(const Past& from) {
         visible_shared.join(from.visible_shared), visible_global.join(from.visible_global);
+        over_visible.join(from.over_visible);
     }
 };
 
