@@ -1,4 +1,4 @@
-"""All evidence that a GPU can give, gathered by one command in under 8 minutes: ``make gpu-check OUT=dir``.
+"""Gathers all evidence that a GPU can give in under 8 minutes: ``make gpu-check OUT=dir``.
 
 Needed: Python 3.10, torch 2.10 with CUDA, triton and a driver. What a stage needs beyond these (pytest, the packages of
 the benchmarks, compute-sanitizer, a compiler for the emulator) it names where it is missing. ``make gpu-check
@@ -30,11 +30,9 @@ what needs none), and 2 for wrong options.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +42,7 @@ from benchmarks.evidence import bundle, machine, summary
 from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, Result, Stage, Workplace, run_stages
 from benchmarks.evidence.stages_kernels import run_benchmarks, run_library, run_sanitizer
 from benchmarks.evidence.stages_tests import run_emulator, run_tests
+from benchmarks.measure import environment
 
 SCRATCH = ROOT / "build" / "gpu_check"
 NO_GPU = 2
@@ -96,8 +95,7 @@ def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
     package = scratch / "site" / "fastattn"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)
-    parts = [*(ROOT / "python" / "fastattn").iterdir(), ROOT / "triton_kernels"]
-    for part in parts:
+    for part in (*(ROOT / "python" / "fastattn").iterdir(), ROOT / "triton_kernels"):
         if part.name != "__pycache__":
             (package / part.name).symlink_to(part)
     caches = {
@@ -119,17 +117,8 @@ def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
         **{name: str(scratch / folder) for name, folder in caches.items()},
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        "FASTATTN_COMMIT": given.get("FASTATTN_COMMIT") or _commit(),
+        "FASTATTN_COMMIT": given.get("FASTATTN_COMMIT") or environment.commit(),
     }
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def bring_out(out: Path, workplace: Workplace, results: Sequence[Result]) -> str:
@@ -149,9 +138,8 @@ def bring_out(out: Path, workplace: Workplace, results: Sequence[Result]) -> str
         plot = workplace.results / name
         if plot.exists() and plot.stat().st_size <= bundle.MOST_BYTES:
             shutil.copyfile(plot, out / name)
-    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0).isoformat()
     commit = workplace.environment["FASTATTN_COMMIT"]
-    document = summary.as_document(results, workplace.facts, commit, now, left_out)
+    document = summary.as_document(results, workplace.facts, commit, environment.now(), left_out)
     page = summary.as_markdown(document, summary.documents(workplace.results))
     (out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / "summary.md").write_text(page)
@@ -179,17 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if obstacle is not None and not (options.dry_run and facts.get("torch")):
         print(f"gpu-check: {obstacle}", file=sys.stderr)
         return NO_GPU
-    environment = make_environment(SCRATCH, os.environ)
     jobs = options.jobs or max(1, min(8, facts["host_cpus"] // 2))
-    workplace = Workplace(ROOT, SCRATCH, sys.executable, environment, facts, jobs)
+    workplace = Workplace(ROOT, SCRATCH, sys.executable, make_environment(SCRATCH, os.environ), facts, jobs)
     for folder in (workplace.logs, workplace.results):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     out = options.out.resolve()
-    results = run_stages(stages, limits, workplace, lambda so_far: _keep(out, workplace, so_far))
+    results = run_stages(stages, limits, workplace, lambda so_far: bring_out(out, workplace, so_far))
     print(f"\n{bring_out(out, workplace, results)}\nAll of it: {options.out}")
     return 1 if any(result.status in (FAILED, TIMED_OUT) for result in results) else 0
-
-
-def _keep(out: Path, workplace: Workplace, results: Sequence[Result]) -> None:
-    bring_out(out, workplace, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,22 +10,16 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.measure.environment import driver_version
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
 # Each of these packages is needed by some of the stages only.
 OPTIONAL = (
-    "pytest",
-    "hypothesis",
-    "pybind11",
-    "ninja",
-    "setuptools",
-    "tqdm",
-    "matplotlib",
-    "numpy",
-    "tabulate",
-    "transformers",
+    *("pytest", "hypothesis", "pybind11", "ninja", "setuptools"),
+    *("tqdm", "matplotlib", "numpy", "tabulate", "transformers"),
 )
 
 Facts = dict[str, Any]
@@ -32,9 +27,9 @@ Facts = dict[str, Any]
 
 def look(environment: Mapping[str, str]) -> Facts:
     """Returns the facts about this Python and its machine. Raises RuntimeError if the process fails or hangs."""
-    command = [sys.executable, str(Path(__file__).resolve())]
+    command = [sys.executable, "-m", "benchmarks.evidence.machine"]
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, env=dict(environment), capture_output=True, text=True, timeout=60)
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         said = done.stderr.strip()[-500:] if not isinstance(error, subprocess.TimeoutExpired) else str(error)
@@ -79,12 +74,10 @@ def find_facts() -> Facts:
         return facts
     facts["torch"], facts["cuda"] = torch.__version__, torch.version.cuda
     facts["torch_version"] = [int(part) for part in torch.__version__.split(".")[:2]]
-    try:
+    with contextlib.suppress(Exception):
         import triton
 
         facts["triton"] = triton.__version__
-    except Exception:
-        pass
     if facts["cuda"] is None:
         return facts
     try:
@@ -96,22 +89,12 @@ def find_facts() -> Facts:
     facts["gpu"] = properties.name
     facts["compute_capability"] = f"{properties.major}.{properties.minor}"
     facts["num_sms"], facts["memory_bytes"] = properties.multi_processor_count, properties.total_memory
-    facts["driver"] = _driver()
+    facts["driver"] = driver_version()
     return facts
 
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        listed = []
-    loaded = Path("/sys/module/nvidia/version")
-    return listed[0] if listed else loaded.read_text().strip() if loaded.exists() else "unknown"
 
 
 if __name__ == "__main__":

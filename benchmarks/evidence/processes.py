@@ -69,15 +69,12 @@ class _Running:
         """Returns whether the process has exited. It stays a zombie, so its id and its group's are not reused."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def reap(self) -> int:
-        _kill_group(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
-
     def poll(self) -> None:
         if self.outcome is not None or not self.has_exited():
             return
-        code = self.reap()
-        if self.command.restart_after(code) and self.restarts < MOST_RESTARTS:
+        _kill(os.killpg, self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        if self.restarts < MOST_RESTARTS and self.command.restart_after(code):
             self.restarts += 1
             with open(self.command.log, "a") as log:
                 log.write(f"\n--- ended with code {code}; started again ---\n")
@@ -88,9 +85,9 @@ class _Running:
     def kill(self) -> None:
         """Kills the process and all its descendants, also those that have started a new session."""
         below = descendants(self.process.pid)
-        _kill_group(self.process.pid, signal.SIGKILL)
+        _kill(os.killpg, self.process.pid, signal.SIGKILL)
         for child in below:
-            _kill(child)
+            _kill(os.kill, child, signal.SIGKILL)
         self.process.wait()
         self.outcome = Outcome(None, time.monotonic() - self.started)
 
@@ -103,8 +100,8 @@ def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
         _wait(running, deadline - grace)
         for each in running:
             if each.outcome is None:
-                each.command = _without_restart(each.command)
-                _kill_group(each.process.pid, signal.SIGTERM)
+                each.restarts = MOST_RESTARTS
+                _kill(os.killpg, each.process.pid, signal.SIGTERM)
         asked = [each for each in running if each.outcome is None]
         _wait(asked, deadline)
         for each in asked:  # a command that ended after SIGTERM has run out of time too
@@ -115,10 +112,6 @@ def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
             if each.outcome is None:
                 each.kill()
     return [each.outcome or Outcome(None, 0.0) for each in running] or [Outcome(None, 0.0) for _ in commands]
-
-
-def _without_restart(command: Command) -> Command:
-    return Command(command.arguments, command.log, command.environment, command.folder)
 
 
 def _wait(running: Sequence[_Running], until: float) -> None:
@@ -145,11 +138,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill_group(group: int, sent: signal.Signals) -> None:
+def _kill(kill: Callable[[int, int], None], target: int, sent: signal.Signals) -> None:
+    """Sends the signal by `os.kill` or `os.killpg`, unless the target has ended or belongs to somebody else."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, sent)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        kill(target, sent)

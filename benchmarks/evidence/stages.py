@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.evidence.machine import Facts
 from benchmarks.evidence.processes import Command, Outcome, run_together
@@ -82,19 +81,18 @@ class Stage:
     needs_library: bool = True
 
 
-def status_of(outcomes: Iterable[Outcome]) -> str:
+def status_of(outcomes: Sequence[Outcome]) -> str:
     """Returns the worst status of the outcomes: failed, else timed out, else passed."""
-    found = list(outcomes)
-    if any(not outcome.passed and not outcome.timed_out for outcome in found):
+    if any(not outcome.passed and not outcome.timed_out for outcome in outcomes):
         return FAILED
-    return TIMED_OUT if any(outcome.timed_out for outcome in found) else PASSED
+    return TIMED_OUT if any(outcome.timed_out for outcome in outcomes) else PASSED
 
 
 def run_stages(
     stages: Sequence[Stage],
     limits: Mapping[str, float],
     workplace: Workplace,
-    after_each: Callable[[list[Result]], None],
+    after_each: Callable[[list[Result]], object],
 ) -> list[Result]:
     """Runs every stage. ``after_each`` gets the results so far, so that they survive if this process is killed."""
     results: list[Result] = []
@@ -119,15 +117,3 @@ def _run(stage: Stage, workplace: Workplace, deadline: float) -> Result:
         return stage.run(workplace, deadline)
     except Exception as error:  # an error in one stage must not stop the others
         return Result(FAILED, f"{type(error).__name__}: {error}", traceback.format_exc().splitlines()[-6:])
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """Returns the result as it is written to gpu_check.json."""
-    return {
-        "stage": result.stage,
-        "status": result.status,
-        "seconds": round(result.seconds, 1),
-        "limit_s": result.limit_s,
-        "headline": result.headline,
-        "details": result.details,
-    }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.machine import Facts
-from benchmarks.evidence.stages import Result, as_json
-from benchmarks.measure.labels import label
+from benchmarks.evidence.stages import Result
+from benchmarks.measure.labels import figures, grouped_by_case, seconds_of
 
 SCHEMA = 1
 _CASES = 6  # shown of each benchmark, which has the most informative cases first
@@ -30,7 +31,7 @@ def as_document(
         "date": date,
         "commit": commit,
         "machine": facts,
-        "stages": [as_json(result) for result in results],
+        "stages": [{**dataclasses.asdict(result), "seconds": round(result.seconds, 1)} for result in results],
         "left_out": list(bundled),
     }
 
@@ -67,9 +68,7 @@ def as_markdown(document: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) 
 
 def _main_rows(benchmark: dict[str, Any]) -> list[str]:
     """Returns a table of the first cases, with fastattn's rows and that of the best peer, and counts of all rows."""
-    cases: dict[str, list[dict[str, Any]]] = {}
-    for row in benchmark["rows"]:
-        cases.setdefault(label(row["case"]), []).append(row)
+    cases = grouped_by_case(benchmark["rows"])
     lines = [
         "| case | implementation | µs | TFLOP/s | GB/s | of limit | bound by | to best peer |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -77,7 +76,7 @@ def _main_rows(benchmark: dict[str, Any]) -> list[str]:
     for case, rows in list(cases.items())[:_CASES]:
         peers = [row for row in rows if row["is_peer"] and row["status"] == "ok"]
         chosen = [row for row in rows if not row["is_peer"] and row["status"] != "unsupported"]
-        chosen += sorted(peers, key=_seconds)[:1]
+        chosen += sorted(peers, key=seconds_of)[:1]
         lines += [f"| {' | '.join(map(_cell, (case, *_figures(row))))} |" for row in chosen]
     statuses = [row["status"] for row in benchmark["rows"]]
     counted = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)) or "none"
@@ -88,22 +87,9 @@ def _main_rows(benchmark: dict[str, Any]) -> list[str]:
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:
     if row["status"] != "ok":
         return row["implementation"], f"{row['status']}: {row['reason']}", *([""] * 5)
-    seconds = _seconds(row)
-    ratio = row["ratio_to_best_peer"]
-    return (
-        row["implementation"],
-        f"{seconds * 1e6:.1f}",
-        f"{row['flops'] / seconds / 1e12:.1f}",
-        f"{row['bytes'] / seconds / 1e9:.0f}",
-        f"{row['fraction']:.0%}",
-        str(row["resource"]),
-        "–" if ratio is None else f"{ratio:.2f}",
-    )
-
-
-def _seconds(row: dict[str, Any]) -> float:
-    """Returns what results.seconds_of does, which needs torch: the time in a CUDA graph if measured, else eager."""
-    return float((row["graph"] or row["eager"])["median_s"])
+    cells = figures(row)
+    shown = (cells[name] for name in ("TFLOP/s", "GB/s", "of limit", "bound by", "to best peer"))
+    return row["implementation"], f"{seconds_of(row) * 1e6:.1f}", *shown
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Describes the commit, the time, the GPU and the software with which figures are taken."""
+"""Describes the commit, the time, the GPU and the software with which figures are taken. It imports without torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import fastattn
 from benchmarks import ROOT
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _output(*command: str) -> str | None:
@@ -27,10 +27,8 @@ def commit() -> str:
 
     Outside git it returns the value of FASTATTN_COMMIT, or ``unknown``.
     """
-    head = _output("git", "rev-parse", "HEAD")
-    if head is None:
-        return os.environ.get("FASTATTN_COMMIT", "unknown")
-    return head + "+changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else head
+    described = _output("git", "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*")
+    return described or os.environ.get("FASTATTN_COMMIT") or "unknown"
 
 
 def now() -> str:
@@ -49,6 +47,10 @@ def driver_version() -> str:
 
 def describe_gpu(device: torch.device) -> dict[str, Any]:
     """Returns the GPU, its driver and the versions of the software, with the fields of ``results.ENVIRONMENT``."""
+    import torch
+
+    import fastattn
+
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,

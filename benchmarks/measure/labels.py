@@ -1,10 +1,11 @@
-"""Describes cases in words."""
+"""Describes cases in words, and rows of results in figures. It imports neither torch nor tabulate."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+Row = dict[str, Any]
 _SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -51,4 +52,35 @@ def _int8_parts(case: Mapping[str, Any]) -> dict[str, str]:
         "m": f"M {case['m']}",
         "granularity": "per channel" if case["granularity"] == "channel" else f"groups of {case['granularity']}",
         "gradient": "input gradient" if case["gradient"] else "forward",
+    }
+
+
+def grouped_by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of each case by its label, in the order of the rows."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(label(row["case"]), []).append(row)
+    return groups
+
+
+def seconds_of(row: Row) -> float:
+    """Returns the time that stands for a row: that within a CUDA graph if it was measured, else the eager time."""
+    return float((row["graph"] or row["eager"])["median_s"])
+
+
+def figures(row: Row) -> dict[str, str]:
+    """Returns the cells of an "ok" row by column. Rates and the fraction use the time in a CUDA graph, if any."""
+    seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
+    return {
+        "implementation": row["implementation"],
+        "eager µs": f"{eager['median_s'] * 1e6:.1f}",
+        "± %": f"{100 * (eager['upper_s'] - eager['lower_s']) / eager['median_s']:.1f}",
+        "graph µs": f"{graph['median_s'] * 1e6:.1f}" if graph else "–",
+        "TFLOP/s": f"{row['flops'] / seconds / 1e12:.1f}",
+        "GB/s": f"{row['bytes'] / seconds / 1e9:.0f}",
+        "of limit": f"{row['fraction']:.0%}",
+        "bound by": row["resource"],
+        "peak MB": f"{row['peak_bytes'] / 1e6:.1f}",
+        "error": f"{row['error']:.1e}",
+        "to best peer": "–" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}",
     }

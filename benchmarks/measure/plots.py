@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.measure.implementations import CUBLAS
-from benchmarks.measure.labels import label
-from benchmarks.measure.results import Document, Row, limits_of, seconds_of
+from benchmarks.measure.labels import label, seconds_of
+from benchmarks.measure.results import Document, Row, limits_of
 
 Figure = Any
 _MARKERS = "osD^vP*X<>ph"
@@ -55,36 +55,41 @@ def _origin(document: Document) -> str:
 def draw_throughput(document: Document, rows: list[Row]) -> Figure:
     """Draws TFLOP/s by length, with one panel for each head dim, mask, heads and dtype."""
     limits = limits_of(document)
-
-    def rate(row: Row) -> float:
-        return float(row["flops"]) / seconds_of(row) / 1e12
-
-    def limit(row: Row) -> float:
-        return limits.flops_per_s[row["case"]["dtype"]] / 1e12
-
-    return _panels(document, rows, "sequence length", "TFLOP/s", rate, limit, "cuBLAS matmul")
+    return _panels(
+        document,
+        rows,
+        "sequence length",
+        "TFLOP/s",
+        lambda row: row["flops"] / seconds_of(row) / 1e12,
+        lambda row: limits.flops_per_s[row["case"]["dtype"]] / 1e12,
+        "cuBLAS matmul",
+    )
 
 
 def draw_decode(document: Document, rows: list[Row]) -> Figure:
     """Draws GB/s by context, with one panel for each batch, grouping and kind of cache."""
-    limit_gb = limits_of(document).bytes_per_s / 1e9
-
-    def rate(row: Row) -> float:
-        return float(row["bytes"]) / seconds_of(row) / 1e9
-
-    return _panels(document, rows, "context", "GB/s", rate, lambda row: limit_gb, "device copy")
+    limits = limits_of(document)
+    return _panels(
+        document,
+        rows,
+        "context",
+        "GB/s",
+        lambda row: row["bytes"] / seconds_of(row) / 1e9,
+        lambda row: limits.bytes_per_s / 1e9,
+        "device copy",
+    )
 
 
 def draw_int8(document: Document, rows: list[Row]) -> Figure:
     """Draws the speed-up over cuBLAS with 16-bit weights by M, a panel for each layer, granularity and direction."""
-    baseline = {_key(row): seconds_of(row) for row in rows if row["implementation"] == CUBLAS}
-    compared = [row for row in rows if _key(row) in baseline]
+    baseline = {label(row["case"]): seconds_of(row) for row in rows if row["implementation"] == CUBLAS}
+    compared = [row for row in rows if label(row["case"]) in baseline]
     return _panels(
         document,
         compared or rows,
         "rows M",
         "speed-up over cuBLAS with a 16-bit weight" if compared else "calls per second",
-        lambda row: baseline.get(_key(row), 1.0) / seconds_of(row),
+        lambda row: baseline.get(label(row["case"]), 1.0) / seconds_of(row),
         lambda row: 2.0,
         "half the weight's bytes",
     )
@@ -110,9 +115,8 @@ def draw_roofline(document: Document, rows: list[Row]) -> Figure:
             alpha=0.8,
             label=name,
         )
-    axes.set(
-        xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"Roofline: {_title(document)}"
-    )
+    title = f"Roofline: {document['benchmark'].replace('_', ' ')}"
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize=8)
     figure.supxlabel(" ")  # room for the line that says where the figures come from
@@ -194,13 +198,5 @@ def _draw_lines(panel: Any, rows: Iterable[Row], names: list[str], axis: str, ra
         )
 
 
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(sorted((name, str(value)) for name, value in row["case"].items()))
-
-
 def _short(number: int) -> str:
     return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
-
-
-def _title(document: Document) -> str:
-    return str(document["benchmark"]).replace("_", " ")

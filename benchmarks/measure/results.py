@@ -1,32 +1,6 @@
 """Defines the schema of the JSON that a benchmark writes, and is the only code to read or write it.
 
-A document is one run of one benchmark::
-
-    {
-      "schema": 1,
-      "benchmark": "attention_forward",        one of BENCHMARKS
-      "date": "2030-01-31T12:00:00+00:00",     UTC
-      "commit": "…",                           of this repository; "+changes" where files differed from it
-      "complete": true,                        false: the time limit or a lost device ended the run early
-      "environment": {…},                      see ENVIRONMENT
-      "limits": {                              measured in this run, see fastattn.profiler.roofline.Limits
-        "bytes_per_s": …, "flops_per_s": {"bfloat16": …}, "eager_launch_s": …, "graph_launch_s": …
-      },
-      "rows": [{
-        "case": {…},                           the shape and options, by name; what a row is compared within
-        "implementation": "fastattn cuda", "version": "…", "is_peer": false,
-        "status": "ok",                        or "unsupported", "failed", "wrong" (then without figures)
-        "reason": null,                        why not "ok"; of an "ok" row, why a figure is missing
-        "flops": …, "bytes": …,                the least work of a call
-        "error": …,                            worst difference from float64, relative to the largest value
-        "eager": {"median_s": …, "lower_s": …, "upper_s": …, "samples": …},   or null; quartiles
-        "graph": {…},                          the same, per call within a CUDA graph, or null
-        "peak_bytes": …,                       what a call allocates at its highest
-        "resource": "compute",                 what binds it: "memory", "launch overhead"
-        "fraction": …,                         of that limit
-        "ratio_to_best_peer": …                the best peer's time over this one's; null without a peer
-      }]
-    }
+A document is one run of one benchmark: `_TOP` and the tables beside it have its fields.
 """
 
 from __future__ import annotations
@@ -48,54 +22,45 @@ Row = dict[str, Any]
 Document = dict[str, Any]
 
 _NUMBER = (int, float)
+_NAMES = ("gpu", "compute_capability", "driver", "cuda", "torch", "triton", "python", "fastattn", "nvcc")
 ENVIRONMENT: dict[str, type] = {
-    "gpu": str,
-    "compute_capability": str,
-    "num_sms": int,
-    "memory_bytes": int,
-    "l2_bytes": int,
-    "driver": str,
-    "cuda": str,
-    "torch": str,
-    "triton": str,
-    "python": str,
-    "fastattn": str,
-    "nvcc": str,
+    **dict.fromkeys(_NAMES, str),
+    **dict.fromkeys(("num_sms", "memory_bytes", "l2_bytes"), int),
 }
 _TOP: dict[str, Any] = {
     "schema": int,
-    "benchmark": str,
-    "date": str,
-    "commit": str,
-    "complete": bool,
+    "benchmark": str,  # one of BENCHMARKS
+    "date": str,  # UTC: "2030-01-31T12:00:00+00:00"
+    "commit": str,  # of this repository; "+changes" where files differed from it
+    "complete": bool,  # false: the time limit or a lost device ended the run early
     "environment": dict,
-    "limits": dict,
+    "limits": dict,  # fastattn.profiler.roofline.Limits, measured in this run
     "rows": list,
 }
 _LIMITS: dict[str, Any] = {
     "bytes_per_s": _NUMBER,
-    "flops_per_s": dict,
+    "flops_per_s": dict,  # by dtype
     "eager_launch_s": _NUMBER,
     "graph_launch_s": _NUMBER,
 }
 _TIMING: dict[str, Any] = {"median_s": _NUMBER, "lower_s": _NUMBER, "upper_s": _NUMBER, "samples": int}
 _NONE = type(None)
 _ROW: dict[str, Any] = {
-    "case": dict,
+    "case": dict,  # the shape and options, by name; rows of the same case are compared
     "implementation": str,
     "version": str,
     "is_peer": bool,
-    "status": str,
-    "reason": (str, _NONE),
-    "flops": int,
+    "status": str,  # one of STATUSES; only an "ok" row has times
+    "reason": (str, _NONE),  # why not "ok"; of an "ok" row, why a figure is missing
+    "flops": int,  # the least work of a call
     "bytes": int,
-    "error": (*_NUMBER, _NONE),
+    "error": (*_NUMBER, _NONE),  # the worst difference from float64, relative to the largest value
     "eager": (dict, _NONE),
-    "graph": (dict, _NONE),
-    "peak_bytes": (int, _NONE),
-    "resource": (str, _NONE),
-    "fraction": (*_NUMBER, _NONE),
-    "ratio_to_best_peer": (*_NUMBER, _NONE),
+    "graph": (dict, _NONE),  # per call within a CUDA graph
+    "peak_bytes": (int, _NONE),  # what a call allocates at its highest
+    "resource": (str, _NONE),  # COMPUTE, MEMORY or LAUNCH, which binds it
+    "fraction": (*_NUMBER, _NONE),  # of that limit
+    "ratio_to_best_peer": (*_NUMBER, _NONE),  # the best peer's time over this one's; None without a peer
 }
 
 
@@ -146,11 +111,6 @@ def limits_of(document: Document) -> Limits:
     return Limits(**document["limits"])
 
 
-def seconds_of(row: Row) -> float:
-    """Returns the time that stands for a row: that within a CUDA graph if it was measured, else the eager time."""
-    return float((row["graph"] or row["eager"])["median_s"])
-
-
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows, each "ok" one with the best peer's time on the same case over its own time.
 
@@ -165,10 +125,7 @@ def _ratio(row: Row, rows: Iterable[Row]) -> float | None:
     peers = [
         other
         for other in rows
-        if other["case"] == row["case"]
-        and other["is_peer"]
-        and other["status"] == "ok"
-        and other["implementation"] != row["implementation"]
+        if other is not row and other["case"] == row["case"] and other["is_peer"] and other["status"] == "ok"
     ]
     for kind in ("graph", "eager"):
         best = min((other[kind]["median_s"] for other in peers if other[kind]), default=None)

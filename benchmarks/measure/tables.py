@@ -9,55 +9,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.measure.labels import label
-from benchmarks.measure.results import Document, Row, seconds_of
+from benchmarks.measure.labels import figures, grouped_by_case, label, seconds_of
+from benchmarks.measure.results import Document, Row
 from fastattn.profiler.work import Work
 
-COLUMNS = (
-    "implementation",
-    "eager µs",
-    "± %",
-    "graph µs",
-    "TFLOP/s",
-    "GB/s",
-    "of limit",
-    "bound by",
-    "peak MB",
-    "error",
-    "to best peer",
-)
 SUMMARY_COLUMNS = ("TFLOP/s", "GB/s", "of limit", "bound by", "peak MB", "error", "to best peer")
 _TEXT_COLUMNS = ("implementation", "bound by", "case", "kernel", "GPU", "backend", "best peer", "call")
-
-
-def grouped_by_case(rows: Iterable[Row]) -> list[list[Row]]:
-    """Returns the rows of each case, in the order of the rows."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(label(row["case"]), []).append(row)
-    return list(groups.values())
-
-
-def figures(row: Row) -> dict[str, str]:
-    """Returns the cells of an "ok" row by ``COLUMNS``. Rates and the fraction use the time in a CUDA graph, if any."""
-    seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
-    return {
-        "implementation": row["implementation"],
-        "eager µs": _microseconds(eager),
-        "± %": f"{100 * (eager['upper_s'] - eager['lower_s']) / eager['median_s']:.1f}",
-        "graph µs": _microseconds(graph),
-        "TFLOP/s": f"{row['flops'] / seconds / 1e12:.1f}",
-        "GB/s": f"{row['bytes'] / seconds / 1e9:.0f}",
-        "of limit": f"{row['fraction']:.0%}",
-        "bound by": row["resource"],
-        "peak MB": f"{row['peak_bytes'] / 1e6:.1f}",
-        "error": f"{row['error']:.1e}",
-        "to best peer": "–" if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.2f}",
-    }
-
-
-def _microseconds(timing: dict[str, Any] | None) -> str:
-    return "–" if timing is None else f"{timing['median_s'] * 1e6:.1f}"
 
 
 def limits_line(document: Document) -> str:
@@ -73,12 +30,12 @@ def limits_line(document: Document) -> str:
 def as_text(document: Document) -> str:
     """Returns the whole document as text for a terminal; rows without figures give their reason instead."""
     lines = [limits_line(document)]
-    for rows in grouped_by_case(document["rows"]):
-        measured = [row for row in rows if row["status"] == "ok"]
-        lines += ["", label(rows[0]["case"])]
+    for case, rows in grouped_by_case(document["rows"]).items():
+        measured = [figures(row) for row in rows if row["status"] == "ok"]
+        lines += ["", case]
         if measured:
-            lines.append(aligned(COLUMNS, [tuple(figures(row).values()) for row in measured]))
-        lines += [f"{row['implementation']}: {row['status']}: {row['reason']}" for row in rows if row not in measured]
+            lines.append(aligned(list(measured[0]), [tuple(cells.values()) for cells in measured]))
+        lines += [f"{row['implementation']}: {row['status']}: {row['reason']}" for row in rows if row["status"] != "ok"]
     return "\n".join(lines)
 
 
@@ -86,8 +43,8 @@ def as_markdown(rows: Sequence[Row]) -> str:
     """Returns a table with one line for each case: the faster of fastattn's backends beside the best peer."""
     titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
     lines = []
-    for of_case in grouped_by_case(rows):
-        cells = [label(of_case[0]["case"])]
+    for case, of_case in grouped_by_case(rows).items():
+        cells = [case]
         own, peer = (_fastest(row for row in of_case if row["is_peer"] is is_peer) for is_peer in (False, True))
         if own is None:
             cells += ["–"] * (2 + len(SUMMARY_COLUMNS))
@@ -132,16 +89,12 @@ def overhead_table(rows: Iterable[Row], form: Callable[..., str]) -> str:
     return form(("call", "public µs", "floor µs", "added µs", "aim µs"), cells)
 
 
-def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], form: str = "simple") -> str:
     """Returns a table for a terminal, with text aligned to the left and numbers to the right."""
-    return _table(header, rows, "simple")
+    sides = ["left" if title in _TEXT_COLUMNS else "right" for title in header]
+    return tabulate(list(rows), header, tablefmt=form, disable_numparse=True, colalign=sides)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table in Markdown, with text aligned to the left and numbers to the right."""
-    return _table(header, rows, "pipe")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], form: str) -> str:
-    sides = ["left" if title in _TEXT_COLUMNS else "right" for title in header]
-    return tabulate(list(rows), header, tablefmt=form, disable_numparse=True, colalign=sides)
+    """Returns the table of `aligned` in Markdown."""
+    return aligned(header, rows, "pipe")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark_cases import document, row_of
 from benchmarks.evidence import bundle, gpu_check, machine, pytest_codes, stages_kernels, summary
 from benchmarks.evidence.processes import Command, run_together
 from benchmarks.evidence.stages import (
@@ -32,6 +33,8 @@ from benchmarks.evidence.stages import (
     status_of,
 )
 from benchmarks.evidence.stages_tests import judge, kernel_test_modules
+from benchmarks.measure.cases.attention import AttentionCase
+from fastattn.profiler.work import Work
 
 ROOT = Path(__file__).parents[2]
 FACTS: machine.Facts = {
@@ -149,18 +152,11 @@ def test_a_crash_and_a_hang_cost_the_test_that_had_them(workplace: Workplace, tm
     (tmp_path / "test_no_import.py").write_text("import no_such_module")
     workplace.environment["PYTHONPATH"] = str(ROOT)
     record = workplace.logs / "record.jsonl"
-    arguments = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "benchmarks.evidence.pytest_record",
-        "--continue-on-collection-errors",
-    ]
     run = Command(
         [
-            *(sys.executable, "-m", "pytest", *arguments, "-c", os.devnull, "--rootdir", str(tmp_path)),
-            *("--record", str(record), "--seconds-per-test", "2", str(tmp_path)),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull),
+            *("-p", "benchmarks.evidence.pytest_record", "--continue-on-collection-errors"),
+            *("--rootdir", str(tmp_path), "--record", str(record), "--seconds-per-test", "2", str(tmp_path)),
         ],
         workplace.logs / "pytest.log",
         workplace.environment,
@@ -313,24 +309,11 @@ def test_an_archive_fits(tmp_path: Path) -> None:
 
 
 def benchmark_document() -> dict[str, Any]:
-    case = {
-        "seqlen": 1024,
-        "batch": 16,
-        "heads": 16,
-        "kv_heads": 16,
-        "head_dim": 128,
-        "causal": True,
-        "window": -1,
-        "varlen": False,
-        "bias": False,
-        "dtype": "bfloat16",
-    }
-    row = {"case": case, "status": "ok", "flops": 10**9, "bytes": 10**6, "fraction": 0.5, "resource": "compute"}
+    case = AttentionCase(head_dim=128, seqlen=1024, batch=16, heads=16, kv_heads=16, causal=True)
 
     def of(name: str, seconds: float, is_peer: bool, **changes: Any) -> dict[str, Any]:
-        timing = {"median_s": seconds, "lower_s": seconds, "upper_s": seconds, "samples": 3}
-        own = {"implementation": name, "is_peer": is_peer, "eager": timing, "graph": None, "ratio_to_best_peer": 0.8}
-        return {**row, **own, **changes}
+        row = row_of(case, name, is_peer, seconds, None, Work(10**9, 10**6))
+        return {**row, "fraction": 0.5, "resource": "compute", "ratio_to_best_peer": 0.8, **changes}
 
     rows = [
         of("fastattn cuda", 1e-5, False),
@@ -338,7 +321,7 @@ def benchmark_document() -> dict[str, Any]:
         of("slow peer", 4e-5, True),
         of("quick peer", 8e-6, True),
     ]
-    return {"benchmark": "attention_forward", "complete": False, "rows": rows}
+    return {**document("attention_forward", rows), "complete": False}
 
 
 def test_what_is_brought_out(workplace: Workplace, tmp_path: Path) -> None:
@@ -360,8 +343,8 @@ def test_what_is_brought_out(workplace: Workplace, tmp_path: Path) -> None:
     assert len(files) <= bundle.MOST_FILES and all(path.stat().st_size < 16 * 10**6 for path in files)
     assert len(unpacked(out / "logs.tar.gz")) == 30
     assert "results/decode_roofline.png" in unpacked(out / "results.tar.gz")
-    document = json.loads((out / "gpu_check.json").read_text())
-    assert [stage["status"] for stage in document["stages"]] == [FAILED, TIMED_OUT]
+    written = json.loads((out / "gpu_check.json").read_text())
+    assert [stage["status"] for stage in written["stages"]] == [FAILED, TIMED_OUT]
     for words in (
         "commit abc",
         "- GPU: NVIDIA H200, compute capability 9.0, driver 580.1",
@@ -379,8 +362,7 @@ def test_what_is_brought_out(workplace: Workplace, tmp_path: Path) -> None:
 
 def test_the_page_of_a_dry_run(workplace: Workplace) -> None:
     facts = {**FACTS, "gpu": None, "compute_capability": None}
-    document = summary.as_document([], facts, "abc", "2030-01-31", ["a.png (9 bytes)"])
-    page = summary.as_markdown(document, [])
+    page = summary.as_markdown(summary.as_document([], facts, "abc", "2030-01-31", ["a.png (9 bytes)"]), [])
     assert "- GPU: none (dry run)" in page and "Left out for their size: a.png (9 bytes)" in page
 
 
