@@ -10,27 +10,23 @@ import argparse
 
 from benchmarks.measure import harness
 from benchmarks.measure.cases import attention as case_attention
-from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.harness import Benchmark
-from benchmarks.measure.implementations import own_implementations
 from benchmarks.measure.peers import attention as peers_attention
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
     """Returns the benchmark that the options ask for."""
-    peers = harness.chosen_peers(peers_attention.backward_peers(), options.peer)
-    own = own_implementations(case_attention.prepare_backward, options.backend or ("cuda", "triton"))
     return Benchmark(
         name="attention_backward",
         title="attention backward",
         cases=case_attention.backward_cases(options),
-        implementations=[*own, *peers],
+        implementations=harness.chosen_implementations(
+            options, case_attention.prepare_backward, peers_attention.backward_peers()
+        ),
         make_inputs=case_attention.make_inputs,
-        input_bytes=case_attention.input_bytes,
-        work=AttentionCase.backward_work,
+        work=case_attention.AttentionCase.backward_work,
         expected=case_attention.expected_backward,
         checked=case_attention.checked_slice,
-        uses_graphs=lambda case: False,
         differentiates=lambda case: True,
     )
 

@@ -10,27 +10,21 @@ import argparse
 
 from benchmarks.measure import harness
 from benchmarks.measure.cases import decode as case_decode
-from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.harness import Benchmark
-from benchmarks.measure.implementations import own_implementations
 from benchmarks.measure.peers import decode as peers_decode
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
     """Returns the benchmark that the options ask for."""
-    peers = harness.chosen_peers(peers_decode.peers(), options.peer)
-    own = own_implementations(case_decode.prepare, options.backend or ("cuda", "triton"))
     return Benchmark(
         name="decode",
         title="decode",
         cases=case_decode.chosen(options),
-        implementations=[*own, *peers],
+        implementations=harness.chosen_implementations(options, case_decode.prepare, peers_decode.peers()),
         make_inputs=case_decode.make_inputs,
-        input_bytes=case_decode.input_bytes,
-        work=DecodeCase.work,
+        work=case_decode.DecodeCase.work,
         expected=case_decode.expected,
         checked=case_decode.checked_slice,
-        uses_graphs=lambda case: True,
         differentiates=lambda case: False,
     )
 

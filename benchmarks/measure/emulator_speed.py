@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine_code import HAS_NATIVE  # isort: skip  (before whatever imports fastattn)
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     backends = {"native, sm_80": "cuda", "Triton, sm_80": "triton"}
     if not HAS_NATIVE:
         del backends["native, sm_80"]
-    rows, cells = [], []
+    rows: list[dict[str, Any]] = []
     for name, backend in backends.items():
         for workers in (1, 2):
             with allocations.tracked(), device.emulated(arch=80):
@@ -85,16 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     "warp_instructions_per_second": executed / seconds,
                 }
             )
-            cells.append(
-                (
-                    name,
-                    str(workers),
-                    f"{seconds:.3f}",
-                    f"{AIM_SECONDS:.1f}",
-                    f"{executed:,}",
-                    f"{executed / seconds:,.0f}",
-                )
-            )
+    formats = ("", "", ".3f", ".1f", ",", ",.0f")
+    cells = [[format(*cell) for cell in zip(row.values(), formats, strict=True)] for row in rows]
     print(tables.aligned(("kernel", "workers", "seconds", "aim", "instructions", "a second"), cells))
     if chosen.json:
         chosen.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,9 @@ import fastattn
 from benchmarks.measure import environment, plots, results
 from benchmarks.measure import tables as table
 from benchmarks.measure.accuracy import Expected, judge
-from benchmarks.measure.implementations import Implementation, Unsupported, broken
+from benchmarks.measure.implementations import Implementation, Prepare, Unsupported, broken, own_implementations
 from benchmarks.measure.results import Document, Row
-from benchmarks.measure.timing import CudaTimer, Timer, Timing, num_input_sets
+from benchmarks.measure.timing import CudaTimer, num_input_sets
 from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, bound
 from fastattn.profiler.work import Work
@@ -44,12 +45,10 @@ class Benchmark:
         cases: the cases of a run, the most informative first.
         implementations: fastattn's implementations, then the peers.
         make_inputs: makes random inputs of a case on a device, from a seed.
-        input_bytes: returns how many bytes a call on one set of inputs reads.
         work: returns the least work of a call.
         expected: returns the right results of the checked part, in float64.
         checked: returns the part of an output that is checked.
-        uses_graphs: returns whether short calls are timed within CUDA graphs too.
-        differentiates: returns whether autograd records the calls.
+        differentiates: returns whether autograd runs in the calls; short calls of others are timed in CUDA graphs too.
     """
 
     name: str
@@ -57,11 +56,9 @@ class Benchmark:
     cases: Sequence[Any]
     implementations: Sequence[Implementation]
     make_inputs: Callable[[Any, torch.device, int], Any]
-    input_bytes: Callable[[Any], int]
     work: Callable[[Any], Work]
     expected: Callable[[Any, Any], Expected]
     checked: Callable[[Any, Tensor], Tensor]
-    uses_graphs: Callable[[Any], bool]
     differentiates: Callable[[Any], bool]
 
 
@@ -86,7 +83,7 @@ def _ends_when_asked() -> Iterator[None]:
 
 
 def measure_case(
-    benchmark: Benchmark, case: Any, device: torch.device, timer: Timer, limits: Limits, num_sets: int
+    benchmark: Benchmark, case: Any, device: torch.device, timer: CudaTimer, limits: Limits, num_sets: int
 ) -> Iterator[Row]:
     """Yields one row for each implementation. Raises ``DeviceLost`` after the row of the one that lost the device."""
     sets = [benchmark.make_inputs(case, device, seed) for seed in range(num_sets)]
@@ -110,7 +107,7 @@ def _measure(
     implementation: Implementation,
     sets: Sequence[Any],
     expected: Expected,
-    timer: Timer,
+    timer: CudaTimer,
     limits: Limits,
 ) -> Row:
     prepared = [implementation.prepare(case, inputs) for inputs in sets]
@@ -118,16 +115,19 @@ def _measure(
     verdict = judge([benchmark.checked(case, output) for output in outputs], expected, implementation.is_peer)
     del outputs
     if verdict.reason is not None:
-        return {"status": "wrong", "reason": verdict.reason, "error": _finite(verdict.error)}
+        error = verdict.error if math.isfinite(verdict.error) else None  # JSON has no infinity
+        return {"status": "wrong", "reason": verdict.reason, "error": error}
     calls = [each.call for each in prepared]
     peak_bytes = timer.peak_bytes(calls[0])
     eager = timer.eager(calls)
     graph, reason = None, None
-    if benchmark.uses_graphs(case) and eager.median_s < GRAPH_BELOW_S:
+    if not benchmark.differentiates(case) and eager.median_s < GRAPH_BELOW_S:
         try:
             graph = timer.graph(calls)
         except Exception as error:  # an implementation that synchronises cannot be captured
             reason = f"no CUDA graph: {_reason(error)}"
+    launch_s = limits.eager_launch_s if graph is None else limits.graph_launch_s
+    binding = bound(benchmark.work(case), limits, case.dtype, launch_s)
     return {
         "status": "ok",
         "reason": reason,
@@ -135,14 +135,9 @@ def _measure(
         "eager": eager._asdict(),
         "graph": None if graph is None else graph._asdict(),
         "peak_bytes": peak_bytes,
-        **_classify(benchmark.work(case), case.dtype, limits, eager, graph),
+        "resource": binding.resource,
+        "fraction": binding.fraction((graph or eager).median_s),
     }
-
-
-def _classify(work: Work, dtype: str, limits: Limits, eager: Timing, graph: Timing | None) -> Row:
-    launch_s = limits.eager_launch_s if graph is None else limits.graph_launch_s
-    bounded = bound(work, limits, dtype, launch_s)
-    return {"resource": bounded.resource, "fraction": bounded.fraction((graph or eager).median_s)}
 
 
 def _empty_row(benchmark: Benchmark, case: Any, implementation: Implementation) -> Row:
@@ -164,11 +159,6 @@ def _reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
     return text if isinstance(error, Unsupported) else f"{type(error).__name__}: {text}"[:300]
-
-
-def _finite(number: float) -> float | None:
-    """Returns the number, or None for infinity, which JSON lacks."""
-    return number if number < float("inf") else None
 
 
 def _release(device: torch.device) -> None:
@@ -200,7 +190,7 @@ def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_
                 break
             gc.collect()
             torch.cuda.empty_cache()
-            num_sets = num_input_sets(benchmark.input_bytes(case), l2_bytes, torch.cuda.mem_get_info(device)[0])
+            num_sets = num_input_sets(benchmark.work(case).bytes, l2_bytes, torch.cuda.mem_get_info(device)[0])
             of_case: list[Row] = []
             try:
                 for row in measure_case(benchmark, case, device, timer, limits, num_sets):
@@ -248,6 +238,14 @@ def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) 
     if wanted is None:
         return list(peers)
     return [peer for peer in peers if any(text.lower() in peer.name.lower() for text in wanted)]
+
+
+def chosen_implementations(
+    options: argparse.Namespace, prepare: Prepare, peers: Sequence[Implementation]
+) -> list[Implementation]:
+    """Returns fastattn's implementations, whose calls ``prepare`` prepares, and the peers that the options keep."""
+    own = own_implementations(prepare, options.backend or ("cuda", "triton"))
+    return [*own, *chosen_peers(peers, options.peer)]
 
 
 def report(benchmark: Benchmark, options: argparse.Namespace) -> None:

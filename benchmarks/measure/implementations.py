@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ class Prepared(NamedTuple):
     outputs: Callable[[Any], tuple[Tensor, ...]]
 
 
+Prepare = Callable[[Any, Any], Prepared]
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A library's implementation of an operation.
@@ -40,7 +44,7 @@ class Implementation:
 
     name: str
     version: str
-    prepare: Callable[[Any, Any], Prepared]
+    prepare: Prepare
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     is_peer: bool = True
 
@@ -80,14 +84,22 @@ def version_of(*distributions: str) -> str:
     return "unknown"
 
 
-def own_implementations(prepare: Callable[[Any, Any], Prepared], backends: Iterable[str]) -> list[Implementation]:
+def installed(packages: Iterable[tuple[str, str, tuple[str, ...], Prepare]]) -> list[Implementation]:
+    """Returns a peer for each (name, module, distributions, prepare) whose module can be imported."""
+    return [
+        Implementation(name, version_of(*distributions), prepare)
+        for name, module, distributions, prepare in packages
+        if importable(module)
+    ]
+
+
+def own_implementations(prepare: Prepare, backends: Iterable[str]) -> list[Implementation]:
     """Returns an implementation of fastattn for each of these kernel backends."""
     version = fastattn.native.BUILD["version"]
-
-    def using(backend: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        return lambda: fastattn.use_backend(backend)
-
-    return [Implementation(f"fastattn {each}", version, prepare, using(each), is_peer=False) for each in backends]
+    return [
+        Implementation(f"fastattn {each}", version, prepare, partial(fastattn.use_backend, each), is_peer=False)
+        for each in backends
+    ]
 
 
 def torch_version() -> str:

@@ -17,7 +17,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,14 +47,6 @@ class Kernel(NamedTuple):
     name: str
     arch: int
     tile: dict[str, int]
-
-
-class Dealt(Protocol):
-    """How a kernel deals a matmul to CTAs: the fields of `native.Dealt` that the fit uses."""
-
-    ctas: int
-    parts: int
-    steps_of_full_gpu: float
 
 
 class Sample(NamedTuple):
@@ -95,7 +87,7 @@ def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
             yield Case(kernel.tile["block_m"], max(resident // parts, 1) * outputs, k)
 
 
-def kernel_terms(kernel: Kernel, case: Case, dealt: Dealt, num_sms: int) -> tuple[float, ...] | None:
+def kernel_terms(kernel: Kernel, case: Case, dealt: native.Dealt, num_sms: int) -> tuple[float, ...] | None:
     """Returns how often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles."""
     tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
     steps = dealt.steps_of_full_gpu
@@ -149,26 +141,7 @@ def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-class Gpu(Protocol):
-    """The interface to a device and the library that the fit needs."""
-
-    arch: int
-    num_sms: int
-
-    def dealt(self, kernel: Kernel, case: Case) -> Dealt:
-        """Returns how the kernel deals the case to CTAs."""
-        ...
-
-    def seconds(self, kernel: Kernel | None, case: Case) -> float:
-        """Returns the seconds that a call takes with the kernel, or where it is None, by dequantising for cuBLAS."""
-        ...
-
-    def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
-        """Returns the seconds that the library predicts for the same call, or None if it predicts none."""
-        ...
-
-
-def fit_all(gpu: Gpu, names: dict[str, Any]) -> dict[str, Any]:
+def fit_all(gpu: CudaGpu, names: dict[str, Any]) -> dict[str, Any]:
     """Returns a fit for each kernel in ``names`` that the GPU runs, and one for `native.DEQUANTISED`."""
     found = {}
     for kernel in kernels(names, gpu.arch):
@@ -187,24 +160,22 @@ def fit_all(gpu: Gpu, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class CudaGpu:
-    """A CUDA device with the installed library."""
+    """A CUDA device with the installed library. Without a kernel, a call dequantises for cuBLAS."""
 
-    def __init__(self, facts: native.NativeDeviceFacts, timer: timing.Timer) -> None:
+    def __init__(self, facts: native.NativeDeviceFacts, timer: timing.CudaTimer) -> None:
         self.timer = timer
         self.arch, self.num_sms, self.l2_bytes = facts.arch, facts.num_sms, facts.l2_bytes
 
     def _forced(self, kernel: Kernel | None) -> Any:
-        return native.forced_int8_tile(-1) if kernel is None else native.forced_int8_tile(kernel.arch, self._m(kernel))
+        return native.forced_int8_tile(*((-1,) if kernel is None else (kernel.arch, kernel.tile["block_m"])))
 
-    @staticmethod
-    def _m(kernel: Kernel) -> int:
-        return kernel.tile["block_m"]
-
-    def dealt(self, kernel: Kernel, case: Case) -> Dealt:
+    def dealt(self, kernel: Kernel, case: Case) -> native.Dealt:
+        """Returns how the kernel deals the case to CTAs."""
         with self._forced(kernel):
             return native.dealt_int8_matmul("int8_matmul", self.arch, self.num_sms, False, *case)
 
     def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
+        """Returns the seconds that the library predicts for the call, or None if it predicts none."""
         asked = "int8_matmul", self.arch, self.num_sms, torch.bfloat16, False, False, *case
         with self._forced(kernel):
             ways = native.int8_ways(*asked)

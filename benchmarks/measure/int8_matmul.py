@@ -10,27 +10,21 @@ import argparse
 
 from benchmarks.measure import harness
 from benchmarks.measure.cases import int8 as case_int8
-from benchmarks.measure.cases.int8 import Int8Case
 from benchmarks.measure.harness import Benchmark
-from benchmarks.measure.implementations import own_implementations
 from benchmarks.measure.peers import int8 as peers_int8
 
 
 def benchmark(options: argparse.Namespace) -> Benchmark:
     """Returns the benchmark that the options ask for."""
-    peers = harness.chosen_peers(peers_int8.peers(), options.peer)
-    own = own_implementations(case_int8.prepare, options.backend or ("cuda", "triton"))
     return Benchmark(
         name="int8_matmul",
         title="int8 matmul",
         cases=case_int8.chosen(options),
-        implementations=[*own, *peers],
+        implementations=harness.chosen_implementations(options, case_int8.prepare, peers_int8.peers()),
         make_inputs=case_int8.make_inputs,
-        input_bytes=case_int8.input_bytes,
-        work=Int8Case.work,
+        work=case_int8.Int8Case.work,
         expected=case_int8.expected,
         checked=case_int8.checked_slice,
-        uses_graphs=lambda case: not case.gradient,
         differentiates=lambda case: case.gradient,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from benchmarks.measure.results import Document
 
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 
-_FILES = {f"{name}.json" for name in results.BENCHMARKS}
 _TITLES = {
     "attention_forward": "Attention, forward",
     "attention_backward": "Attention, backward",
@@ -42,17 +42,15 @@ peer" the best peer's time over fastattn's (both in CUDA graphs, or both eager):
 
 def page(folder: Path, page_path: Path) -> str:
     """Returns the page for the results in ``folder``, with links relative to the folder of ``page_path``."""
-    documents = [(path, results.read(path)) for path in sorted(folder.glob("*/*.json")) if path.name in _FILES]
-    gpus = list(dict.fromkeys(path.parent for path, _ in documents))
+    documents = {path: results.read(path) for path in sorted(folder.glob("*/*.json")) if path.stem in _TITLES}
     parts = [_HEAD]
-    missing = [name for name in results.BENCHMARKS if name not in {document["benchmark"] for _, document in documents}]
-    if missing:
-        never = "\n".join(f"- {_TITLES[name]}" for name in missing)
-        parts.append(f"## Never measured\n\nNo run on a GPU has been recorded for:\n\n{never}")
-    for gpu in gpus:
-        of_gpu = [(path, document) for path, document in documents if path.parent == gpu]
-        parts.append(f"## {of_gpu[0][1]['environment']['gpu']}")
-        parts += [_section(path, document, page_path) for path, document in of_gpu]
+    measured = {document["benchmark"] for document in documents.values()}
+    if never := [f"- {title}" for name, title in _TITLES.items() if name not in measured]:
+        parts.append("## Never measured\n\nNo run on a GPU has been recorded for:\n\n" + "\n".join(never))
+    for _, of_gpu in itertools.groupby(documents, key=lambda path: path.parent):
+        paths = list(of_gpu)
+        parts.append(f"## {documents[paths[0]]['environment']['gpu']}")
+        parts += [_section(path, documents[path], page_path) for path in paths]
     overhead = folder / "cpu-only" / "overhead.json"
     if overhead.exists():
         parts.append(_overhead(json.loads(overhead.read_text())))

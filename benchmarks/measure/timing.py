@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,18 +24,11 @@ class Timing(NamedTuple):
     upper_s: float
     samples: int
 
-    @property
-    def spread(self) -> float:
-        """The interquartile range over the median."""
-        return (self.upper_s - self.lower_s) / self.median_s
-
 
 def summarize(seconds: Sequence[float]) -> Timing:
     """Returns the median and quartiles, interpolated. Raises ``ValueError`` without times or if one is not positive."""
     if not seconds or min(seconds) <= 0:
         raise ValueError(f"expected positive times, got {list(seconds)}")
-    if len(seconds) == 1:
-        return Timing(seconds[0], seconds[0], seconds[0], 1)
     lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
     return Timing(median, lower, upper, len(seconds))
 
@@ -56,22 +49,6 @@ def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
     return min(wanted, fitting, MOST_SETS)
 
 
-class Timer(Protocol):
-    """The interface for timing calls on a device, which the harness needs."""
-
-    def eager(self, calls: Sequence[Call]) -> Timing:
-        """Times single calls, each with its launch, alternating between ``calls``."""
-        ...
-
-    def graph(self, calls: Sequence[Call]) -> Timing:
-        """Times a call as part of a CUDA graph of all ``calls``: without the cost of a launch."""
-        ...
-
-    def peak_bytes(self, call: Call) -> int:
-        """Returns the peak number of bytes that a call allocates, its result included."""
-        ...
-
-
 class CudaTimer:
     """Times calls on the current CUDA device; one figure may take about ``budget_s`` seconds."""
 
@@ -79,9 +56,20 @@ class CudaTimer:
         self.budget_s = budget_s
 
     def eager(self, calls: Sequence[Call]) -> Timing:
-        return self._measure(calls)
+        """Times single calls, each with its launch, alternating between ``calls``."""
+        estimate_s = self._warm_up(calls)
+        samples = num_samples(estimate_s, self.budget_s)
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
+        for index, (start, end) in enumerate(events):
+            call = calls[index % len(calls)]
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return summarize([start.elapsed_time(end) * 1e-3 for start, end in events])
 
     def graph(self, calls: Sequence[Call]) -> Timing:
+        """Times a call as part of a CUDA graph of all ``calls``: without the cost of a launch."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # a call that allocates the first time must do so before the capture
@@ -93,11 +81,12 @@ class CudaTimer:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-        whole = self._measure([graph.replay])
+        whole = self.eager([graph.replay])
         count = len(calls)
         return Timing(whole.median_s / count, whole.lower_s / count, whole.upper_s / count, whole.samples)
 
     def peak_bytes(self, call: Call) -> int:
+        """Returns the peak number of bytes that a call allocates, its result included."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -106,18 +95,6 @@ class CudaTimer:
         peak = torch.cuda.max_memory_allocated() - before
         del kept
         return peak
-
-    def _measure(self, calls: Sequence[Call]) -> Timing:
-        estimate_s = self._warm_up(calls)
-        samples = num_samples(estimate_s, self.budget_s)
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
-        for index, (start, end) in enumerate(events):
-            call = calls[index % len(calls)]
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return summarize([start.elapsed_time(end) * 1e-3 for start, end in events])
 
     def _warm_up(self, calls: Sequence[Call]) -> float:
         """Runs every call once, then all of them until clocks and caches have settled; returns one call's time."""

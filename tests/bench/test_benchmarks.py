@@ -121,8 +121,6 @@ def test_intensity_without_bytes() -> None:
 def test_summary_is_median_and_quartiles_in_any_order() -> None:
     assert timing.summarize([5.0, 1.0, 4.0, 2.0, 3.0]) == Timing(3.0, 2.0, 4.0, 5)
     assert timing.summarize([1.0, 2.0, 3.0, 1000.0]).median_s == 2.5  # one outlier moves nothing
-    assert timing.summarize([2.0]) == Timing(2.0, 2.0, 2.0, 1)
-    assert Timing(4.0, 3.0, 5.0, 9).spread == 0.5
     for bad in ([], [1.0, 0.0], [-1.0]):
         with pytest.raises(ValueError, match="positive times"):
             timing.summarize(bad)

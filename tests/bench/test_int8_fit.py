@@ -24,10 +24,11 @@ class Dealt(NamedTuple):
     steps_of_full_gpu: float
 
 
-class FakeGpu:
+class FakeGpu(int8_fit.CudaGpu):
     """Deals as the library does where parts end with tiles, and takes the time that its constants make."""
 
-    arch, num_sms = 90, NUM_SMS
+    def __init__(self) -> None:
+        self.arch, self.num_sms = 90, NUM_SMS
 
     def dealt(self, kernel: Kernel, case: Case) -> Dealt:
         team = {80: 1, 90: 2}[kernel.arch]
@@ -130,8 +131,7 @@ def test_what_samples_do_not_tell_is_unknown() -> None:
 
 def test_noise_moves_the_fit_little() -> None:
     class Noisy(FakeGpu):
-        def __init__(self) -> None:
-            self.generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator().manual_seed(3)
 
         def seconds(self, kernel: Kernel | None, case: Case) -> float:
             noise = 0.01 * float(torch.rand(1, generator=self.generator) - 0.5)

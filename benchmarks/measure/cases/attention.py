@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -142,11 +143,6 @@ def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
 
 
-def input_bytes(case: AttentionCase) -> int:
-    """Returns how many bytes a call on one set of inputs reads and writes."""
-    return case.forward_work().bytes
-
-
 def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Calls fastattn's public function for the case."""
     window = (case.window, 0 if case.window >= 0 else -1)
@@ -192,20 +188,15 @@ def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
     return tensor[-1:, heads - group :]
 
 
-def expected_forward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
-    """Returns the expected output of the checked slice."""
-    return _expected(case, inputs, with_gradients=False)
-
-
-def expected_backward(case: AttentionCase, inputs: AttentionInputs) -> Expected:
-    """Returns the expected gradients of query, key and value in the checked slice."""
-    return _expected(case, inputs, with_gradients=True)
-
-
-def _expected(case: AttentionCase, inputs: AttentionInputs, with_gradients: bool) -> Expected:
+def expected_results(case: AttentionCase, inputs: AttentionInputs, with_gradients: bool) -> Expected:
+    """Returns the expected output of the checked slice, or its expected gradients of query, key and value."""
     oracle = _by_chunks(case, inputs, torch.float64, torch.float64, with_gradients)
     composite = _by_chunks(case, inputs, case.torch_dtype, torch.float32, with_gradients)
     return Expected.from_composite(oracle, composite, case.torch_dtype)
+
+
+expected_forward = partial(expected_results, with_gradients=False)
+expected_backward = partial(expected_results, with_gradients=True)
 
 
 def _by_chunks(

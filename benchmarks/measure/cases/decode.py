@@ -94,11 +94,6 @@ def make_inputs(case: DecodeCase, device: torch.device, seed: int) -> DecodeInpu
     return DecodeInputs(query, normal(*shape), normal(*shape), lengths, table)
 
 
-def input_bytes(case: DecodeCase) -> int:
-    """Returns how many bytes a call on one set of inputs reads and writes."""
-    return case.work().bytes
-
-
 def prepare(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
     """Prepares a call of fastattn's public function."""
 

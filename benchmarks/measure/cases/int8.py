@@ -84,11 +84,6 @@ def make_inputs(case: Int8Case, device: torch.device, seed: int) -> Int8Inputs:
     return Int8Inputs(normal(case.m, case.k), normal(case.m, case.n), quantized)
 
 
-def input_bytes(case: Int8Case) -> int:
-    """Returns how many bytes a call on one set of inputs reads and writes."""
-    return case.work().bytes
-
-
 def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
     """Prepares a call of fastattn's public function, or of its gradient through autograd, as in training."""
     if not case.gradient:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,21 +20,19 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.measure.cases.attention import AttentionCase, AttentionInputs, offsets
 from benchmarks.measure.implementations import (
     Implementation,
+    Prepare,
     Prepared,
     first,
-    importable,
+    installed,
     require,
     torch_version,
-    version_of,
 )
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Built(NamedTuple):
     """A peer's function for a case. ``bring`` converts fastattn's layout to the peer's, ``take_back`` converts back."""
 
-    attend: Attend
+    attend: Callable[..., Tensor]
     bring: Callable[[Tensor], Tensor]
     take_back: Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ class Built(NamedTuple):
 Build = Callable[[AttentionCase, AttentionInputs], Built]
 
 
-def _forward(build: Build) -> Callable[[AttentionCase, AttentionInputs], Prepared]:
+def _forward(build: Build) -> Prepare:
     def prepare(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
         built = build(case, inputs)
         tensors = [built.bring(t) for t in (inputs.query, inputs.key, inputs.value)]
@@ -49,7 +49,7 @@ def _forward(build: Build) -> Callable[[AttentionCase, AttentionInputs], Prepare
     return prepare
 
 
-def _backward(build: Build) -> Callable[[AttentionCase, AttentionInputs], Prepared]:
+def _backward(build: Build) -> Prepare:
     def prepare(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
         built = build(case, inputs)
         leaves = [built.bring(t).detach().requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
@@ -88,11 +88,7 @@ def _sdpa(case: AttentionCase, inputs: AttentionInputs) -> Built:
         require(takes_it and mask is None, "causal mask that ends with the keys but as a mask in memory")
         mask, is_causal = causal_lower_right(case.queries, case.seqlen), False
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
-        )
-
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     return Built(attend, _as_it_is, _as_it_is)
 
 
@@ -105,14 +101,9 @@ def _flex(case: AttentionCase, inputs: AttentionInputs) -> Built:
         assert bias is not None
         return score + bias[0, head, row, column]
 
-    compiled = compiled_flex_attention()
     score_mod = None if bias is None else add_bias
     grouped = case.heads != case.kv_heads
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = compiled(query, key, value, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
-        return out
-
+    attend = partial(compiled_flex_attention(), score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
     return Built(attend, _as_it_is, _as_it_is)
 
 
@@ -144,49 +135,23 @@ def compiled_flex_attention() -> Callable[..., Any]:
 # --- flash-attn ----------------------------------------------------------------------------------------------------
 
 
-def _flash_attn_2(case: AttentionCase, inputs: AttentionInputs) -> Built:
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    return _flash(case, inputs, flash_attn_func, flash_attn_varlen_func, unbounded=-1)
-
-
-def _flash_attn_3(case: AttentionCase, inputs: AttentionInputs) -> Built:
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
-    return _flash(case, inputs, flash_attn_func, flash_attn_varlen_func, unbounded=-1)
-
-
-def _flash_attn_4(case: AttentionCase, inputs: AttentionInputs) -> Built:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    return _flash(case, inputs, flash_attn_func, flash_attn_varlen_func, unbounded=None)
-
-
-def _flash(case: AttentionCase, inputs: AttentionInputs, dense: Any, varlen: Any, unbounded: int | None) -> Built:
-    """Prepares one of flash-attn's three generations, which only differ in the value ``unbounded`` for no window."""
+def _flash(case: AttentionCase, inputs: AttentionInputs, module: str, unbounded: int | None) -> Built:
+    """Prepares a generation of flash-attn. They differ in their module and the value ``unbounded`` of no window."""
     require(not case.bias, "additive bias")
+    flash_attn = importlib.import_module(module)
+    function = flash_attn.flash_attn_func
     window = (case.window, 0) if case.window >= 0 else (unbounded, unbounded)
-    options = {"causal": case.causal, "window_size": window}
+    options: dict[str, Any] = {"causal": case.causal, "window_size": window}
+    if case.varlen:
+        function = flash_attn.flash_attn_varlen_func
+        options |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+        options |= {"max_seqlen_q": case.longest_queries, "max_seqlen_k": case.seqlen}
+    return Built(lambda *tensors: first(function(*tensors, **options)), _heads_last, _heads_last)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not case.varlen:
-            out: Tensor = first(dense(query, key, value, **options))
-        else:
-            out = first(
-                varlen(
-                    query,
-                    key,
-                    value,
-                    cu_seqlens_q=inputs.cu_seqlens_q,
-                    cu_seqlens_k=inputs.cu_seqlens_k,
-                    max_seqlen_q=case.longest_queries,
-                    max_seqlen_k=case.seqlen,
-                    **options,
-                )
-            )
-        return out
 
-    return Built(attend, _heads_last, _heads_last)
+_flash_attn_2 = partial(_flash, module="flash_attn", unbounded=-1)
+_flash_attn_3 = partial(_flash, module="flash_attn_interface", unbounded=-1)
+_flash_attn_4 = partial(_flash, module="flash_attn.cute", unbounded=None)
 
 
 # --- flashinfer (forward only) -------------------------------------------------------------------------------------
@@ -287,36 +252,39 @@ def sdpa_contexts() -> dict[str, Callable[[], contextlib.AbstractContextManager[
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    return {f"torch SDPA {name}": functools.partial(sdpa_kernel, backend) for name, backend in backends.items()}
+    return {f"torch SDPA {name}": partial(sdpa_kernel, backend) for name, backend in backends.items()}
 
 
-def _builders() -> list[tuple[str, str, Build]]:
-    found: list[tuple[str, str, Build]] = [("FlexAttention, compiled", torch_version(), _flex)]
-    if importable("flash_attn.flash_attn_interface"):
-        found.append(("flash-attn 2", version_of("flash-attn"), _flash_attn_2))
-    if importable("flash_attn_interface"):
-        found.append(("flash-attn 3", version_of("flash-attn-3", "flash_attn_3"), _flash_attn_3))
-    if importable("flash_attn.cute"):
-        found.append(("flash-attn 4", version_of("flash-attn-4", "fa4"), _flash_attn_4))
-    if importable("xformers.ops"):
-        found.append(("xformers", version_of("xformers"), _xformers))
-    return found
+def torch_peers(sdpa: Prepare, flex: Prepare) -> list[Implementation]:
+    """Returns torch's own attention by each of its backends, which ``sdpa`` prepares, and FlexAttention."""
+    version = torch_version()
+    peers = [Implementation(name, version, sdpa, context) for name, context in sdpa_contexts().items()]
+    return [*peers, Implementation("FlexAttention, compiled", version, flex)]
+
+
+def _peers_of_both_passes(prepared: Callable[[Build], Prepare]) -> list[Implementation]:
+    packages: list[tuple[str, str, tuple[str, ...], Build]] = [
+        ("flash-attn 2", "flash_attn.flash_attn_interface", ("flash-attn",), _flash_attn_2),
+        ("flash-attn 3", "flash_attn_interface", ("flash-attn-3",), _flash_attn_3),
+        ("flash-attn 4", "flash_attn.cute", ("flash-attn-4", "fa4"), _flash_attn_4),
+        ("xformers", "xformers.ops", ("xformers",), _xformers),
+    ]
+    return torch_peers(prepared(_sdpa), prepared(_flex)) + installed(
+        (name, module, distributions, prepared(build)) for name, module, distributions, build in packages
+    )
 
 
 def forward_peers() -> list[Implementation]:
     """Returns every peer that can be imported."""
-    version = torch_version()
-    peers = [Implementation(name, version, _forward(_sdpa), context) for name, context in sdpa_contexts().items()]
-    peers += [Implementation(name, version, _forward(build)) for name, version, build in _builders()]
-    if importable("flashinfer"):
-        version = version_of("flashinfer-python", "flashinfer")
-        peers.append(Implementation("flashinfer batch prefill", version, _flashinfer_batch))
-        peers.append(Implementation("flashinfer single prefill", version, _flashinfer_single))
-    return peers
+    flashinfer = ("flashinfer", ("flashinfer-python", "flashinfer"))
+    return _peers_of_both_passes(_forward) + installed(
+        [
+            ("flashinfer batch prefill", *flashinfer, _flashinfer_batch),
+            ("flashinfer single prefill", *flashinfer, _flashinfer_single),
+        ]
+    )
 
 
 def backward_peers() -> list[Implementation]:
     """Returns every peer that can be imported and has a backward pass."""
-    version = torch_version()
-    peers = [Implementation(name, version, _backward(_sdpa), context) for name, context in sdpa_contexts().items()]
-    return peers + [Implementation(name, version, _backward(build)) for name, version, build in _builders()]
+    return _peers_of_both_passes(_backward)

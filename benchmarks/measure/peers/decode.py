@@ -9,33 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure.cases.decode import DecodeCase, DecodeInputs
-from benchmarks.measure.implementations import (
-    Implementation,
-    Prepared,
-    first,
-    importable,
-    require,
-    torch_version,
-    version_of,
-)
-from benchmarks.measure.peers.attention import compiled_flex_attention, flashinfer_workspace, sdpa_contexts
+from benchmarks.measure.implementations import Implementation, Prepared, first, installed, require
+from benchmarks.measure.peers.attention import compiled_flex_attention, flashinfer_workspace, torch_peers
 
 
 def _sdpa(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
     require(not case.page_size, "paged cache")
     require(not case.ragged, "sequences of different lengths")
-    grouped = case.heads != case.kv_heads
-    query, key, value = inputs.query, inputs.k_cache, inputs.v_cache
-    return Prepared(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped), lambda out: (out,))
+    return _contiguous(case, inputs, F.scaled_dot_product_attention)
 
 
 def _flex(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
     require(not case.page_size, "paged cache but by a mask over all pages")
     require(not case.ragged, "sequences of different lengths but by a mask")
-    compiled = compiled_flex_attention()
+    return _contiguous(case, inputs, compiled_flex_attention())
+
+
+def _contiguous(case: DecodeCase, inputs: DecodeInputs, function: Any) -> Prepared:
     grouped = case.heads != case.kv_heads
     query, key, value = inputs.query, inputs.k_cache, inputs.v_cache
-    return Prepared(lambda: compiled(query, key, value, enable_gqa=grouped), lambda out: (out,))
+    return Prepared(lambda: function(query, key, value, enable_gqa=grouped), lambda out: (out,))
 
 
 def _token_first(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,15 +110,11 @@ def _flashinfer(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 def peers() -> list[Implementation]:
     """Returns every peer that can be imported."""
-    version = torch_version()
-    found = [Implementation(name, version, _sdpa, context) for name, context in sdpa_contexts().items()]
-    found.append(Implementation("FlexAttention, compiled", version, _flex))
-    if importable("flash_attn.flash_attn_interface"):
-        found.append(Implementation("flash-attn 2", version_of("flash-attn"), _flash_attn_2))
-    if importable("flash_attn_interface"):
-        found.append(Implementation("flash-attn 3", version_of("flash-attn-3", "flash_attn_3"), _flash_attn_3))
-    if importable("flash_attn.cute"):
-        found.append(Implementation("flash-attn 4", version_of("flash-attn-4", "fa4"), _flash_attn_4))
-    if importable("flashinfer"):
-        found.append(Implementation("flashinfer", version_of("flashinfer-python", "flashinfer"), _flashinfer))
-    return found
+    return torch_peers(_sdpa, _flex) + installed(
+        [
+            ("flash-attn 2", "flash_attn.flash_attn_interface", ("flash-attn",), _flash_attn_2),
+            ("flash-attn 3", "flash_attn_interface", ("flash-attn-3",), _flash_attn_3),
+            ("flash-attn 4", "flash_attn.cute", ("flash-attn-4", "fa4"), _flash_attn_4),
+            ("flashinfer", "flashinfer", ("flashinfer-python", "flashinfer"), _flashinfer),
+        ]
+    )

@@ -16,19 +16,17 @@ from benchmarks.measure.cases.int8 import Int8Case, Int8Inputs, prepare_gradient
 from benchmarks.measure.implementations import (
     CUBLAS,
     Implementation,
+    Prepare,
     Prepared,
-    importable,
+    installed,
     require,
     torch_version,
-    version_of,
 )
 
 Linear = Callable[[Tensor], Tensor]
 
 
-def _through(
-    make_linear: Callable[[Int8Case, Int8Inputs], Linear], differentiable: bool
-) -> Callable[[Int8Case, Int8Inputs], Prepared]:
+def _through(make_linear: Callable[[Int8Case, Int8Inputs], Linear], differentiable: bool) -> Prepare:
     """Returns a function that prepares a layer's forward pass or, if it is differentiable, its input gradient."""
 
     def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
@@ -129,12 +127,9 @@ def peers() -> list[Implementation]:
         Implementation("dequantise, then matmul", version, _dequantize_then_matmul),
         Implementation("torch._weight_int8pack_mm", version, _through(_int8pack, differentiable=False)),
     ]
-    packages: dict[str, tuple[Callable[[Int8Case, Int8Inputs], Linear], bool]] = {
-        "torchao": (_torchao, True),
-        "bitsandbytes": (_bitsandbytes, True),
-        "gemlite": (_gemlite, False),
+    packages = {
+        "torchao": _through(_torchao, differentiable=True),
+        "bitsandbytes": _through(_bitsandbytes, differentiable=True),
+        "gemlite": _through(_gemlite, differentiable=False),
     }
-    for name, (make_linear, differentiable) in packages.items():
-        if importable(name):
-            found.append(Implementation(name, version_of(name), _through(make_linear, differentiable)))
-    return found
+    return found + installed((name, name, (name,), prepare) for name, prepare in packages.items())
