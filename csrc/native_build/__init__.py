@@ -1,1 +1,1 @@
-"""How the sources of this folder become the native library. setup.py and the tests' emulator build with it."""
+"""Makes the native library from the sources in csrc. setup.py and the tests' emulator build with it."""

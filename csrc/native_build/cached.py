@@ -51,7 +51,7 @@ def include_folders(command: Sequence[str]) -> list[Path]:
 
 
 def read_files(inputs: Sequence[Path], folders: Sequence[Path]) -> dict[Path, bytes]:
-    """The inputs and all that they include in quotes, where that is found: what is not is the system's."""
+    """Reads the inputs and all that they include in quotes, where that is found: what is not is the system's."""
     contents: dict[Path, bytes] = {}
     waiting = list(inputs)
     while waiting:
@@ -68,7 +68,7 @@ def read_files(inputs: Sequence[Path], folders: Sequence[Path]) -> dict[Path, by
 
 
 def key(about: str, command: Sequence[str], contents: dict[Path, bytes]) -> str:
-    """The name under which the command's result is kept."""
+    """Returns the name under which the command's result is kept."""
     digest = hashlib.sha256()
     variables = [os.environ.get(name, "") for name in VARIABLES]
     for text in (about, *variables, *command):
@@ -90,12 +90,11 @@ def write(path: Path, content: bytes) -> None:
 
 def kept(place: Path) -> bytes | None:
     """Returns the content that ``place`` keeps, or None where there is none, or not all of it."""
-    try:
+    with contextlib.suppress(OSError, zlib.error):
         content = zlib.decompress(place.read_bytes())
         os.utime(place)  # it was used: see `forget_unused`
-    except (OSError, zlib.error):
-        return None
-    return content
+        return content
+    return None
 
 
 def forget_unused() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA toolkit: where nvcc is, and what it can do."""
+"""Finds the CUDA toolkit, and asks its nvcc what it can do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_nvcc(
 
 @dataclass(frozen=True)
 class CudaToolkit:
-    """An nvcc and the folders of its headers and of the static CUDA runtime."""
+    """Holds an nvcc and the folders of its headers and of the static CUDA runtime."""
 
     nvcc: Path
     version: str
@@ -50,7 +50,7 @@ class CudaToolkit:
 
     @property
     def compress(self) -> list[str]:
-        """nvcc's options for the smallest embedded code that every driver of this toolkit's CUDA can load."""
+        """Returns nvcc's options for the smallest embedded code that every driver of this toolkit's CUDA can load."""
         # zstd came with CUDA 12.8, and the drivers of the first CUDA 12 do not know it.
         mode = ["-Xfatbin", "-compress-mode=size"] if int(self.version.partition(".")[0]) >= 13 else []
         return ["-Xfatbin", "-compress-all", *mode]
@@ -81,8 +81,8 @@ def check_host_compiler(toolkit: CudaToolkit, cxx: str, instances: Sequence[Inst
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cu"
         probe.write_text("__global__ void probe() {}\n")
-        arguments = [argument for gencode in gencodes for argument in ("-gencode", gencode)]
-        command = [str(toolkit.nvcc), "-ccbin", cxx, *arguments, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+        options = ["-ccbin", cxx, *(f"-gencode={each}" for each in gencodes)]
+        command: list[str | Path] = [toolkit.nvcc, *options, "-c", probe, "-o", probe.with_suffix(".o")]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise BuildError(

@@ -1,4 +1,4 @@
-"""The error that ends a build."""
+"""Defines the error that ends a build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel repository for the Hugging Face Hub, as the package ``kernels`` loads it.
+"""Writes a kernel repository for the Hugging Face Hub, as the package ``kernels`` loads it.
 
 The folder has one variant for GPUs, where there is an nvcc, and one for torch without CUDA. Each is a copy of the
 package that imports nothing but the standard library, torch and (when a kernel is launched) Triton. Its imports are
@@ -69,7 +69,7 @@ fastattn {version} (`attention`, `attention_varlen`, `attention_with_kv_cache`, 
 
 
 def with_relative_imports(text: str, package: tuple[str, ...]) -> str:
-    """``text`` of a module in ``package``, ``("ops",)`` for ``fastattn.ops``, without ``fastattn`` in imports."""
+    """Returns ``text`` of a module in ``package``, ``("ops",)`` for ``fastattn.ops``, with relative imports alone."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "fastattn" for alias in node.names):
@@ -82,9 +82,9 @@ def with_relative_imports(text: str, package: tuple[str, ...]) -> str:
 
 
 def modules(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """The copy's modules but ``namespace.py``: their paths in it, and their text."""
-    places = [(root / "python" / "fastattn", Path()), (root / "triton_kernels", Path("triton_kernels"))]
-    for folder, place in places:
+    """Yields the path in the copy and the text of each of its modules but ``namespace.py``."""
+    places = {root / "python" / "fastattn": Path(), root / "triton_kernels": Path("triton_kernels")}
+    for folder, place in places.items():
         for path in sorted(folder.rglob("*.py")):
             name = place / path.relative_to(folder)
             if name.as_posix().startswith(LEFT_OUT):

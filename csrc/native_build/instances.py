@@ -1,10 +1,11 @@
-"""Which kernels are compiled, and for what: the table in csrc/instances.json."""
+"""Reads which kernels are compiled, and for what, from the table in csrc/instances.json."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ COMPILED_TOGETHER, BOTH_DTYPES = "DTYPE", ["kFloat16", "kBFloat16"]
 
 @dataclass(frozen=True)
 class Instance:
-    """One compilation of a kernel's source: what csrc/instances.json says of it, and one choice of the values."""
+    """Describes one compilation of a kernel's source: what csrc/instances.json says of it, and one choice of values."""
 
     source: str  # in csrc
     architecture: str
@@ -29,17 +30,17 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """``forward_options_sm80.HEAD_DIM_32.PAGED_false``"""
+        """Returns, for example, ``forward_options_sm80.HEAD_DIM_32.PAGED_false``."""
         return ".".join([Path(self.source).stem, *(f"{name}_{value}" for name, value in self.values)])
 
     @property
     def object_path(self) -> Path:
-        """In the build folder, unlike that of any other instance."""
+        """Returns the object's path in the build folder, which no other instance has."""
         return Path(self.source).with_name(f"{self.name}.o")
 
     @property
     def machine_code_path(self) -> Path:
-        """Likewise, of the object that has the instance's code in place of PTX alone."""
+        """Returns the path of the object that has the instance's code in place of PTX alone."""
         return Path(self.source).with_name(".".join([self.name, *self.code, "o"]))
 
     @property
@@ -47,8 +48,10 @@ class Instance:
         return [f"-DFASTATTN_{name}={value}" for name, value in self.values]
 
     def gencodes(self, code: Sequence[str] | None = None) -> list[str]:
-        """nvcc's -gencode for ``code``, by default the instance's own: machine code comes from the PTX of its number
-        where that is there, else from that of the architecture."""
+        """Returns nvcc's -gencode for ``code``, by default the instance's own.
+
+        Machine code comes from the PTX of its number where that is there, else from that of the architecture.
+        """
         made: dict[str, list[str]] = {}
         for name in code or self.code:
             of_its_number = "compute_" + name.partition("_")[2]
@@ -56,22 +59,18 @@ class Instance:
         return [f"arch={ptx},code=[{','.join(names)}]" for ptx, names in made.items()]
 
 
-def macro_text(value: object) -> str:
-    """A value of the instance table as C++ has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
-    """Returns (name, text) for each value of a key of the instance table, or for each list of several names."""
+    """Returns (name, text in C++) for each value of a key of the instance table, or for each list of several names."""
     each = names.split()
     lists = [value if isinstance(value, list) else [value] for value in values]
     if wrong := [value for value in lists if len(value) != len(each)]:
         raise BuildError(f"instances.json: {names!r} has {len(each)} names, and {wrong[0]} as a value.")
-    return [list(zip(each, map(macro_text, value), strict=True)) for value in lists]
+    texts = ([str(each).lower() if isinstance(each, bool) else str(each) for each in value] for value in lists)
+    return [list(zip(each, text, strict=True)) for text in texts]
 
 
 def all_instances(csrc: Path) -> list[Instance]:
-    """Every instance in csrc/instances.json with all of its code, in the order of the table."""
+    """Returns every instance in csrc/instances.json with all of its code, in the order of the table."""
     table = json.loads((csrc / "instances.json").read_text())
     instances: list[Instance] = []
     for row in table["kernels"]:
@@ -96,8 +95,8 @@ def all_instances(csrc: Path) -> list[Instance]:
             together.setdefault(tuple(each for each in kernel if each[0] != COMPILED_TOGETHER), []).append(kernel)
         for values, kernels in together.items():
             instances.append(Instance(source, architecture, code, ptx, values, tuple(kernels)))
-    paths = [instance.object_path for instance in instances]
-    if repeated := [path for path in paths if paths.count(path) > 1]:
+    paths = Counter(instance.object_path for instance in instances)
+    if repeated := [path for path, count in paths.items() if count > 1]:
         raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")
     sources = {instance.source for instance in instances}
     if left_out := {str(path.relative_to(csrc)) for path in csrc.glob("*/instances/*.cu")} - sources:
@@ -106,7 +105,7 @@ def all_instances(csrc: Path) -> list[Instance]:
 
 
 def instances_for(csrc: Path, targets: Sequence[Target]) -> list[Instance]:
-    """The instances that have code for one of the targets, with that code alone."""
+    """Returns the instances that have code for one of the targets, with that code alone."""
     wanted = {name for target in targets for name in target.code}
     chosen = [
         replace(instance, code=tuple(name for name in instance.code if name in wanted))

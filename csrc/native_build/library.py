@@ -1,4 +1,4 @@
-"""The native library: its ninja file, and the run that makes it.
+"""Writes the ninja file of the native library, and runs it.
 
     python -m native_build.library
 
@@ -37,12 +37,12 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 
 
 def ninja_path(path: Path) -> str:
-    """``path`` as an input or output in a ninja file."""
+    """Returns ``path`` as an input or output in a ninja file."""
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 def shell(arguments: Iterable[str | Path]) -> str:
-    """``arguments`` as a command line in a ninja file."""
+    """Returns ``arguments`` as a command line in a ninja file."""
     return shlex.join(map(str, arguments)).replace("$", "$$")
 
 
@@ -63,7 +63,7 @@ class NativeBuild:
     With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is a library for the tests' emulator,
     which runs the PTX. Its ops are registered for CPU tensors, or with ``takes_cuda_tensors`` as in every other build.
 
-    ``namespace``: that of the operators in ``torch.ops``.
+    ``namespace`` is that of the operators in ``torch.ops``.
     """
 
     source: Path
@@ -79,13 +79,8 @@ class NativeBuild:
     variant: str = ""
 
     @property
-    def architectures(self) -> list[str]:
-        """The architectures that kernels in the library are written for."""
-        return list(self.code)
-
-    @property
     def code(self) -> dict[str, list[str]]:
-        """Architecture → what is embedded for its kernels: for every one of them, or some."""
+        """Maps each architecture that kernels are written for to what is embedded for them, or for some of them."""
         found: dict[str, dict[str, None]] = {}
         for instance in self.instances:
             found.setdefault(instance.architecture, {}).update(dict.fromkeys(instance.code))
@@ -93,7 +88,6 @@ class NativeBuild:
 
     @property
     def library(self) -> Path:
-        """The library's path."""
         return self.output / self.variant / LIBRARY_NAME
 
     def description(self) -> dict[str, object]:
@@ -101,7 +95,7 @@ class NativeBuild:
         nvcc = self.toolkit.version if self.toolkit else None
         return {
             "version": self.version,
-            "archs": self.architectures,
+            "archs": list(self.code),
             "code": self.code,
             "cuda": ".".join(nvcc.split(".")[:2]) if nvcc else None,
             "nvcc": nvcc,
@@ -109,7 +103,7 @@ class NativeBuild:
         }
 
     def ninja_file(self) -> str:
-        """The text of build.ninja: one edge per source file, one per kernel with machine code, one that links them.
+        """Returns build.ninja: one edge per source file, one per kernel with machine code, one that links them.
 
         Its outputs are relative to ``output``. It has an edge for every kernel, also of those that the library lacks:
         ninja would at times forget which headers the others were made from.
@@ -217,8 +211,8 @@ class NativeBuild:
     def run(self, quiet: bool = False) -> Path:
         """Compiles what has changed since the last call and returns the library's path.
 
-        Processes that build in ``output`` at the same time wait for the first. ``quiet``: what the compilers say is
-        shown only where they fail.
+        Processes that build in ``output`` at the same time wait for the first. With ``quiet``, what the compilers say
+        is shown only where they fail.
         """
         self.library.parent.mkdir(parents=True, exist_ok=True)
         with open(self.output / "lock", "w") as lock:

@@ -36,7 +36,7 @@ def entries(container: bytes) -> bytes:
 
 
 def ptx_texts(container: bytes) -> Iterator[str]:
-    """The PTX in a container, which must not be compressed."""
+    """Yields the PTX in a container, which must not be compressed."""
     rest = entries(container)
     while rest:
         kind, _, header_bytes, num_bytes, compressed_bytes, *_ = ENTRY.unpack_from(rest)
@@ -48,13 +48,13 @@ def ptx_texts(container: bytes) -> Iterator[str]:
 
 
 def without_lines(ptx: str) -> str:
-    """As nvcc writes it without -lineinfo, but for empty lines."""
+    """Returns the PTX as nvcc writes it without -lineinfo, but for empty lines."""
     ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?^\s*\}$", "", ptx, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^\s*(\.(loc|file)\b.*)?\n", "", ptx, flags=re.MULTILINE)
 
 
 def architecture(ptx: str) -> str:
-    """``80`` of PTX for compute_80."""
+    """Returns ``80`` for PTX for compute_80."""
     target = re.search(r"^\.target sm_(\w+)", ptx, re.MULTILINE)
     if target is None:
         raise SystemExit("nvcc wrote PTX without a target")

@@ -1,4 +1,4 @@
-"""FASTATTN_ARCHS: which GPUs machine code is embedded for."""
+"""Reads FASTATTN_ARCHS, which says for which GPUs machine code is embedded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from native_build.errors import WITHOUT_CUDA, BuildError
 
 @dataclass(frozen=True)
 class Target:
-    """A target that FASTATTN_ARCHS can name: GPUs, and the code to embed for them where a kernel has such code."""
+    """Names GPUs as FASTATTN_ARCHS does, with the code to embed for them where a kernel has such code."""
 
     name: str
     code: tuple[str, ...]
@@ -42,7 +42,7 @@ def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
 
 
 def native_target(environ: Mapping[str, str]) -> Target:
-    """The code that this machine's GPUs run, and no more: PTX only where a GPU has no machine code here."""
+    """Returns the code that this machine's GPUs run, and no more: PTX only where a GPU has no machine code here."""
     code: list[str] = []
     for gpu in compute_capabilities(environ):
         if gpu < 80:
@@ -55,7 +55,7 @@ def native_target(environ: Mapping[str, str]) -> Target:
 
 
 def parse_targets(text: str, environ: Mapping[str, str] = os.environ) -> list[Target]:
-    """The targets that ``text`` (a value of FASTATTN_ARCHS) names, in the order of ``TARGETS``."""
+    """Returns the targets that ``text`` (a value of FASTATTN_ARCHS) names, in the order of ``TARGETS``."""
     names = [name for name in re.split(r"[;,\s]+", text) if name]
     if names == ["none"]:
         return []

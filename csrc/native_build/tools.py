@@ -1,4 +1,4 @@
-"""The other tools of a build: the C++ compiler, ninja and torch's headers."""
+"""Finds the other tools of a build: the C++ compiler, ninja and torch's headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from native_build.errors import BuildError
 
 
 def find_cxx(environ: Mapping[str, str]) -> list[str]:
-    """The command of the C++ compiler, as a list: ``CXX`` may hold a launcher such as ccache before it."""
+    """Returns the command of the C++ compiler, as a list: ``CXX`` may hold a launcher such as ccache before it."""
     if environ.get("CXX"):
         return shlex.split(environ["CXX"])
     for name in ("g++", "c++", "clang++"):
@@ -28,7 +28,7 @@ def find_cxx(environ: Mapping[str, str]) -> list[str]:
 
 @functools.cache
 def version_of(*command: str) -> str:
-    """The first line of what the compiler says of its version."""
+    """Returns the first line of what the compiler says of its version."""
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     except OSError:  # the build says so
@@ -37,12 +37,12 @@ def version_of(*command: str) -> str:
 
 
 def host_compiler(cxx: Sequence[str]) -> str:
-    """The compiler in the command ``cxx``, as nvcc's -ccbin wants it: one program, no launcher before it."""
+    """Returns the compiler in the command ``cxx``, as nvcc's -ccbin wants it: one program, no launcher before it."""
     return shutil.which(cxx[-1]) or cxx[-1]
 
 
 def find_ninja() -> str:
-    """The ninja of this environment's package, else the one on PATH."""
+    """Returns the ninja of this environment's package, else the one on PATH."""
     found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if not found:
         raise BuildError("ninja is not installed. Run: pip install ninja")
@@ -50,13 +50,13 @@ def find_ninja() -> str:
 
 
 def num_jobs(environ: Mapping[str, str]) -> str:
-    """How many compilers run at once: a kernel's can take 2 GiB, and a machine out of memory helps nobody."""
+    """Returns how many compilers run at once. A kernel's can take 2 GiB, and a machine out of memory helps nobody."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return environ.get("MAX_JOBS") or str(max(1, min(os.cpu_count() or 1, memory // 2**31)))
 
 
 def find_torch() -> Path:
-    """The folder of the installed torch, which is not imported: only its headers and libraries are used."""
+    """Returns the folder of the installed torch, whose headers and libraries are used without an import."""
     spec = importlib.util.find_spec("torch")
     root = Path(spec.origin).parent if spec and spec.origin else None
     if root is None or not (root / "include" / "torch" / "csrc" / "stable" / "library.h").exists():
