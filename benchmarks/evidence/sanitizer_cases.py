@@ -7,8 +7,9 @@ fastattn's kernels run. Prints each case, or why a backend does not take it. ``-
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtyp
 def shared_keys(device: torch.device) -> None:
     """Runs two query heads per KV head, with as many tiles as there are SMs.
 
-    The forward kernel for Hopper then runs in clusters of two CTAs, which share the copies of keys. For the other
-    kernels this is one more shape.
+    The forward kernel for Hopper then runs in clusters of two CTAs, which share the copies of keys.
     """
     batch = -(-kernel_facts(device).num_sms // 2)
     query, key, value = query_key_value(device, 128)
@@ -109,77 +109,48 @@ def packed(device: torch.device, gradients: bool) -> None:
         out.backward(random(device, *out.shape, seed=9))
 
 
+def step(device: torch.device, caches: Iterable[Tensor], lengths: tuple[int, int], tokens: int, **options: Any) -> None:
+    """Appends new tokens to each of two sequences in ``caches`` and attends to them, in 3 splits by default."""
+    k_new, v_new = (random(device, 2, 2, tokens, 64, seed=seed) for seed in (3, 4))
+    fastattn.attention_with_kv_cache(
+        random(device, 2, 8, tokens, 64),
+        *caches,
+        torch.tensor(lengths, dtype=torch.int32).to(device),
+        **{"k_new": k_new, "v_new": v_new, "num_splits": 3, **options},
+    )
+
+
+def contiguous_caches(device: torch.device) -> list[Tensor]:
+    return [random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2)]
+
+
 def decode(device: torch.device, num_splits: int) -> None:
     """Appends to a contiguous cache with RoPE and attends to it in ``num_splits`` splits."""
-    lengths = torch.tensor([190, 7], dtype=torch.int32).to(device)
-    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
-    new = [random(device, 2, 2, 1, 64, seed=seed) for seed in (3, 4)]
-    angles = [random(device, 256, 32, seed=seed) for seed in (5, 6)]
-    fastattn.attention_with_kv_cache(
-        random(device, 2, 8, 1, 64),
-        k_cache,
-        v_cache,
-        lengths,
-        k_new=new[0],
-        v_new=new[1],
-        rotary_cos=angles[0],
-        rotary_sin=angles[1],
-        num_splits=num_splits,
-    )
+    cos, sin = (random(device, 256, 32, seed=seed) for seed in (5, 6))
+    step(device, contiguous_caches(device), (190, 7), 1, rotary_cos=cos, rotary_sin=sin, num_splits=num_splits)
 
 
 def decode_paged_int8(device: torch.device) -> None:
     """Attends to int8 pages in arbitrary order; unused entries of the block table name no page."""
     table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
-    lengths = torch.tensor([250, 100], dtype=torch.int32).to(device)
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8)
-    k_pages, v_pages = (pages.to(device) for pages in numbers)
+    pages = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8).to(device)
     k_scale, v_scale = (torch.full((6, 2, 64), 0.01).to(device) for _ in "kv")
-    fastattn.attention_with_kv_cache(
-        random(device, 2, 8, 2, 64),
-        k_pages,
-        v_pages,
-        lengths,
-        k_new=random(device, 2, 2, 2, 64, seed=3),
-        v_new=random(device, 2, 2, 2, 64, seed=4),
-        block_table=table,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_splits=3,
-    )
+    step(device, pages, (250, 100), 2, block_table=table, k_scale=k_scale, v_scale=v_scale)
 
 
 def decode_tree(device: torch.device) -> None:
     """Attends with a tree of five proposed tokens, for which a tile has 20 rows."""
     tree = torch.eye(5, dtype=torch.bool)
     tree[:, 0] = True
-    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed) for seed in (1, 2))
-    fastattn.attention_with_kv_cache(
-        random(device, 2, 8, 5, 64),
-        k_cache,
-        v_cache,
-        torch.tensor([190, 7], dtype=torch.int32).to(device),
-        k_new=random(device, 2, 2, 5, 64, seed=3),
-        v_new=random(device, 2, 2, 5, 64, seed=4),
-        tree_mask=tree[None].to(device),
-        num_splits=3,
-    )
+    step(device, contiguous_caches(device), (190, 7), 5, tree_mask=tree[None].to(device))
 
 
 def decode_fp8(device: torch.device) -> None:
     """Attends to an fp8 cache with a scale for each head. New values are NaN; the first query sees only one of two."""
-    k_cache, v_cache = (random(device, 2, 2, 256, 64, seed=seed).to(torch.float8_e4m3fn) for seed in (1, 2))
-    fastattn.attention_with_kv_cache(
-        random(device, 2, 8, 2, 64),
-        k_cache,
-        v_cache,
-        torch.tensor([200, 100], dtype=torch.int32).to(device),
-        k_new=random(device, 2, 2, 2, 64, seed=3),
-        v_new=random(device, 2, 2, 2, 64, seed=4) * float("nan"),
-        k_scale=torch.tensor([0.5, 2.0]).to(device),
-        num_splits=3,
-    )
+    caches = (cache.to(torch.float8_e4m3fn) for cache in contiguous_caches(device))
+    v_new = random(device, 2, 2, 2, 64, seed=4) * float("nan")
+    step(device, caches, (200, 100), 2, v_new=v_new, k_scale=torch.tensor([0.5, 2.0]).to(device))
 
 
 def append(device: torch.device, dtype: torch.dtype) -> None:
@@ -221,24 +192,15 @@ def merge(device: torch.device) -> None:
     merge_into(out.detach(), lse.detach(), out_b.detach(), lse_b.detach())
 
 
-def int8(
-    device: torch.device,
-    rows: int,
-    granularity: str | int,
-    activation: str | None = None,
-    input_precision: str = "16bit",
-) -> None:
+def int8(device: torch.device, rows: int, granularity: str | int, **options: Any) -> None:
     """Runs int8_linear, with gradients to the input. With one row the kernel splits K and combines the partials."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
-    columns = result_columns(activation, 96)
-    bias, residual = random(device, 96, seed=1), random(device, rows, columns, seed=2)
-    out = fastattn.int8_linear(
-        x, weight, bias, activation=activation, residual=residual, input_precision=input_precision
-    )
-    out.backward(random(device, rows, columns, seed=3))
+    columns = result_columns(options.get("activation"), 96)
+    bias, options["residual"] = random(device, 96, seed=1), random(device, rows, columns, seed=2)
+    fastattn.int8_linear(x, weight, bias, **options).backward(random(device, rows, columns, seed=3))
     with torch.no_grad():  # without gradients the kernel itself computes the activation
-        fastattn.int8_linear(x, weight, bias, activation=activation, residual=residual, input_precision=input_precision)
+        fastattn.int8_linear(x, weight, bias, **options)
 
 
 def int8_dequantised(device: torch.device) -> None:
@@ -248,10 +210,10 @@ def int8_dequantised(device: torch.device) -> None:
         fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
 
 
-def int8_in_clusters(device: torch.device, granularity: str | int, input_precision: str = "16bit") -> None:
+def int8_in_clusters(device: torch.device, granularity: str | int, **options: Any) -> None:
     """Runs Hopper's own kernels where the GPU is one, with one tile of rows and a little more."""
     with native.forced_int8_tile(90 if kernel_facts(device).arch == 90 else 0):
-        int8(device, rows=130, granularity=granularity, activation="gelu", input_precision=input_precision)
+        int8(device, rows=130, granularity=granularity, activation="gelu", **options)
 
 
 CASES: dict[str, Case] = {
