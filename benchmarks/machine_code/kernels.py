@@ -33,6 +33,7 @@ from benchmarks.measure.cases import attention, decode, int8
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.implementations import Prepare
 from benchmarks.measure.labels import label
 from benchmarks.measure.tables import aligned
 from emulator import device, launches, options, profiling, static_facts
@@ -59,6 +60,13 @@ CLASSES = {
     "memory": ("matrix load", "shared", "async", "global", "local", "atomic", "param"),
     "sync": ("barrier", "warp", "control", "other"),
 }
+# Where the cases of an op are, and what prepares a call of fastattn.
+PREPARES: dict[str, tuple[Any, Prepare]] = {
+    "forward": (attention, attention.prepare_forward),
+    "backward": (attention, attention.prepare_backward),
+    "decode": (decode, decode.prepare),
+    "int8": (int8, int8.prepare),
+}
 
 
 @dataclass(frozen=True)
@@ -74,28 +82,20 @@ class Call:
         return f"{self.op} {self.backend} {GPUS[self.arch]}, {label(dataclasses.asdict(self.case))}"
 
     def work(self) -> Work:
-        if isinstance(self.case, AttentionCase):
-            found: Work = self.case.backward_work() if self.op == "backward" else self.case.forward_work()
-        else:
-            found = self.case.work()
-        return found
+        if self.op == "backward":
+            return self.case.backward_work()
+        return self.case.forward_work() if self.op == "forward" else self.case.work()
 
     def run(self) -> list[Launched]:
         """Runs the call on the emulator and returns its launches, without those that prepare it."""
-        cpu = torch.device("cpu")
+        cases, prepare = PREPARES[self.op]
         with contextlib.ExitStack() as stack:
             stack.enter_context(device.emulated(self.arch, NUM_SMS))
             stack.enter_context(options.launching(seed=0, races=False))
             stack.enter_context(fastattn.use_backend(self.backend))
-            if isinstance(self.case, AttentionCase):
-                prepare = attention.prepare_backward if self.op == "backward" else attention.prepare_forward
-                prepared = prepare(self.case, attention.make_inputs(self.case, cpu, 0))
-            elif isinstance(self.case, DecodeCase):
-                prepared = decode.prepare(self.case, decode.make_inputs(self.case, cpu, 0))
-            else:
-                if self.backend == "cuda":  # not cuBLAS, and of Hopper's kernels those for many tokens
-                    stack.enter_context(native.forced_int8_tile(self.arch if self.case.m > 64 else 80))
-                prepared = int8.prepare(self.case, int8.make_inputs(self.case, cpu, 0))
+            if (self.op, self.backend) == ("int8", "cuda"):  # not cuBLAS, and of Hopper's kernels those for many tokens
+                stack.enter_context(native.forced_int8_tile(self.arch if self.case.m > 64 else 80))
+            prepared = prepare(self.case, cases.make_inputs(self.case, torch.device("cpu"), 0))
             with launches.recorded() as found:
                 prepared.call()
         return found
@@ -181,10 +181,8 @@ def show(ran: Sequence[tuple[Call, list[Launched]]]) -> None:
             least, reports = call.work(), [one.report for one in launched]
             moved = sum(report.global_bytes for report in reports) / least.bytes
             macs = sum(part.multiply_adds for report in reports for part in report.tensor_core.values())
-            print(
-                f"\n{call}"
-                + (f": bytes {moved:.2f}, MACs {2 * macs / least.flops:.2f} of the least" * (cells is counts))
-            )
+            counted = f": bytes {moved:.2f}, MACs {2 * macs / least.flops:.2f} of the least" if cells is counts else ""
+            print(f"\n{call}{counted}")
             for _ in launched:
                 print(next(lines))
 
