@@ -26,7 +26,14 @@ from benchmarks.measure.cases import attention as case_attention
 from benchmarks.measure.cases import decode as case_decode
 from benchmarks.measure.cases import int8 as case_int8
 from benchmarks.measure.cases.attention import AttentionCase
-from benchmarks.measure.implementations import CUBLAS, Implementation, Prepared, Unsupported, own_implementations
+from benchmarks.measure.implementations import (
+    CUBLAS,
+    Implementation,
+    Prepare,
+    Prepared,
+    Unsupported,
+    own_implementations,
+)
 from benchmarks.measure.peers import attention as peers_attention
 from benchmarks.measure.peers import decode as peers_decode
 from benchmarks.measure.peers import int8 as peers_int8
@@ -102,57 +109,42 @@ class StubTimer:
         return 4096
 
 
+SCRIPTS: dict[Any, Any] = {
+    bench_attention_forward: case_attention,
+    bench_attention_backward: case_attention,
+    bench_decode: case_decode,
+    bench_int8_matmul: case_int8,
+}
+
+
 def options_of(script: Any, *arguments: str) -> Any:
     parser = argparse.ArgumentParser()
     harness.add_options(parser)
-    {
-        bench_attention_forward: case_attention,
-        bench_attention_backward: case_attention,
-        bench_decode: case_decode,
-        bench_int8_matmul: case_int8,
-    }[script].add_options(parser)
+    SCRIPTS[script].add_options(parser)
     return parser.parse_args(arguments)
 
 
-def on_cpu(script: Any, own: Callable[[Any, Any], Prepared], *peers: Implementation) -> harness.Benchmark:
+def on_cpu(script: Any, own: Prepare, *peers: Implementation) -> harness.Benchmark:
     """A script's benchmark with fastattn's PyTorch path in place of its kernels, which need a GPU."""
     benchmark: harness.Benchmark = script.benchmark(options_of(script))
     return dataclasses.replace(benchmark, implementations=[*own_implementations(own, ["torch"]), *peers])
 
 
-def sdpa_math(prepare: Callable[[Any, Any], Prepared]) -> Implementation:
-    return Implementation("torch SDPA math", "1", prepare, peers_attention.sdpa_contexts()["torch SDPA math"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "own", "peer", "cases"),
+    ("script", "own", "peers", "cases"),
     [
-        (
-            bench_attention_forward,
-            case_attention.prepare_forward,
-            sdpa_math(peers_attention._forward(peers_attention._sdpa)),
-            ATTENTION_CASES,
-        ),
-        (
-            bench_attention_backward,
-            case_attention.prepare_backward,
-            sdpa_math(peers_attention._backward(peers_attention._sdpa)),
-            ATTENTION_CASES,
-        ),
-        (bench_decode, case_decode.prepare, sdpa_math(peers_decode._sdpa), DECODE_CASES),
-        (
-            bench_int8_matmul,
-            case_int8.prepare,
-            Implementation(CUBLAS, "1", peers_int8._through(peers_int8._cublas, differentiable=True)),
-            INT8_CASES,
-        ),
+        (bench_attention_forward, case_attention.prepare_forward, peers_attention.forward_peers, ATTENTION_CASES),
+        (bench_attention_backward, case_attention.prepare_backward, peers_attention.backward_peers, ATTENTION_CASES),
+        (bench_decode, case_decode.prepare, peers_decode.peers, DECODE_CASES),
+        (bench_int8_matmul, case_int8.prepare, peers_int8.peers, INT8_CASES),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_benchmark_measures_its_cases(
-    script: Any, own: Any, peer: Implementation, cases: list[Any], tmp_path: Path
+    script: Any, own: Prepare, peers: Callable[[], list[Implementation]], cases: list[Any], tmp_path: Path
 ) -> None:
+    (peer,) = (peer for peer in peers() if peer.name in ("torch SDPA math", CUBLAS))
     benchmark = on_cpu(script, own, peer)
     rows: list[results.Row] = []
     for case in cases:
@@ -225,7 +217,7 @@ def test_a_call_that_cannot_be_captured_keeps_its_eager_time() -> None:
     assert row["status"] == "ok" and row["graph"] is None and row["reason"].startswith("no CUDA graph: RuntimeError")
 
 
-@pytest.mark.parametrize("script", [bench_attention_forward, bench_attention_backward, bench_decode, bench_int8_matmul])
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_script_says_so_and_lists_the_least_work(
     script: Any, capsys: pytest.CaptureFixture[str]
@@ -238,10 +230,8 @@ def test_without_a_gpu_a_script_says_so_and_lists_the_least_work(
 def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
     full = case_attention.full_cases()
     assert {case.head_dim for case in full} == {64, 128, 256} and {case.seqlen for case in full} >= {512, 32768}
-    assert {case.heads // case.kv_heads for case in full} == {1, 8} and {case.dtype for case in full} == {
-        "bfloat16",
-        "float16",
-    }
+    assert {case.heads // case.kv_heads for case in full} == {1, 8}
+    assert {case.dtype for case in full} == {"bfloat16", "float16"}
     assert all(case.batch * case.seqlen in (16384, 32768) for case in full)
     chunks = case_attention.full_chunks()
     assert set(case_attention.quick_chunks()) <= set(chunks) and len(set(chunks)) == len(chunks)

@@ -102,12 +102,8 @@ def flashinfer_stand_in() -> ModuleType:
             window_left: int = -1,
             q_data_type: Any = "float16",
         ) -> None:
-            self.offsets, self.causal, self.window, self.dtype = (
-                (qo_indptr, kv_indptr),
-                causal,
-                window_left,
-                q_data_type,
-            )
+            self.offsets, self.causal, self.window = (qo_indptr, kv_indptr), causal, window_left
+            self.dtype = q_data_type
             self.shape = num_qo_heads, num_kv_heads, head_dim_qk
 
         def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -223,22 +219,20 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-FORWARD_PEERS = [
-    peers_attention._forward(build)
-    for build in (peers_attention._flash_attn_2, peers_attention._flash_attn_3, peers_attention._flash_attn_4)
-] + [
-    peers_attention._flashinfer_batch,
-    peers_attention._flashinfer_single,
-    peers_attention._forward(peers_attention._xformers),
-]
+FORWARD_PEERS = {
+    "flash 2": peers_attention._forward(peers_attention._flash_attn_2),
+    "flash 3": peers_attention._forward(peers_attention._flash_attn_3),
+    "flash 4": peers_attention._forward(peers_attention._flash_attn_4),
+    "flashinfer": peers_attention._flashinfer_batch,
+    "single": peers_attention._flashinfer_single,
+    "xformers": peers_attention._forward(peers_attention._xformers),
+}
 SINGLE = dataclasses.replace(ATTENTION, batch=1, causal=True, window=5)
 UNGROUPED = dataclasses.replace(ATTENTION, kv_heads=4, bias=True)
 
 
 @pytest.mark.parametrize("case", [*ATTENTION_CASES, SINGLE, UNGROUPED], ids=name_of)
-@pytest.mark.parametrize(
-    "prepare", FORWARD_PEERS, ids=["flash 2", "flash 3", "flash 4", "flashinfer", "single", "xformers"]
-)
+@pytest.mark.parametrize("prepare", FORWARD_PEERS.values(), ids=FORWARD_PEERS)
 @pytest.mark.usefixtures("stand_ins")
 def test_layouts_of_forward_peers(prepare: Callable[[Any, Any], Prepared], case: AttentionCase) -> None:
     inputs = case_attention.make_inputs(case, CPU, seed=5)
