@@ -14,11 +14,12 @@ class Command(NamedTuple):
     summary: str
 
 
+BENCHMARKS = "measure.benchmarks"  # its main takes the name of one, too
 COMMANDS = {
-    "attention_forward": Command("measure.attention_forward", "attention over whole sequences, beside every peer"),
-    "attention_backward": Command("measure.attention_backward", "its gradients, beside every peer"),
-    "decode": Command("measure.decode", "a step of generation over a KV cache, beside every peer"),
-    "int8_matmul": Command("measure.int8_matmul", "linear layers with int8 weights, beside every peer"),
+    "attention_forward": Command(BENCHMARKS, "attention over whole sequences, beside every peer"),
+    "attention_backward": Command(BENCHMARKS, "its gradients, beside every peer"),
+    "decode": Command(BENCHMARKS, "a step of generation over a KV cache, beside every peer"),
+    "int8_matmul": Command(BENCHMARKS, "linear layers with int8 weights, beside every peer"),
     "fit-int8": Command(
         "measure.int8_fit", "the constants by which ways to an int8 matmul are chosen, from times here"
     ),
@@ -33,9 +34,8 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
     tools = "python -m benchmarks.machine_code.TOOL (kernels, geometry, backward_schedule): kernels without a GPU"
-    return "\n".join(
-        ["usage: python -m benchmarks COMMAND [options]", "", *lines, "", "COMMAND --help: its options", tools]
-    )
+    head = ["usage: python -m benchmarks COMMAND [options]", ""]
+    return "\n".join([*head, *lines, "", "COMMAND --help: its options", tools])
 
 
 def main(arguments: list[str]) -> int:
@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
         print(f"python -m benchmarks: there is no command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
     sys.argv[0] = f"python -m benchmarks {name}"  # argparse shows it as the program's name
-    return importlib.import_module(f"benchmarks.{COMMANDS[name].module}").main(rest) or 0
+    module = COMMANDS[name].module
+    names = [name] if module == BENCHMARKS else []
+    return importlib.import_module(f"benchmarks.{module}").main(*names, rest) or 0
 
 
 if __name__ == "__main__":

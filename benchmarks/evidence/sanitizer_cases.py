@@ -111,12 +111,15 @@ def packed(device: torch.device, gradients: bool) -> None:
 
 def step(device: torch.device, caches: Iterable[Tensor], lengths: tuple[int, int], tokens: int, **options: Any) -> None:
     """Appends new tokens to each of two sequences in ``caches`` and attends to them, in 3 splits by default."""
+    k_cache, v_cache = caches
     k_new, v_new = (random(device, 2, 2, tokens, 64, seed=seed) for seed in (3, 4))
+    options = {"k_new": k_new, "v_new": v_new, "num_splits": 3, **options}
     fastattn.attention_with_kv_cache(
         random(device, 2, 8, tokens, 64),
-        *caches,
+        k_cache,
+        v_cache,
         torch.tensor(lengths, dtype=torch.int32).to(device),
-        **{"k_new": k_new, "v_new": v_new, "num_splits": 3, **options},
+        **options,
     )
 
 

@@ -274,17 +274,3 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
             print(f"plot: {path}")
     if options.save:
         print("`python -m benchmarks page` brings them into docs/PERFORMANCE.md")
-
-
-def main(
-    description: str | None,
-    add_case_options: Callable[[argparse.ArgumentParser], None],
-    benchmark: Callable[[argparse.Namespace], Benchmark],
-    arguments: Sequence[str] | None,
-) -> None:
-    """Runs a benchmark from the command line, with the shared options and those of its cases."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    add_case_options(parser)
-    options = parser.parse_args(arguments)
-    report(benchmark(options), options)

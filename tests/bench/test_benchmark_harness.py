@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
@@ -16,11 +15,7 @@ import pytest
 import torch
 
 from benchmark_cases import ATTENTION, ATTENTION_CASES, CPU, DECODE_CASES, INT8_CASES, LIMITS, document, name_of
-from benchmarks.measure import accuracy, environment, harness, results
-from benchmarks.measure import attention_backward as bench_attention_backward
-from benchmarks.measure import attention_forward as bench_attention_forward
-from benchmarks.measure import decode as bench_decode
-from benchmarks.measure import int8_matmul as bench_int8_matmul
+from benchmarks.measure import accuracy, benchmarks, environment, harness, results
 from benchmarks.measure import tables as table
 from benchmarks.measure.cases import attention as case_attention
 from benchmarks.measure.cases import decode as case_decode
@@ -109,43 +104,29 @@ class StubTimer:
         return 4096
 
 
-SCRIPTS: dict[Any, Any] = {
-    bench_attention_forward: case_attention,
-    bench_attention_backward: case_attention,
-    bench_decode: case_decode,
-    bench_int8_matmul: case_int8,
-}
-
-
-def options_of(script: Any, *arguments: str) -> Any:
-    parser = argparse.ArgumentParser()
-    harness.add_options(parser)
-    SCRIPTS[script].add_options(parser)
-    return parser.parse_args(arguments)
-
-
-def on_cpu(script: Any, own: Prepare, *peers: Implementation) -> harness.Benchmark:
-    """A script's benchmark with fastattn's PyTorch path in place of its kernels, which need a GPU."""
-    benchmark: harness.Benchmark = script.benchmark(options_of(script))
+def on_cpu(name: str, own: Prepare, *peers: Implementation) -> harness.Benchmark:
+    """Returns a benchmark with fastattn's PyTorch path in place of its kernels, which need a GPU."""
+    make, _ = benchmarks.BENCHMARKS[name]
+    benchmark = make(benchmarks.options_of(name, []))
     return dataclasses.replace(benchmark, implementations=[*own_implementations(own, ["torch"]), *peers])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "own", "peers", "cases"),
+    ("name", "own", "peers", "cases"),
     [
-        (bench_attention_forward, case_attention.prepare_forward, peers_attention.forward_peers, ATTENTION_CASES),
-        (bench_attention_backward, case_attention.prepare_backward, peers_attention.backward_peers, ATTENTION_CASES),
-        (bench_decode, case_decode.prepare, peers_decode.peers, DECODE_CASES),
-        (bench_int8_matmul, case_int8.prepare, peers_int8.peers, INT8_CASES),
+        ("attention_forward", case_attention.prepare_forward, peers_attention.forward_peers, ATTENTION_CASES),
+        ("attention_backward", case_attention.prepare_backward, peers_attention.backward_peers, ATTENTION_CASES),
+        ("decode", case_decode.prepare, peers_decode.peers, DECODE_CASES),
+        ("int8_matmul", case_int8.prepare, peers_int8.peers, INT8_CASES),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["forward", "backward", "decode", "int8"],
 )
 def test_every_benchmark_measures_its_cases(
-    script: Any, own: Prepare, peers: Callable[[], list[Implementation]], cases: list[Any], tmp_path: Path
+    name: str, own: Prepare, peers: Callable[[], list[Implementation]], cases: list[Any], tmp_path: Path
 ) -> None:
     (peer,) = (peer for peer in peers() if peer.name in ("torch SDPA math", CUBLAS))
-    benchmark = on_cpu(script, own, peer)
+    benchmark = on_cpu(name, own, peer)
     rows: list[results.Row] = []
     for case in cases:
         measured = list(harness.measure_case(benchmark, case, CPU, StubTimer(), LIMITS, num_sets=2))
@@ -176,7 +157,7 @@ def test_who_is_wrong_or_fails_gets_no_figures_and_the_reason() -> None:
         return Prepared(lambda: right.call() * 0.5, right.outputs)
 
     benchmark = on_cpu(
-        bench_attention_forward,
+        "attention_forward",
         case_attention.prepare_forward,
         Implementation("wrong", "1", half_of),
         failing("raises", RuntimeError("no such kernel\nand a long story")),
@@ -191,7 +172,7 @@ def test_who_is_wrong_or_fails_gets_no_figures_and_the_reason() -> None:
 
 
 def test_our_kernels_are_unsupported_where_the_dispatcher_says_so() -> None:
-    benchmark = on_cpu(bench_attention_forward, case_attention.prepare_forward)
+    benchmark = on_cpu("attention_forward", case_attention.prepare_forward)
     own = own_implementations(case_attention.prepare_forward, ["cuda"])
     benchmark = dataclasses.replace(benchmark, implementations=own)
     (row,) = harness.measure_case(benchmark, ATTENTION, CPU, StubTimer(), LIMITS, num_sets=1)
@@ -199,7 +180,7 @@ def test_our_kernels_are_unsupported_where_the_dispatcher_says_so() -> None:
 
 
 def test_graphs_are_timed_where_a_launch_can_be_seen() -> None:
-    benchmark = on_cpu(bench_decode, case_decode.prepare)
+    benchmark = on_cpu("decode", case_decode.prepare)
     (short,) = harness.measure_case(benchmark, DECODE_CASES[0], CPU, StubTimer(), LIMITS, num_sets=1)
     assert short["graph"]["median_s"] == 80e-6
     assert short["resource"] == LAUNCH and short["fraction"] == pytest.approx(1e-6 / 80e-6)
@@ -212,17 +193,15 @@ def test_a_call_that_cannot_be_captured_keeps_its_eager_time() -> None:
         def graph(self, calls: Sequence[Call]) -> Timing:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    benchmark = on_cpu(bench_decode, case_decode.prepare)
+    benchmark = on_cpu("decode", case_decode.prepare)
     (row,) = harness.measure_case(benchmark, DECODE_CASES[0], CPU, NoCapture(), LIMITS, num_sets=1)
     assert row["status"] == "ok" and row["graph"] is None and row["reason"].startswith("no CUDA graph: RuntimeError")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_script_says_so_and_lists_the_least_work(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script.main(["--full"])
+def test_without_a_gpu_a_script_says_so_and_lists_the_least_work(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmarks.main(name, ["--full"])
     printed = capsys.readouterr().out
     assert "no NVIDIA GPU here, so nothing is measured or written" in printed and "FLOP/byte" in printed
 
@@ -239,7 +218,7 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
         (queries, seqlen) for queries in (64, 256, 512, 2048) for seqlen in (8192, 32768)
     }
     assert all(case.causal and (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128) for case in chunks)
-    options = options_of(bench_attention_forward, "--full")
+    options = benchmarks.options_of("attention_forward", ["--full"])
     assert set(case_attention.forward_cases(options)) - set(case_attention.backward_cases(options)) == set(chunks)
     decode = case_decode.full_cases()
     assert {case.heads // case.kv_heads for case in decode} == {1, 4, 8, 16}
@@ -249,11 +228,13 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
     for module in (case_attention, case_decode, case_int8):
         whole, quick = module.full_cases(), module.quick_cases()
         assert len(set(whole)) == len(whole) and len(set(quick)) == len(quick)
-    options = options_of(bench_attention_forward, "--full", "--head-dim", "64", "--seqlen", "1024", "--mask", "causal")
+    options = benchmarks.options_of(
+        "attention_forward", ["--full", "--head-dim", "64", "--seqlen", "1024", "--mask", "causal"]
+    )
     kept = case_attention.forward_cases(options)
     assert kept and all((case.head_dim, case.seqlen, case.causal) == (64, 1024, True) for case in kept)
-    assert all(case.page_size for case in case_decode.chosen(options_of(bench_decode, "--cache", "paged")))
-    assert {case.m for case in case_int8.chosen(options_of(bench_int8_matmul, "--m", "1"))} == {1}
+    assert all(case.page_size for case in case_decode.chosen(benchmarks.options_of("decode", ["--cache", "paged"])))
+    assert {case.m for case in case_int8.chosen(benchmarks.options_of("int8_matmul", ["--m", "1"]))} == {1}
     peers = [failing("flash-attn 2", RuntimeError()), failing("torch SDPA cuDNN", RuntimeError())]
     assert harness.chosen_peers(peers, None) == peers
     assert harness.chosen_peers(peers, ["cudnn"]) == peers[1:] and harness.chosen_peers(peers, ["none"]) == []
@@ -284,8 +265,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_writes_what_it_measured(pretended_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare), cases=DECODE_CASES)
-    harness.report(benchmark, options_of(bench_decode, "--save"))
+    benchmark = dataclasses.replace(on_cpu("decode", case_decode.prepare), cases=DECODE_CASES)
+    harness.report(benchmark, benchmarks.options_of("decode", ["--save"]))
     saved = results.read(pretended_gpu / "decode.json")
     assert saved["complete"] and len(saved["rows"]) == len(DECODE_CASES)
     assert (pretended_gpu / "decode.png").exists() and (pretended_gpu / "decode_roofline.png").exists()
@@ -295,7 +276,7 @@ def test_a_run_writes_what_it_measured(pretended_gpu: Path, capsys: pytest.Captu
 
 @pytest.mark.usefixtures("pretended_gpu")
 def test_a_run_ends_in_time_and_keeps_what_it_has() -> None:
-    benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare), cases=DECODE_CASES)
+    benchmark = dataclasses.replace(on_cpu("decode", case_decode.prepare), cases=DECODE_CASES)
     stopped = results.validate(harness.run(benchmark, CPU, minutes=0.0, seconds_per_figure=0.1))
     assert not stopped["complete"] and stopped["rows"] == []
 
@@ -307,7 +288,7 @@ def test_a_run_that_loses_the_device_keeps_what_it_has(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(harness, "_release", lost)
     peer = failing("broken", RuntimeError("illegal memory access"))
-    benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare, peer), cases=DECODE_CASES)
+    benchmark = dataclasses.replace(on_cpu("decode", case_decode.prepare, peer), cases=DECODE_CASES)
     stopped = results.validate(harness.run(benchmark, CPU, minutes=1.0, seconds_per_figure=0.1))
     assert not stopped["complete"]
     assert [row["status"] for row in stopped["rows"]] == ["ok", "failed"]
@@ -320,8 +301,8 @@ def test_a_run_that_is_asked_to_end_writes_what_it_has(pretended_gpu: Path) -> N
 
     before = signal.getsignal(signal.SIGTERM)
     peer = Implementation("asks", "1", ask)
-    benchmark = dataclasses.replace(on_cpu(bench_decode, case_decode.prepare, peer), cases=DECODE_CASES)
-    harness.report(benchmark, options_of(bench_decode, "--save"))
+    benchmark = dataclasses.replace(on_cpu("decode", case_decode.prepare, peer), cases=DECODE_CASES)
+    harness.report(benchmark, benchmarks.options_of("decode", ["--save"]))
     saved = results.read(pretended_gpu / "decode.json")
     assert not saved["complete"] and [row["status"] for row in saved["rows"]] == ["ok"]
     assert signal.getsignal(signal.SIGTERM) == before
@@ -329,16 +310,16 @@ def test_a_run_that_is_asked_to_end_writes_what_it_has(pretended_gpu: Path) -> N
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("script", "narrowed"),
+    ("name", "narrowed"),
     [
-        (bench_attention_forward, ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
-        (bench_attention_backward, ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
-        (bench_decode, ["--context", "1024", "4096", "--peer", "SDPA"]),
-        (bench_int8_matmul, ["--m", "1", "--layer", "7B", "--peer", "cuBLAS"]),
+        ("attention_forward", ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
+        ("attention_backward", ["--head-dim", "64", "--seqlen", "1024", "--peer", "SDPA"]),
+        ("decode", ["--context", "1024", "4096", "--peer", "SDPA"]),
+        ("int8_matmul", ["--m", "1", "--layer", "7B", "--peer", "cuBLAS"]),
     ],
 )
-def test_on_a_gpu_figures_stand_beside_peers_and_limits(script: Any, narrowed: list[str], tmp_path: Path) -> None:
-    script.main([*narrowed, "--seconds-per-figure", "0.02", "--json", str(tmp_path), "--plot", str(tmp_path)])
+def test_on_a_gpu_figures_stand_beside_peers_and_limits(name: str, narrowed: list[str], tmp_path: Path) -> None:
+    benchmarks.main(name, [*narrowed, "--seconds-per-figure", "0.02", "--json", str(tmp_path), "--plot", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     measured = results.read(path)
     assert measured["complete"] and len(list(tmp_path.glob("*.png"))) == 2

@@ -16,7 +16,7 @@ import torch
 
 import fastattn
 from benchmark_cases import ATTENTION_CASES, DECODE_CASES, INT8_CASES
-from benchmarks.measure import harness, results, timing
+from benchmarks.measure import benchmarks, harness, results, timing
 from fastattn.profiler import limits
 
 ROOT = Path(__file__).parents[2]
@@ -55,19 +55,8 @@ def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
         (harness, "GRAPH_BELOW_S", 60.0),
     ):
         monkeypatch.setattr(module, constant, small)
-    arguments = [
-        "--json",
-        str(tmp_path),
-        "--minutes",
-        "5",
-        "--seconds-per-figure",
-        "0.001",
-        "--peer",
-        "SDPA",
-        "--peer",
-        "cuBLAS",
-    ]
-    importlib.import_module(f"benchmarks.measure.{name}").main(arguments)
+    words = ["--minutes", "5", "--seconds-per-figure", "0.001", "--peer", "SDPA", "--peer", "cuBLAS"]
+    benchmarks.main(name, ["--json", str(tmp_path), *words])
     document = results.read(tmp_path / f"{name}.json")
     rows = {row["implementation"]: row for row in document["rows"]}
     assert document["complete"]
