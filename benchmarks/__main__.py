@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: one command for everything that takes figures."""
+"""Runs everything that takes figures: ``python -m benchmarks COMMAND``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command: ``module.main(arguments)`` runs it. The module is imported only then: some commands need no torch."""
+    """Names a command, which ``module.main(arguments)`` runs. Only then is the module imported: some need no torch."""
 
     module: str
     summary: str

@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Command:
-    """A command to run. ``log`` takes both output streams. It is restarted if ``restart_after(exit code)`` is true."""
+    """Describes a command. ``log`` takes both output streams. It runs again if ``restart_after(exit code)`` is true."""
 
     arguments: Sequence[str]
     log: Path
@@ -29,7 +29,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: ``returncode`` is that of ``subprocess``, or None if the command ran out of time."""
+    """Says how a command ended: ``returncode`` is that of ``subprocess``, or None if the command ran out of time."""
 
     returncode: int | None
     seconds: float

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs a share of the tests and records each outcome at once, in case the process is killed.
+"""Runs a share of the tests, as a pytest plugin, and records each outcome at once, in case the process is killed.
 
 It writes JSON lines to ``--record FILE``: ``{"collected": n}``, ``{"start": test}``, ``{"test", "outcome", "seconds",
 "reason"}``. Started again with the same file, pytest skips all tests that were started before. A test that takes longer

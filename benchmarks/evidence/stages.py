@@ -16,7 +16,7 @@ PASSED, FAILED, TIMED_OUT, NOT_RUN = "passed", "failed", "timed out", "not run"
 
 @dataclass
 class Result:
-    """The result of a stage: ``headline`` sums it up in one line, ``details`` has the first failures."""
+    """Says how a stage ended: ``headline`` sums it up in one line, ``details`` has the first failures."""
 
     status: str
     headline: str
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass
 class Workplace:
-    """The folders, the Python and the environment with which the stages run their commands.
+    """Holds the folders, the Python and the environment with which the stages run their commands.
 
     Args:
         root: the repository.
@@ -54,7 +54,7 @@ class Workplace:
 
     @property
     def results(self) -> Path:
-        """The folder for the JSON and the plots of the benchmarks."""
+        """Returns the folder for the JSON and the plots of the benchmarks."""
         return self.scratch / "results"
 
     def command(self, log: str, *arguments: str, restart_after: Callable[[int], bool] = lambda code: False) -> Command:
@@ -72,7 +72,7 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: ``run`` takes the workplace and the deadline (of ``time.monotonic``); ``limit_s`` is the default."""
+    """Describes a stage: ``run`` takes the workplace and a deadline of ``time.monotonic``; ``limit_s`` is usual."""
 
     name: str
     limit_s: float

@@ -1,4 +1,4 @@
-"""The stages that load the native library, run compute-sanitizer and run the benchmarks."""
+"""Loads the native library, runs compute-sanitizer and runs the benchmarks: a stage each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages that run pytest: the kernel tests on the GPU, and the tests that compare the emulator with the GPU."""
+"""Runs pytest in two stages: the kernel tests on the GPU, and the tests that compare the emulator with the GPU."""
 
 from __future__ import annotations
 

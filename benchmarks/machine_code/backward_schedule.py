@@ -35,7 +35,7 @@ PASSED_ON, SEEN, READ = 0.4, 0.15, 0.15
 
 @dataclass(frozen=True)
 class BackwardShape:
-    """The shape of a backward pass. ``lengths`` has the query rows and the keys of each sequence.
+    """Describes a backward pass. ``lengths`` has the query rows and the keys of each sequence.
 
     ``window`` is how many keys a row sees before and after its own key, which is as far from the last key as the row is
     from the last row; -1 means all.
@@ -55,7 +55,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The result of a schedule.
+    """Says how well a schedule keeps the SMs at work.
 
     ``busy`` is the fraction of all SMs' time in which they have work: steps, or the cost of a tile or split beside
     them. ``useful`` is the fraction in which they have steps, and ``steps`` the mean number of steps of an SM.

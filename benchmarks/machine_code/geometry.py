@@ -45,7 +45,7 @@ GPUS = tuple(Gpu(name, arch, *USUAL[arch]) for name, arch in (("A100", 80), ("H2
 
 @dataclass(frozen=True)
 class Geometry:
-    """A launch. ``mean_steps`` and ``most_steps`` count the main-loop steps of a work tile, or of a CTA."""
+    """Describes a launch. ``mean_steps`` and ``most_steps`` count the main-loop steps of a work tile, or of a CTA."""
 
     kernel: str
     tiles: int

@@ -71,7 +71,7 @@ PREPARES: dict[str, tuple[Any, Prepare]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an op by a backend, on a GPU of compute capability ``arch`` / 10."""
+    """Describes a call of an op by a backend, on a GPU of compute capability ``arch`` / 10."""
 
     op: str
     backend: str

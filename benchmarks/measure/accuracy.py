@@ -15,7 +15,7 @@ LOOSE = 0.05
 
 
 class Expected(NamedTuple):
-    """The float64 results, and the largest error that fastattn may have in each."""
+    """Holds the float64 results, and the largest error that fastattn may have in each."""
 
     oracle: tuple[Tensor, ...]
     bounds: tuple[float, ...]
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on a result: its worst error, relative to its tensor's largest value, and why it fails, or None."""
+    """Judges a result: its worst error, relative to its tensor's largest value, and why it fails, or None."""
 
     error: float
     reason: str | None

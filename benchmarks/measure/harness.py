@@ -35,7 +35,7 @@ GRAPH_BELOW_S = 500e-6
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its cases, and how to run and check them.
+    """Says what a benchmark measures, and how to run and check it.
 
     A case is a frozen dataclass, whose fields become a row's ``case``.
 
@@ -63,11 +63,11 @@ class Benchmark:
 
 
 class DeviceLost(RuntimeError):
-    """Raised when a kernel has left the device in a state in which nothing more runs on it."""
+    """Is raised when a kernel has left the device in a state in which nothing more runs on it."""
 
 
 class Asked(BaseException):
-    """Raised when SIGTERM asks the run to end. It is no Exception, as those count as results of implementations."""
+    """Is raised when SIGTERM asks the run to end. It is no Exception: those count as results of implementations."""
 
 
 @contextlib.contextmanager

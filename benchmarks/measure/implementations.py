@@ -21,11 +21,11 @@ CUBLAS = "cuBLAS, 16-bit weight"
 
 
 class Unsupported(Exception):
-    """Raised when an implementation lacks what a case needs; the message says what."""
+    """Is raised when an implementation lacks what a case needs; the message says what."""
 
 
 class Prepared(NamedTuple):
-    """A call on one set of inputs. ``outputs`` turns its result into fastattn's layout and is not timed."""
+    """Holds a call on one set of inputs. ``outputs`` turns its result into fastattn's layout and is not timed."""
 
     call: Callable[[], Any]
     outputs: Callable[[Any], tuple[Tensor, ...]]
@@ -36,7 +36,7 @@ Prepare = Callable[[Any, Any], Prepared]
 
 @dataclass(frozen=True)
 class Implementation:
-    """A library's implementation of an operation.
+    """Describes a library's implementation of an operation.
 
     ``prepare(case, inputs)`` does what a user does once (layouts, plans, quantisation) and returns the call to time. It
     raises ``Unsupported`` if the implementation cannot run the case. Everything runs within ``context()``.

@@ -34,7 +34,7 @@ _CTAS_OF_A_TEAM = {80: 1, 90: 2}
 
 
 class Case(NamedTuple):
-    """A matmul ``[m, k] @ [n, k]^T``."""
+    """Describes a matmul ``[m, k] @ [n, k]^T``."""
 
     m: int
     n: int
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel of the library. ``tile`` is what it computes in a step, with the fields of `native.KERNELS`."""
+    """Names a kernel of the library. ``tile`` is what it computes in a step, with the fields of `native.KERNELS`."""
 
     name: str
     arch: int
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A measured case and how often each term counts in it. ``predicted`` is the library's prediction, or None."""
+    """Holds a measured case and how often each term counts. ``predicted`` is the library's prediction, or None."""
 
     case: Case
     terms: tuple[float, ...]
@@ -160,7 +160,7 @@ def fit_all(gpu: CudaGpu, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class CudaGpu:
-    """A CUDA device with the installed library. Without a kernel, a call dequantises for cuBLAS."""
+    """Asks a CUDA device and the installed library. Without a kernel, a call dequantises for cuBLAS."""
 
     def __init__(self, facts: native.NativeDeviceFacts, timer: timing.CudaTimer) -> None:
         self.timer = timer

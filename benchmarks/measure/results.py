@@ -65,7 +65,7 @@ _ROW: dict[str, Any] = {
 
 
 class BadResult(ValueError):
-    """Raised when a document does not follow the schema; the message names the place."""
+    """Is raised when a document does not follow the schema; the message names the place."""
 
 
 def validate(document: Any) -> Document:

@@ -17,7 +17,7 @@ MOST_SETS = 128
 
 
 class Timing(NamedTuple):
-    """The median of ``samples`` measurements and their quartiles."""
+    """Holds the median of ``samples`` measurements and their quartiles."""
 
     median_s: float
     lower_s: float

@@ -1,4 +1,4 @@
-"""The benchmark harness on the CPU: what it checks, what it reports, and its grids."""
+"""Tests the benchmark harness on the CPU: what it checks, what it reports, and its grids."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Everything that a run asks of CUDA but for kernels; returns where ``--save`` writes to."""
+    """Answers all that a run asks of CUDA but for kernels; returns where ``--save`` writes to."""
     properties = SimpleNamespace(L2_cache_size=1 << 20)
     for name, value in {
         "is_available": lambda: True,

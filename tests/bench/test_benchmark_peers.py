@@ -1,4 +1,4 @@
-"""The benchmarks' peers: layouts and arguments, with stand-ins of the same signatures that compute by the formula."""
+"""Tests layouts and arguments of the peers, with stand-ins of the same signatures that compute by the formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fastattn import reference
 
 
 def reference_heads_last(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: tuple[Any, Any]) -> Tensor:
-    """``[B, S, H, D]``, as flash-attn, xformers and flashinfer have it."""
+    """Takes and returns ``[B, S, H, D]``, as flash-attn, xformers and flashinfer have it."""
     left, right = (-1 if side is None else side for side in window)
     heads_first = (t.transpose(1, 2) for t in (query, key, value))
     out, _ = reference.attention(*heads_first, causal=causal, window=(left, right))
@@ -174,7 +174,7 @@ class XformersMask:
 
 
 def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None) -> Tensor:
-    """``[B, S, H, D]``, or ``[B, S, Hkv, group, D]`` with key and value expanded over the group."""
+    """Takes ``[B, S, H, D]``, or ``[B, S, Hkv, group, D]`` with key and value expanded over the group."""
     grouped = query.dim() == 5
     if grouped:
         assert key.stride(3) == 0, "expanded, not copied"
@@ -205,7 +205,7 @@ def xformers_stand_ins() -> dict[str, ModuleType]:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn 2, 3, 4, flashinfer and xformers, computing by the formula on the CPU."""
+    """Replaces flash-attn 2, 3, 4, flashinfer and xformers by modules that compute the formula on the CPU."""
     flash_attn = flash_attn_stand_in(returns_lse=False)
     flash_attn.cute = flash_attn_stand_in(returns_lse=True)  # type: ignore[attr-defined]
     modules = {

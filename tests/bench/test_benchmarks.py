@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic: work, roofline, timing, JSON, tables, plots, and the page."""
+"""Tests the benchmarks' arithmetic: work, roofline, timing, JSON, tables, plots, and the page."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_input_sets_exceed_the_l2_twice_and_fit_into_memory() -> None:
 
 
 class FakeDevice:
-    """A GPU whose clock moves when a call says so, in place of ``torch.cuda``."""
+    """Stands in for ``torch.cuda``: a GPU whose clock moves when a call says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.allocated, self.peak = 0.0, 1000, 1000

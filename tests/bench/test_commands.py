@@ -1,4 +1,4 @@
-"""Every command that README, CONTRIBUTING and ``make help`` name runs: in CI, or in its shortest form in a test."""
+"""Tests that every command that README, CONTRIBUTING and ``make help`` name runs: in CI, or shortened in a test."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_clean_leaves_what_was_not_built(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its stand-ins are for a CPU")
 def test_what_a_call_costs_on_the_host() -> None:
-    """In a process of its own, where stand-ins for the kernels do no harm."""
+    """Runs in a process of its own, where stand-ins for the kernels do no harm."""
     printed = run(sys.executable, "-m", "benchmarks", "overhead", "--calls", "2", "--repeats", "1")
     for name in ("scaled_dot_product_attention", "attention, forward + backward", "int8_linear"):
         assert re.search(rf"{re.escape(name)} +[0-9.]+ ", printed)

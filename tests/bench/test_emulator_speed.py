@@ -1,4 +1,4 @@
-"""``python -m benchmarks emulator``, over few rows."""
+"""Runs ``python -m benchmarks emulator`` over few rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make gpu-check`: stages that pass, fail, hang and crash; what leaves the machine; what it says without a GPU."""
+"""Tests `make gpu-check`: stages that pass, fail, hang or crash; what leaves the machine; runs without a GPU."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
 def test_a_dry_run_goes_all_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """With stages that take no time; caches and results are where they belong."""
+    """The stages take no time; caches and results are where they belong."""
     code = "import os; print(*(os.environ[n] for n in ('TMPDIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH')), sep='\\n')"
     stages = (stage("library", code, needs_gpu=False, needs_library=False), stage("tests", "print(1)"))
     monkeypatch.setattr(gpu_check, "STAGES", stages)

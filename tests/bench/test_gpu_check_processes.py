@@ -19,7 +19,7 @@ def command(folder: Path, code: str, log: str = "log", **options: Any) -> Comman
 
 
 def have_ended(*pids: int) -> bool:
-    """Within a time: a signal arrives when it arrives."""
+    """Waits for a while, as a signal arrives when it arrives."""
     until = time.monotonic() + 10
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The fit of the int8 matmul's model: constants come back from times that were made from them."""
+"""Tests the fit of the int8 matmul's model: constants come back from times that were made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases that compute-sanitizer watches launch every kernel that there is."""
+"""Tests that the cases that compute-sanitizer watches launch every kernel that there is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]:
-    """The names that the pattern finds in the sources of a folder."""
+    """Returns the names that the pattern finds in the sources of a folder."""
     sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     return {name for path in sources for name in re.findall(pattern, path.read_text())}
 

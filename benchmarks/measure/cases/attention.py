@@ -26,7 +26,7 @@ MAX_CHUNK_ELEMENTS = 1 << 25  # the most float64 scores that the check holds at 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One shape with its options.
+    """Describes one shape with its options.
 
     ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
     ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number of
@@ -52,17 +52,17 @@ class AttentionCase:
 
     @property
     def longest_queries(self) -> int:
-        """The number of queries of the longest sequence."""
+        """Returns the number of queries of the longest sequence."""
         return self.queries or self.seqlen
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        """The number of queries of each sequence."""
+        """Returns the number of queries of each sequence."""
         return tuple(min(self.longest_queries, length) for length in self.lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The number of keys of each sequence. Packed ones have ``seqlen`` / 8 to ``seqlen``, the first the most."""
+        """Returns the number of keys of each sequence: packed, ``seqlen`` / 8 to ``seqlen``, the first the most."""
         if not self.varlen:
             return (self.seqlen,) * self.batch
         draw = random.Random(f"{self.seqlen} {self.batch}")
@@ -71,7 +71,7 @@ class AttentionCase:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of a query and a key that it sees, over all sequences and query heads."""
+        """Returns the number of pairs of a query and a key that it sees, over all sequences and query heads."""
         right = 0 if self.causal or self.window >= 0 else -1
         lengths = zip(self.query_lengths, self.lengths, strict=True)
         return self.heads * sum(work.visible_pairs(*each, self.window, right) for each in lengths)
@@ -84,7 +84,7 @@ class AttentionCase:
 
     @property
     def key_shape(self) -> tuple[int, ...]:
-        """The shape of the keys and of the values."""
+        """Returns the shape of the keys and of the values."""
         if self.varlen:
             return sum(self.lengths), self.kv_heads, self.head_dim
         return self.batch, self.kv_heads, self.seqlen, self.head_dim
@@ -108,7 +108,7 @@ class AttentionCase:
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of a call.
+    """Holds the inputs of a call.
 
     ``query`` and ``grad_out`` are ``[B, Hq, Sq, D]``, ``key`` and ``value`` ``[B, Hkv, Sk, D]``; packed, all are
     ``[total, H, D]``. ``bias`` is ``[1, Hq, Sq, Sk]``. The ``cu_seqlens`` are int32 ``[B + 1]``, None in a dense case.

@@ -23,7 +23,7 @@ MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB with 8 KV head
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decoding step with one new query per sequence.
+    """Describes a decoding step with one new query per sequence.
 
     A ``page_size`` of 0 means a contiguous cache. With ``ragged``, lengths are between ``context`` / 8 and ``context``.
     """
@@ -44,7 +44,7 @@ class DecodeCase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The length of each sequence, this step's token included. The first sequence is the longest."""
+        """Returns the length of each sequence, this step's token included. The first sequence is the longest."""
         if not self.ragged:
             return (self.context,) * self.batch
         draw = random.Random(f"{self.context} {self.batch}")
@@ -62,7 +62,7 @@ class DecodeCase:
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of a step: ``query [B, Hq, 1, D]``, the caches, and ``lengths`` int32 ``[B]``.
+    """Holds the inputs of a step: ``query [B, Hq, 1, D]``, the caches, and ``lengths`` int32 ``[B]``.
 
     A cache is ``[B, Hkv, context, D]``, or has pages ``[num_pages, Hkv, page_size, D]`` in random order and a
     ``block_table`` int32 ``[B, pages]``.

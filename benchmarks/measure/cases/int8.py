@@ -36,7 +36,7 @@ CHECKED_ROWS = 128
 
 @dataclass(frozen=True)
 class Int8Case:
-    """A product of ``x [m, k]`` and a weight ``[n, k]``, or with ``gradient`` the gradient of ``x`` from the output's.
+    """Describes a product of ``x [m, k]`` and a weight ``[n, k]``, or with ``gradient`` the gradient of ``x``.
 
     ``granularity`` is ``"channel"``, or the size of a group along K, as text.
     """
@@ -56,7 +56,7 @@ class Int8Case:
 
     @property
     def group(self) -> int | None:
-        """The number of weights along K that share a scale; None if a channel has one scale."""
+        """Returns the number of weights along K that share a scale; None if a channel has one scale."""
         return None if self.granularity == "channel" else int(self.granularity)
 
     def work(self) -> Work:
@@ -65,7 +65,7 @@ class Int8Case:
 
 
 class Int8Inputs(NamedTuple):
-    """The inputs of a layer: ``x [m, k]``, ``grad_out [m, n]`` and the weight ``[n, k]``."""
+    """Holds the inputs of a layer: ``x [m, k]``, ``grad_out [m, n]`` and the weight ``[n, k]``."""
 
     x: Tensor
     grad_out: Tensor

@@ -1,1 +1,1 @@
-"""The peers against which fastattn is measured: implementations with names and versions."""
+"""Prepares the peers against which fastattn is measured: implementations with names and versions."""

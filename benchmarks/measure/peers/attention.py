@@ -30,7 +30,7 @@ from benchmarks.measure.implementations import (
 
 
 class Built(NamedTuple):
-    """A peer's function for a case. ``bring`` converts fastattn's layout to the peer's, ``take_back`` converts back."""
+    """Holds a peer's function for a case. ``bring`` converts fastattn's layout to the peer's, ``take_back`` back."""
 
     attend: Callable[..., Tensor]
     bring: Callable[[Tensor], Tensor]
