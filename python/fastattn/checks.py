@@ -50,11 +50,11 @@ _OTHER_NAMES = {
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raises the ``TypeError`` of a function that got keywords it does not have, with the right one where other
-    libraries have another name for it."""
-    for name in unknown:
-        advice = advice_on_keyword(name, inspect.signature(function).parameters)
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
+    """Raises the ``TypeError`` of a function that got keywords it does not have, about the first of them for which
+    there is advice, as other libraries have another name for it, or else about the first."""
+    known = inspect.signature(function).parameters
+    name, advice = max(((name, advice_on_keyword(name, known)) for name in unknown), key=lambda found: found[1] != "")
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
 
 
 def advice_on_keyword(name: str, known: Container[str]) -> str:

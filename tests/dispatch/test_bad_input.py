@@ -300,6 +300,19 @@ def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
             function(**arguments, **{theirs: None})
 
 
+def test_of_several_unknown_keywords_one_with_another_name_here_is_named() -> None:
+    with pytest.raises(TypeError, match=r"'is_causal'; it is called 'causal' here"):
+        A(**dense(), windows=1, is_causal=True, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("window", [(True, False), (1.0, 0), (1, False)])
+def test_a_window_of_other_types_after_an_equal_one(window: Any) -> None:
+    for function, arguments in ((A, dense()), (V, packed()), (fastattn.attention_with_kv_cache, cached())):
+        function(**arguments, window=(1, 0))
+        with pytest.raises(TypeError, match="window: expected an int"):
+            function(**arguments, window=window)
+
+
 def test_a_good_call_after_a_bad_one_with_the_same_shapes() -> None:
     """What was checked once is kept by signature: an error must not be kept, nor skip the next check."""
     for _ in range(2):

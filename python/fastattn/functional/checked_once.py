@@ -39,6 +39,7 @@ class CheckedOnce(Generic[Record, Facts]):
         first = last if first_option is None else record._fields.index(first_option)
         behind = last if end is None else record._fields.index(end)
         self._tensors, self._options, self._rest = slice(first), slice(first, behind), slice(behind, None)
+        self._window = record._fields.index("window") if "window" in record._fields else None
         self._kept: dict[Any, tuple[Any, Facts]] = {}
 
     def __call__(self, call: Record) -> tuple[Record, Facts]:
@@ -46,9 +47,11 @@ class CheckedOnce(Generic[Record, Facts]):
         if torch.compiler.is_compiling():
             return self._check(call)
         tensors, options = call[self._tensors], call[self._options]
-        # The options' types count too: 0 equals False but is not a bool.
         signatures = [None if tensor is None else _signature(tensor) for tensor in tensors]
+        # The types of options and of a window's sides count too: 0 equals False but is not a bool.
         signature: tuple[Any, ...] = (*signatures, options, *map(type, options), torch.is_grad_enabled())
+        if self._window is not None and type(call[self._window]) is tuple:
+            signature += tuple(map(type, call[self._window]))
         if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)
