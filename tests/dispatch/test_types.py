@@ -16,10 +16,15 @@ needs_overloads = pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Of its parameters, those of ``**options`` one by one."""
+    """Returns the types of its parameters and result, those of ``**options`` one by one."""
     hints = typing.get_type_hints(function)
     options = hints.pop("options", None)
-    return hints if options is None else hints | typing.get_type_hints(typing.get_args(options)[0])
+    if options is None:
+        return hints
+    (options,) = typing.get_args(options)
+    kind = typing.get_origin(options)
+    chosen = dict(zip(kind.__parameters__, typing.get_args(options), strict=True))
+    return hints | {name: chosen.get(hint, hint) for name, hint in typing.get_type_hints(kind).items()}
 
 
 @needs_overloads

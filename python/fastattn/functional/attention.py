@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, TypedDict, overload
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Never, Unpack  # torch brings it
+from typing_extensions import Never, TypedDict, Unpack  # torch brings it; before Python 3.11 typing's is not generic
 
 from fastattn import run
 from fastattn.call import UNBOUNDED, AttentionCall
@@ -25,6 +25,8 @@ _has_warned_of_layout = False
 
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
+_Lse = TypeVar("_Lse")
+_MaxLogit = TypeVar("_MaxLogit")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -41,72 +43,39 @@ class AttentionOptions(TypedDict, total=False):
     deterministic: bool | None
 
 
-class _Dense(AttentionOptions, total=False):
+class _Options(AttentionOptions, Generic[_Lse, _MaxLogit], total=False):
+    """All options; a type checker takes the first overload whose types of the last two fit."""
+
+    return_lse: _Lse
+    return_max_logit: _MaxLogit
+
+
+class _Dense(_Options[_Lse, _MaxLogit], total=False):
     bias: Tensor | None
 
 
-class _Packed(AttentionOptions, total=False):
+class _Packed(_Options[_Lse, _MaxLogit], total=False):
     block_table: Tensor | None
     batch_invariant: bool
 
 
 @overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: No = ...,
-    return_max_logit: No = ...,
-    **options: Unpack[_Dense],
-) -> Tensor: ...
-
-
+def attention(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_Dense[No, No]]) -> Tensor: ...
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Yes,
-    return_max_logit: No = ...,
-    **options: Unpack[_Dense],
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_Dense[Yes, No]]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: No = ...,
-    return_max_logit: Yes,
-    **options: Unpack[_Dense],
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_Dense[No, Yes]]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Yes,
-    return_max_logit: Yes,
-    **options: Unpack[_Dense],
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_Dense[Yes, Yes]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_max_logit: bool = ...,
-    **options: Unpack[_Dense],
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_Dense[bool, bool]]
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 
@@ -204,13 +173,8 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    return_lse: No = ...,
-    return_max_logit: No = ...,
-    **options: Unpack[_Packed],
+    **options: Unpack[_Packed[No, No]],
 ) -> Tensor: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -220,13 +184,8 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    return_lse: Yes,
-    return_max_logit: No = ...,
-    **options: Unpack[_Packed],
+    **options: Unpack[_Packed[Yes, No]],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -236,13 +195,8 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    return_lse: No = ...,
-    return_max_logit: Yes,
-    **options: Unpack[_Packed],
+    **options: Unpack[_Packed[No, Yes]],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -252,13 +206,8 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    return_lse: Yes,
-    return_max_logit: Yes,
-    **options: Unpack[_Packed],
+    **options: Unpack[_Packed[Yes, Yes]],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 @overload
 def attention_varlen(
     query: Tensor,
@@ -268,10 +217,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    return_lse: bool = ...,
-    return_max_logit: bool = ...,
-    **options: Unpack[_Packed],
+    **options: Unpack[_Packed[bool, bool]],
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+def autocast_to(dtype: torch.dtype, tensor: Any) -> Any:
     """Returns ``tensor`` in ``dtype``; float64 and tensors that are not floating stay as they are, as in torch.
 
-    Arguments that are no tensors stay too: the checks say what is wrong with them.
+    None and arguments that are no tensors stay too: the checks say what is wrong with them.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import Generic, TypeVar, overload
 
 from torch import Tensor
-from typing_extensions import Never, Unpack  # torch brings it
+from typing_extensions import Never, TypedDict, Unpack  # torch brings it; before Python 3.11 typing's is not generic
 
 from fastattn import reference, run
 from fastattn.call import UNBOUNDED, DecodeCall, OnRecord
@@ -13,9 +13,12 @@ from fastattn.checks import check_tensor, device_checks_are_on, places_are_check
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
+from fastattn.functional.attention import No, Yes
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.kv_cache_checks import check_once, check_out_memory, check_places, check_scales
+
+_Lse = TypeVar("_Lse")
 
 
 class AttendOptions(TypedDict, total=False):
@@ -35,48 +38,27 @@ class AttendOptions(TypedDict, total=False):
     tree_mask: Tensor | None
 
 
-class _Options(AttendOptions, total=False):
+class _Options(AttendOptions, Generic[_Lse], total=False):
     k_new: Tensor | None
     v_new: Tensor | None
     block_table: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
     out: Tensor | None
+    return_lse: _Lse
 
 
 @overload
 def attention_with_kv_cache(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: Unpack[_Options[No]]
 ) -> Tensor: ...
-
-
 @overload
 def attention_with_kv_cache(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Options],
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: Unpack[_Options[Yes]]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def attention_with_kv_cache(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    return_lse: bool = ...,
-    **options: Unpack[_Options],
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, **options: Unpack[_Options[bool]]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -159,11 +141,7 @@ def attention_with_kv_cache(
     check_tensor("query", query)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
-        check_tensor("k_new", k_new, optional=True)
-        check_tensor("v_new", v_new, optional=True)
-        query = autocast_to(cast, query)
-        k_new = None if k_new is None else autocast_to(cast, k_new)
-        v_new = None if v_new is None else autocast_to(cast, v_new)
+        query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))
     given = DecodeCall(
         query,
         k_cache,

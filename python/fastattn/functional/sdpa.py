@@ -106,8 +106,7 @@ def scaled_dot_product_attention(
             return result
     given, cast = call, autocast_dtype(device.type)
     if cast is not None:
-        query, key, value = (autocast_to(cast, t) for t in (query, key, value))
-        attn_mask = None if attn_mask is None else autocast_to(cast, attn_mask)
+        query, key, value, attn_mask = (autocast_to(cast, t) for t in (query, key, value, attn_mask))
         call = call._replace(query=query, key=key, value=value, attn_mask=attn_mask)
     call, (request, batch, heads, kv_heads) = _check_once(call)
     choice = choose(request)
@@ -190,12 +189,11 @@ def _over_jagged(call: _SdpaCall) -> Tensor | None:
 
 def _check(call: _SdpaCall) -> tuple[_SdpaCall, _Facts]:
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
-    only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(*call)
+    only_torch = only_torch_handles(query, key, value, attn_mask) or _reason_for_torch(call)
     if only_torch is not None:
         return call, _Facts(request_for_attention(query, query, only_torch=only_torch))
     batch, heads, kv_heads = _leading_dims(query, key, value, enable_gqa)
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors))
+    needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, call[:4]))
     uses = {
         "causal": is_causal,
         "gqa": heads != kv_heads,
@@ -217,17 +215,9 @@ def _check(call: _SdpaCall) -> tuple[_SdpaCall, _Facts]:
 _check_once = CheckedOnce(_check, _SdpaCall, first_option="dropout_p")
 
 
-def _reason_for_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> str | None:
-    """Returns why only torch's function can say what these arguments mean (or what is wrong with them), or None."""
+def _reason_for_torch(call: _SdpaCall) -> str | None:
+    """Returns why only torch's function can say what the arguments mean (or what is wrong with them), or None."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     numbers = (dropout_p,) if scale is None else (dropout_p, scale)
     if not (
@@ -253,12 +243,8 @@ def _reason_for_torch(
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return f"attn_mask is {attn_mask.dtype}; torch raises."
         full = (*batch, heads, query.shape[-2], key.shape[-2])
-        offset = len(full) - attn_mask.dim()
-        if (
-            attn_mask.dim() < 2
-            or offset < 0
-            or any(s not in (1, f) for s, f in zip(attn_mask.shape, full[max(offset, 0) :], strict=False))
-        ):
+        pairs = zip(attn_mask.shape[::-1], full[::-1], strict=False)
+        if not 2 <= attn_mask.dim() <= len(full) or any(own not in (1, whole) for own, whole in pairs):
             return "attn_mask does not broadcast to the scores; torch decides."
     return None
 
