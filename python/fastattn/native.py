@@ -221,11 +221,9 @@ def attention_forward_kernel(
     paged: bool = False,
 ) -> str | None:
     """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout or softcap does so."""
-    traits = _ForwardTraits(changes_scores, paged)
+    traits = ctypes.byref(_ForwardTraits(changes_scores, paged))
     is_bfloat16 = dtype == torch.bfloat16
-    return _text(
-        _LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, ctypes.byref(traits))
-    )
+    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, traits))
 
 
 def attention_backward_kernels(
@@ -242,19 +240,9 @@ def attention_backward_kernels(
 ) -> tuple[str, ...]:
     """Returns the kernels' names in the order in which they run; ``shared_bytes_per_cta`` is the GPU's limit."""
     names = (ctypes.c_char_p * 7)()
-    is_bfloat16 = dtype == torch.bfloat16
-    count = _LIBRARY.fastattn_attention_backward_kernels(
-        arch,
-        shared_bytes_per_cta,
-        head_dim,
-        value_dim,
-        is_bfloat16,
-        changes_scores,
-        bias_gradient,
-        sinks,
-        slopes_gradient,
-        names,
-    )
+    sizes = arch, shared_bytes_per_cta, head_dim, value_dim, dtype == torch.bfloat16
+    options = changes_scores, bias_gradient, sinks, slopes_gradient
+    count = _LIBRARY.fastattn_attention_backward_kernels(*sizes, *options, names)
     return tuple(name.decode() for name in names[:count] if name is not None)
 
 
@@ -306,24 +294,16 @@ _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
 def int8_matmul_kernel(
-    op: str,
-    arch: int,
-    num_sms: int,
-    dtype: torch.dtype,
-    has_groups: bool,
-    has_epilogue: bool,
-    tokens: int,
-    outputs: int,
-    depth: int,
+    op: str, arch: int, num_sms: int, dtype: torch.dtype, has_groups: bool, has_epilogue: bool, *sizes: int
 ) -> str | None:
     """Returns the name of the kernel that computes one of ``_INT8_OPS``, or ``DEQUANTISED``.
 
-    The result is ``[tokens, outputs]`` sums of ``depth`` products. ``int8_matmul_s8`` is the matmul with int8
-    activations. ``has_groups`` says that the weights have scales for groups along K. ``has_epilogue`` says that
-    something follows the product, or that the input gradient comes with that of a bias.
+    ``sizes`` are tokens, outputs and depth: the result is ``[tokens, outputs]`` sums of ``depth`` products.
+    ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups`` says that the weights have scales for groups
+    along K. ``has_epilogue`` says that something follows the product, or that the input gradient comes with that of a
+    bias.
     """
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
-    sizes = tokens, outputs, depth
     return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
 
 
@@ -336,19 +316,11 @@ def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bo
 
 
 def int8_ways(
-    op: str,
-    arch: int,
-    num_sms: int,
-    dtype: torch.dtype,
-    has_groups: bool,
-    has_epilogue: bool,
-    tokens: int,
-    outputs: int,
-    depth: int,
+    op: str, arch: int, num_sms: int, dtype: torch.dtype, has_groups: bool, has_epilogue: bool, *sizes: int
 ) -> dict[str, float]:
     """Returns the predicted microseconds of the ways of which `int8_matmul_kernel` chooses the fastest."""
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
-    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
+    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes)
     if ways.kernel is None:
         return {}
     found = {ways.kernel.decode(): ways.kernel_microseconds}
@@ -357,17 +329,15 @@ def int8_ways(
     return found
 
 
-def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> float:
+def cublas_microseconds(arch: int, num_sms: int, *sizes: int) -> float:
     """Returns the predicted microseconds of a cuBLAS matmul with 16-bit weights, to compare `int8_ways` with."""
-    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
+    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, *sizes)
     return found
 
 
-def dealt_int8_matmul(
-    op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
-) -> Dealt:
+def dealt_int8_matmul(op: str, arch: int, num_sms: int, has_groups: bool, *sizes: int) -> Dealt:
     """Returns how the fastest of our kernels deals the matmul, also where dequantising is faster."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, *sizes)
 
 
 @contextlib.contextmanager

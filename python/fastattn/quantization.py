@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds ``x [..., D]`` to symmetric int8 ``[..., D]``, with a scale per row, ``[...]``, which is 1 for zeros."""
+def _scales_of_rows(x: Tensor, largest: float) -> Tensor:
+    """Returns a scale for each row of ``x [..., D]``, ``max|x| / largest``, or 1 for zeros and for no columns."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-1] == 0:
-        return x.to(torch.int8), x.new_ones(x.shape[:-1], dtype=dtype)
-    scale = x.detach().to(dtype).abs().amax(-1) / 127
-    scale = torch.where(scale == 0, 1.0, scale)  # 0 for zeros, or for numbers so small that the division underflows
-    return (x.to(dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+        return x.new_ones(x.shape[:-1], dtype=dtype)
+    scale = x.detach().to(dtype).abs().amax(-1) / largest
+    return torch.where(scale == 0, 1.0, scale)  # 0 for zeros, or for numbers so small that the division underflows
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds ``x [..., D]`` to symmetric int8 ``[..., D]``, with a scale per row, ``[...]``, which is 1 for zeros."""
+    scale = _scales_of_rows(x, 127)
+    return (x.to(scale.dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 FP8 = torch.float8_e4m3fn
@@ -41,13 +46,9 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A row that is not finite becomes zeros with the scale NaN.
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.shape[-1] == 0:
-        return x.to(FP8), x.new_ones(x.shape[:-1], dtype=dtype)
-    scale = x.detach().to(dtype).abs().amax(-1) / _LARGEST_FP8
-    scale = torch.where(scale == 0, 1.0, scale)
+    scale = _scales_of_rows(x, _LARGEST_FP8)
     is_finite = scale.isfinite()
-    rows = torch.where(is_finite[..., None], x.to(dtype), 0.0)
+    rows = torch.where(is_finite[..., None], x.to(scale.dtype), 0.0)
     return to_fp8(rows, torch.where(is_finite, scale, 1.0)[..., None]), torch.where(is_finite, scale, math.nan)
 
 

@@ -28,41 +28,28 @@ _MOST_CHOICES_KEPT = 4096
 _warned: set[str] = set()
 
 
-@when_emulation_changes
-def _forget_choices() -> None:
-    _choices.clear()
-
-
-native.when_forced.append(_forget_choices)
-
-
-def _torch_is_asked_for(request: Request) -> bool:
-    """Returns whether this is attention inside ``torch.nn.attention.sdpa_kernel``, or with a backend of torch's SDPA
-    switched off."""
-    return request.op.has_torch_sdpa and asked().sdpa
+when_emulation_changes(_choices.clear)
+native.when_forced.append(_choices.clear)
 
 
 def choose(request: Request) -> Choice:
     """Returns the choice for ``request``. Raises ``InputError`` where a forced backend cannot run it."""
     if forward_ad._current_level >= 0 and request.only_torch is None:  # a kernel would drop the tangents silently
         request = request._replace(only_torch=reasons.FORWARD_MODE)
-    key = (request, thread.forced, _torch_is_asked_for(request))
+    key = (request, thread.forced, request.op.has_torch_sdpa and asked().sdpa)
     if torch.compiler.is_compiling():  # the compiled graph keeps the choice
         decided = _decide(*key)
-        if decided.detour is not None and _fallback_mode() == "error":
-            raise InputError(_forbidden(decided.detour))
+        if decided.detour is not None:
+            _announce(decided.detour)
         return decided
-    is_hashable = True
     try:
         choice = _choices.get(key)
     except TypeError:  # a tracer's symbolic sizes cannot be hashed
-        choice, is_hashable = None, False
-    if choice is None:
         choice = _decide(*key)
+    if choice is None:
         if len(_choices) >= _MOST_CHOICES_KEPT:
             _choices.clear()
-        if is_hashable:
-            _choices[key] = choice
+        choice = _choices[key] = _decide(*key)
     if thread.explaining:
         raise Explained(choice)
     if choice.detour is not None:
@@ -78,15 +65,12 @@ def _fallback_mode() -> str:
     return mode
 
 
-def _forbidden(reason: str) -> str:
-    return f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}"
-
-
 def _announce(reason: str) -> None:
+    """Raises or warns about a call that goes to PyTorch, as FASTATTN_FALLBACK says; compiled graphs do not warn."""
     mode = _fallback_mode()
     if mode == "error":
-        raise InputError(_forbidden(reason))
-    if mode == "warn":
+        raise InputError(f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}")
+    if mode == "warn" and not torch.compiler.is_compiling():
         _warn_once(f"fastattn runs this call in PyTorch: {reason}")
 
 

@@ -52,21 +52,7 @@ def is_deterministic(call: AttentionCall) -> bool:
     return torch.are_deterministic_algorithms_enabled() if call.deterministic is None else call.deterministic
 
 
-def attention_backward_of_block(backend: str, backward: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, but of no bias, slopes or sinks. It is not differentiable."""
-    grad_query, grad_key, grad_value, *_ = attention_backward(backend, backward)
-    _note_backward(backend, backward)
-    return grad_query, grad_key, grad_value
-
-
-def add_attention_gradients(backend: str, backward: AttentionBackward) -> Tensor:
-    """Adds the gradients of query, key and value to the sums; returns that of the slopes, or an empty tensor."""
-    grad_slopes: Tensor = attention_backward_add(backend, backward)
-    _note_backward(backend, backward)
-    return grad_slopes
-
-
-def _note_backward(backend: str, backward: AttentionBackward) -> None:
+def note_backward(backend: str, backward: AttentionBackward) -> None:
     if is_recording():
         note("attention backward", backend, backward_kernels(backend, backward))
 
@@ -107,7 +93,7 @@ class _Attention(torch.autograd.Function):
         pool = (*arguments, *own)
         grads = attention_backward.run_in_backward(ctx.backend, [pool[place] for place in _IN_BACKWARD_ORDER])
         if is_recording():
-            _note_backward(ctx.backend, AttentionBackward(attention_forward.Arguments(*arguments), *own))
+            note_backward(ctx.backend, AttentionBackward(attention_forward.Arguments(*arguments), *own))
         grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes = grads
         for name, grad in (
             ("query", grad_query),
@@ -172,8 +158,8 @@ def _fake_backward(given: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward_add(given: Any) -> Tensor:
-    shape = given.alibi_slopes.shape if given.slopes_grad and given.alibi_slopes is not None else (0,)
-    return given.query.new_empty(shape, dtype=torch.float32)
+    *_, grad_slopes = _fake_backward(given)
+    return grad_slopes
 
 
 # --- FLOPs: every pair of query and key counts, masked or not, as for torch's own attention -------------------------

@@ -63,10 +63,6 @@ def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, siz
     return (unfold_heads(out, size, HEADS_DIM["out"]), unfold_heads(lse, size, HEADS_DIM["lse"])), (0, 0)
 
 
-def _nothing(given: Any) -> None:
-    """Returns nothing, like an operator that only writes."""
-
-
 # Each call returns output and lse, but for ``attention_decode_out``, which returns the lse, and those that only write.
 # None is differentiable.
 attention_decode = register(
@@ -91,5 +87,5 @@ attention_split_keys = register(
     flops=_split_keys_flops,
     vmap=_vmap_split_keys,
 )
-append_to_cache = register("append_to_cache", AppendCall, triton_module="decode_append", fake=_nothing)
-dequantize_cache = register("dequantize_cache", Dequantization, triton_module="decode_dequantize", fake=_nothing)
+append_to_cache = register("append_to_cache", AppendCall, triton_module="decode_append")
+dequantize_cache = register("dequantize_cache", Dequantization, triton_module="decode_dequantize")

@@ -80,10 +80,6 @@ def _fake_backward(given: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in (given.out_a, given.lse_a, given.out_b, given.lse_b))
 
 
-def _nothing(given: Any) -> None:
-    """Returns nothing, like an operator that only writes."""
-
-
 # --- vmap: the mapped dimension joins the heads ---------------------------------------------------------------------
 
 
@@ -130,5 +126,4 @@ merge_attention_into = register(
     MergeInto,
     triton_module="merge_attention",
     schema="(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()",
-    fake=_nothing,
 )

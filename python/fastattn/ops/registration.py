@@ -86,7 +86,7 @@ def register(
     record: Any,
     *,
     triton_module: str,
-    fake: Callable[[Any], Any],
+    fake: Callable[[Any], Any] = lambda given: None,
     flops: Callable[[Any], int] = lambda given: 0,
     vmap: Callable[[torch._ops.OpOverload, Any, Any, int], Any] | None = None,
     schema: str | None = None,
@@ -96,7 +96,8 @@ def register(
     Args:
         record: the type of the calls that have its arguments as attributes of the same names.
         triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
-        fake: a function from its arguments, by name, to empty results of the right shapes.
+        fake: a function from its arguments, by name, to empty results of the right shapes; the default is for an
+            operator that only writes.
         flops: a function from its arguments, with shapes in place of tensors, to the FLOPs that torch's counter shows.
         vmap: a function from an overload, its arguments, their mapped dimensions and the number of samples to what a
             rule for ``torch.library.register_vmap`` returns; None: ``torch.vmap`` raises.

@@ -8,14 +8,8 @@ from torch import Tensor
 
 from fastattn.call import AttentionCall
 from fastattn.dispatch.request import Choice
-from fastattn.ops.attention import (
-    AttentionBackward,
-    Results,
-    add_attention_gradients,
-    attention_backward_of_block,
-    attention_forward,
-    differentiable_attention,
-)
+from fastattn.ops import attention as ops
+from fastattn.ops.attention import AttentionBackward, Results
 from fastattn.ops.decode import attention_split_keys
 
 
@@ -29,12 +23,12 @@ def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
         call = _padded(call, *choice.padded)
     call = _with_exact_options(call)
     if needs_grad:
-        out, lse, max_logit = differentiable_attention(choice.backend, call)
+        out, lse, max_logit = ops.differentiable_attention(choice.backend, call)
     elif choice.op.name == "decode":
         out, lse = attention_split_keys(choice.backend, call)
         max_logit = lse.new_empty(0)
     else:
-        out, lse, max_logit = attention_forward(choice.backend, call)
+        out, lse, max_logit = ops.attention_forward(choice.backend, call)
     return (out if choice.padded is None else out[..., :value_dim]), lse, max_logit
 
 
@@ -51,38 +45,38 @@ def _with_exact_options(call: AttentionCall) -> AttentionCall:
 
 def attention_backward(choice: Choice, backward: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value, not differentiable; ``out`` and ``lse`` may be over more keys."""
-    call = _with_exact_options(backward.call)
-    backward = backward._replace(call=call)
+    head_dim, value_dim = backward.call.query.shape[-1], backward.call.value.shape[-1]
+    backward = _for_kernel(choice, backward)
+    grad_query, grad_key, grad_value, *_ = ops.attention_backward(choice.backend, backward)
+    ops.note_backward(choice.backend, backward)
     if choice.padded is None:
-        return attention_backward_of_block(choice.backend, backward)
-    grads = attention_backward_of_block(choice.backend, _padded_backward(backward, *choice.padded))
-    grad_query, grad_key, grad_value = (
-        grad[..., : tensor.shape[-1]] for grad, tensor in zip(grads, call[:3], strict=True)
-    )
-    return grad_query, grad_key, grad_value
+        return grad_query, grad_key, grad_value
+    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
 
 
 def attention_backward_add(choice: Choice, sums: tuple[Tensor, Tensor, Tensor], backward: AttentionBackward) -> Tensor:
     """Adds the gradients of query, key and value to float32 ``sums``; returns that of the slopes, or an empty one."""
-    backward = backward._replace(call=_with_exact_options(backward.call))
-    if choice.padded is None:
-        return add_attention_gradients(choice.backend, _adding_to(sums, backward))
-    padded = _padded_backward(backward, *choice.padded)
-    grads = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in padded.call[:3])
-    grad_slopes = add_attention_gradients(choice.backend, _adding_to(grads, padded))
-    for total, grad in zip(sums, grads, strict=True):
-        total += grad[..., : total.shape[-1]]
+    backward = _for_kernel(choice, backward)
+    grads: tuple[Tensor, ...] = sums
+    if choice.padded is not None:
+        grads = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in backward.call[:3])
+    backward = backward._replace(grad_query=grads[0], grad_key=grads[1], grad_value=grads[2])
+    grad_slopes: Tensor = ops.attention_backward_add(choice.backend, backward)
+    ops.note_backward(choice.backend, backward)
+    if choice.padded is not None:
+        for total, grad in zip(sums, grads, strict=True):
+            total += grad[..., : total.shape[-1]]
     return grad_slopes
 
 
-def _adding_to(sums: tuple[Tensor, ...], backward: AttentionBackward) -> AttentionBackward:
-    grad_query, grad_key, grad_value = sums
-    return backward._replace(grad_query=grad_query, grad_key=grad_key, grad_value=grad_value)
-
-
-def _padded_backward(backward: AttentionBackward, head_dim: int, value_dim: int) -> AttentionBackward:
+def _for_kernel(choice: Choice, backward: AttentionBackward) -> AttentionBackward:
+    """Returns the backward pass as the kernel takes it."""
+    backward = backward._replace(call=_with_exact_options(backward.call))
+    if choice.padded is None:
+        return backward
+    _, value_dim = choice.padded
     return backward._replace(
-        call=_padded(backward.call, head_dim, value_dim),
+        call=_padded(backward.call, *choice.padded),
         out=_pad(backward.out, value_dim),
         grad_out=_pad(backward.grad_out, value_dim),
     )
