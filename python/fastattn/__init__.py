@@ -1,4 +1,4 @@
-"""Hand-written CUDA C++ and Triton kernels for attention and int8 linear layers, with PyTorch's interfaces.
+"""Brings hand-written CUDA C++ and Triton kernels for attention and int8 linear layers, with PyTorch's interfaces.
 
 Importing this package replaces nothing; ``install()`` or ``with patch_sdpa():`` put its attention in place of
 ``torch.nn.functional.scaled_dot_product_attention``.

@@ -1,4 +1,4 @@
-"""The activations that a matmul can end with."""
+"""Lists the activations that a matmul can end with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks for when somebody else imports a module, so that work for that module waits until then."""
+"""Calls back when somebody else imports a module, so that work for that module waits until then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after_import(module: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that lets the other finders find a module, and makes its loader call the callbacks."""
+    """Lets the other finders find a module, and makes its loader call the callbacks."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()

@@ -1,4 +1,4 @@
-"""A call as one record: the public function makes it, and every floor down to the operator reads it.
+"""Makes one record of a call: the public function fills it, and every floor down to the operator reads it.
 
 A record's tensors come first, then the options that are checked once for each signature (`functional.checked_once`),
 then what is checked in each call or set by fastattn itself. A new option is a field here, an argument of the operator's
@@ -17,7 +17,7 @@ UNBOUNDED = -1  # of a side of a window
 
 
 class AttentionCall(NamedTuple):
-    """A call of ``attention``, or with offsets of ``attention_varlen``.
+    """Holds a call of ``attention``, or with offsets of ``attention_varlen``.
 
     The public functions document the arguments. Once the call is checked, its options have Python's own types,
     ``scale`` is a number, and the window includes the causal mask, so that ``causal`` is False.
@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The fields that are tensors, from the query to the block table."""
+        """Returns the fields that are tensors, from the query to the block table."""
         return self[:9]
 
     def with_tensors(self, tensors: tuple[Any, ...]) -> AttentionCall:
@@ -84,7 +84,7 @@ class AttentionCall(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """A call of ``attention_with_kv_cache``; what holds of a checked `AttentionCall` holds of a checked one."""
+    """Holds a call of ``attention_with_kv_cache``; what holds of a checked `AttentionCall` holds of a checked one."""
 
     query: Tensor
     k_cache: Tensor
@@ -121,22 +121,22 @@ class DecodeCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The fields that are tensors, from the query to ``out``."""
+        """Returns the fields that are tensors, from the query to ``out``."""
         return self[:15]
 
     @property
     def num_new(self) -> int:
-        """The number of tokens to append to each sequence."""
+        """Returns the number of tokens to append to each sequence."""
         return 0 if self.k_new is None else self.k_new.shape[2]
 
     @property
     def capacity(self) -> int:
-        """The number of tokens of a sequence that fit into the cache."""
+        """Returns the number of tokens of a sequence that fit into the cache."""
         return self.k_cache.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
 
 
 class AppendCall(NamedTuple):
-    """A call of ``append_to_cache``."""
+    """Holds a call of ``append_to_cache``."""
 
     k_new: Tensor
     v_new: Tensor
@@ -166,7 +166,7 @@ class Int8Call(NamedTuple):
 
 
 class OnRecord:
-    """A function that takes a record in place of those of the record's fields for which it has parameters."""
+    """Calls a function with those fields of a record for which it has parameters."""
 
     def __init__(self, function: Callable[..., Any], record: type[NamedTuple]) -> None:
         self._function = function

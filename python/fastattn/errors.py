@@ -1,4 +1,4 @@
-"""The exceptions that fastattn raises."""
+"""Defines the exceptions that fastattn raises."""
 
 from __future__ import annotations
 

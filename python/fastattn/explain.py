@@ -1,4 +1,4 @@
-"""``fastattn.explain()``, which says which kernel a call would run, and why."""
+"""Says which kernel a call would run, and why: ``fastattn.explain()``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastattn.layout import as_matrix, reason_to_copy
 
 @dataclass(frozen=True)
 class Explanation:
-    """The ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why other backends do not.
+    """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
 
     ``copied`` names the tensors that would have to be copied first, and why.
     """

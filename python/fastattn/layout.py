@@ -1,4 +1,4 @@
-"""The memory layouts that the kernels need for their arguments and use for their results."""
+"""Checks and makes the memory layouts that the kernels need for their arguments and use for their results."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 class SharedCopies:
-    """A maker of copies that returns one copy for all tensors over the same memory, as long as somebody holds the copy
-    and it equals the tensor."""
+    """Makes one copy for all tensors over the same memory, as long as somebody holds the copy and it equals the
+    tensor."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self._copy = copy

@@ -35,7 +35,7 @@ LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so")
 
 
 class Dealt(ctypes.Structure):
-    """The deal of a launch's main-loop steps to CTAs.
+    """Says how a launch's main-loop steps are dealt to CTAs.
 
     Attributes:
         ctas: the number of CTAs.
@@ -58,7 +58,7 @@ class Dealt(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """The fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for cuBLAS."""
+    """Names the fastest kernel of an int8 matmul, with its predicted time and that of dequantising for cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -71,7 +71,7 @@ class Int8Ways(ctypes.Structure):
 
 
 class Int8Limits(ctypes.Structure):
-    """The most that the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
+    """Says how much the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
 
     sum_depth: int
     launch_count: int
@@ -79,7 +79,7 @@ class Int8Limits(ctypes.Structure):
 
 
 class DealtBackward(ctypes.Structure):
-    """The deal of the backward pass to CTAs: tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows.
+    """Says how the backward pass is dealt to CTAs: tiles of ``block_n`` keys, each over tiles of ``block_m`` rows.
 
     From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
     into ``of_rows``. ``heads_per_group`` is the number of KV heads whose tiles are claimed in turn. The fields are zero
@@ -99,7 +99,7 @@ class DealtBackward(ctypes.Structure):
 
 
 class NativeDeviceFacts(ctypes.Structure):
-    """The struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+    """Mirrors the struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
     arch: int
     num_sms: int
@@ -114,7 +114,7 @@ class NativeDeviceFacts(ctypes.Structure):
 
 
 class _ForwardTraits(ctypes.Structure):
-    """The struct ForwardTraits of csrc/api/kernel_choice.h."""
+    """Mirrors the struct ForwardTraits of csrc/api/kernel_choice.h."""
 
     _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 

@@ -1,4 +1,4 @@
-"""Rounding to symmetric int8 and to fp8 (e4m3), and back."""
+"""Rounds to symmetric int8 and to fp8 (e4m3), and back."""
 
 from __future__ import annotations
 

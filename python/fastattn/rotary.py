@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Applies rotary position embedding (RoPE)."""
 
 from __future__ import annotations
 

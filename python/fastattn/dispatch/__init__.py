@@ -1,1 +1,1 @@
-"""The choice of a backend for a call, the reasons for it, the calls that kernels take, and the record of what ran."""
+"""Chooses a backend for a call, gives reasons, lists what kernels take, and records what ran."""

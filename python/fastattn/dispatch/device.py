@@ -1,4 +1,4 @@
-"""The facts about a device that the dispatcher and the launchers need."""
+"""Looks up the facts about a device that the dispatcher and the launchers need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattn.after_import import after_import
 
 
 class DeviceFacts(NamedTuple):
-    """The facts about one GPU.
+    """Holds the facts about one GPU.
 
     ``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
     ``driver_cuda`` is the CUDA version that the driver supports, as 1000 * major + 10 * minor, or None if unknown.
@@ -72,15 +72,9 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
     return None
 
 
-def _keep_in_graphs() -> None:
-    """Makes ``_look_up`` a constant of compiled graphs, as its calls cannot be traced and its numbers can be kept.
-
-    The decorator imports torch._dynamo, which takes a second, so it waits until something is compiled.
-    """
-    torch.compiler.assume_constant_result(_look_up)
-
-
-after_import("torch._dynamo", _keep_in_graphs)
+# Compiled graphs keep what ``_look_up`` returns as a constant, as its calls cannot be traced. The decorator imports
+# torch._dynamo, which takes a second, so it waits until something is compiled.
+after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_look_up))
 
 
 _emulated: DeviceFacts | None = None

@@ -1,4 +1,4 @@
-"""The reasons why a backend does not serve a call: each is a sentence that a user can act on.
+"""Says why a backend does not serve a call: each reason is a sentence that a user can act on.
 
 ``explain`` shows them; the error of a forced backend and the warning about a call that runs in PyTorch quote them.
 support.py lists what the kernels take. Functions that know more about their own arguments word such reasons themselves

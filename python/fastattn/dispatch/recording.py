@@ -1,4 +1,4 @@
-"""``fastattn.record()``, which tells which kernels ran."""
+"""Records which kernels ran: ``fastattn.record()``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class RecordedCall(NamedTuple):
-    """One entry in the list of ``fastattn.record()``."""
+    """Is one entry in the list of ``fastattn.record()``."""
 
     op: str
     backend: str

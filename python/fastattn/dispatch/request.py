@@ -13,7 +13,7 @@ from fastattn.dispatch.device import DeviceFacts
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An operation as the dispatcher sees it; ``ops.describe`` lists them.
+    """Describes an operation as the dispatcher sees it; ``ops.describe`` lists them.
 
     Attributes:
         name: the operation's name in the tables of support.py.
@@ -31,7 +31,7 @@ class Op:
 
 
 class Request(NamedTuple):
-    """Everything about a call on which the choice of a backend depends.
+    """Holds everything about a call on which the choice of a backend depends.
 
     ``details`` is the operation's own. ``only_torch`` says why no kernel can take the arguments at all, or is None.
     """
@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs a call, with its kernel and tile, and why each of the others does not.
+    """Names the backend that runs a call, with its kernel and tile, and says why each of the others does not.
 
     Attributes:
         op: the operation whose kernel it is, which may be another than the call's.

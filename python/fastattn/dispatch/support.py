@@ -84,7 +84,7 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Support:
-    """The features, head dims and dtypes that the kernels of one backend take for one operation.
+    """Lists the features, head dims and dtypes that the kernels of one backend take for one operation.
 
     ``head_dims`` is None where the operation has none. ``pads`` says that other head dims, down to 1, are padded with
     zeros to the next that the kernels take. ``most_dims_with_gradients`` is the largest head dim with gradients, or
@@ -133,36 +133,27 @@ class Support:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
 
 
-def _all_features_but(op: str, *missing: str) -> frozenset[str]:
-    return frozenset(FEATURES[op]) - frozenset(missing)
-
+_ALL = {op: frozenset(features) for op, features in FEATURES.items()}
+_ATTENTION = _ALL["attention"] - {"paged gradients"}
+_WITH_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_all_features_but("attention", "paged gradients"), head_dims=range(8, 257, 8), pads=True),
-        "triton": Support(
-            _all_features_but("attention", "paged gradients"),
-            head_dims=range(16, 513, 8),
-            pads=True,
-            most_dims_with_gradients=256,
-        ),
+        "cuda": Support(_ATTENTION, head_dims=range(8, 257, 8), pads=True),
+        "triton": Support(_ATTENTION, head_dims=range(16, 513, 8), pads=True, most_dims_with_gradients=256),
     },
     "decode": {
-        "cuda": Support(_all_features_but("decode"), head_dims=range(8, 257, 8)),
-        "triton": Support(_all_features_but("decode"), head_dims=range(16, 513, 8)),
+        "cuda": Support(_ALL["decode"], head_dims=range(8, 257, 8)),
+        "triton": Support(_ALL["decode"], head_dims=range(16, 513, 8)),
     },
     "append": {
-        "cuda": Support(_all_features_but("append"), head_dims=range(8, 257, 8)),
-        "triton": Support(_all_features_but("append"), head_dims=range(8, 513, 8)),
+        "cuda": Support(_ALL["append"], head_dims=range(8, 257, 8)),
+        "triton": Support(_ALL["append"], head_dims=range(8, 513, 8)),
     },
-    "merge": {
-        "triton": Support(
-            _all_features_but("merge"), head_dims=None, dtypes=(torch.float16, torch.bfloat16, torch.float32)
-        ),
-    },
+    "merge": {"triton": Support(_ALL["merge"], head_dims=None, dtypes=_WITH_FLOAT32)},
     "int8_matmul": {
-        "cuda": Support(_all_features_but("int8_matmul"), head_dims=None),
-        "triton": Support(_all_features_but("int8_matmul", "int8 activations"), head_dims=None),
+        "cuda": Support(_ALL["int8_matmul"], head_dims=None),
+        "triton": Support(_ALL["int8_matmul"] - {"int8 activations"}, head_dims=None),
     },
 }
 

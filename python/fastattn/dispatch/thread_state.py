@@ -1,4 +1,4 @@
-"""The requests of the current thread to the dispatcher: a certain backend, or an explanation instead of a result."""
+"""Keeps what the current thread asks of the dispatcher: a certain backend, or an explanation instead of a result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Explained(BaseException):
 
 
 class Asked(NamedTuple):
-    """The user's requests where a call is made: a forced backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
+    """Holds what the user asks for at a call: a forced backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
 
     forced: str | None
     sdpa: bool

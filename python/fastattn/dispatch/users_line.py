@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's code, whatever path leads from there to fastattn."""
+"""Warns at the line of the user's code, whatever path leads from there to fastattn."""
 
 from __future__ import annotations
 

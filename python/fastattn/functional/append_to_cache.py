@@ -68,7 +68,6 @@ def append_to_cache(
             if not cache_on_cpu.append_to_cache(call):
                 reference.append_to_cache(*call[:5], k_scale=k_scale, v_scale=v_scale)
     else:
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_uncopied(name, cache, "it is written in place")
+        check_uncopied("it is written in place", k_cache=k_cache, v_cache=v_cache)
         append_by_kernel(choice.backend, call)
     note(request.op.name, choice.backend, choice.kernel)

@@ -1,4 +1,4 @@
-"""Attention with every option, over dense and over packed sequences."""
+"""Computes attention with every option, over dense and over packed sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MaxLogit = TypeVar("_MaxLogit")
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options that do not change the type of the result."""
+    """Lists the options that do not change the type of the result."""
 
     causal: bool
     window: tuple[int, int]
@@ -44,7 +44,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class _Options(AttentionOptions, Generic[_Lse, _MaxLogit], total=False):
-    """All options; a type checker takes the first overload whose types of the last two fit."""
+    """Adds the options that do; a type checker takes the first overload whose types of these two fit."""
 
     return_lse: _Lse
     return_max_logit: _MaxLogit
@@ -245,7 +245,7 @@ def attention_varlen(
     batch_invariant: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``attention`` over sequences of different lengths, packed one after the other without padding.
+    """Computes ``attention`` over sequences of different lengths, packed one after the other without padding.
 
     With a ``block_table`` the keys and values lie in the pages of a cache. Prompts can then be processed in chunks of
     any length, where every chunk attends to all tokens of its sequence in the cache (``PagedKVCache`` has an example).
@@ -341,7 +341,7 @@ def _attend_over_wrapped(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
 
 
 class Prepared(NamedTuple):
-    """A checked call and the choice for it; nothing has run and nothing has changed yet."""
+    """Holds a checked call and the choice for it; nothing has run and nothing has changed yet."""
 
     call: AttentionCall
     request: Request
@@ -398,8 +398,7 @@ def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:
             out, lse, *others = composite.attend_in_pytorch(call, request)
     else:
         if call.block_table is not None:
-            for name, pages in (("key", call.key), ("value", call.value)):
-                check_uncopied(name, pages, "pages are never copied")
+            check_uncopied("pages are never copied", key=call.key, value=call.value)
         out, lse, *others = run.attention(choice, call, "gradients" in request.features)
     note(request.op.name, choice.backend, choice.kernel)
     results = (out, *([lse] if call.return_lse else []), *(others if call.return_max_logit else []))

@@ -1,4 +1,4 @@
-"""The gradients of a block of attention whose softmax runs over more keys than the block has.
+"""Computes the gradients of a block of attention whose softmax runs over more keys than the block has.
 
 Attention over a sequence that is spread over GPUs runs block by block. The results of the blocks are merged by their
 lse, and each block's gradients then need the output and the lse of the whole (Liu et al., "Ring attention", 2023).
@@ -21,7 +21,7 @@ from fastattn.ops.attention import AttentionBackward, is_deterministic
 
 
 class Packed(NamedTuple):
-    """The offsets and longest lengths of packed sequences, as ``attention_varlen`` takes them."""
+    """Holds the offsets and longest lengths of packed sequences, as ``attention_varlen`` takes them."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -55,9 +55,8 @@ def attention_backward(
             )
             return grad_query, grad_key, grad_value
     with torch.no_grad():
-        return run.attention_backward(
-            choice, AttentionBackward(call, grad_out, grad_lse, out, lse, is_deterministic(call))
-        )
+        backward = AttentionBackward(call, grad_out, grad_lse, out, lse, is_deterministic(call))
+        return run.attention_backward(choice, backward)
 
 
 def through_the_block(

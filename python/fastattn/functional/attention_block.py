@@ -1,4 +1,4 @@
-"""A block of attention: some rows over some keys of a larger call, whose result is the merge of its blocks.
+"""Attends with some rows over some keys of a larger call, whose result is the merge of such blocks.
 
 Nothing is rounded to 16 bits before the merge: output and gradients are float32 (float64 for float64 inputs). Autograd
 does not differentiate a block: whoever merges blocks also computes their gradients, with the output and the lse of the
@@ -25,8 +25,8 @@ from fastattn.ops.attention import AttentionBackward, is_deterministic
 
 
 class BackwardTensors(NamedTuple):
-    """The inputs for the gradients of a block: its query, key and value, the output and lse of its rows over all keys,
-    and the gradients of these two."""
+    """Holds what the gradients of a block need: its query, key and value, the output and lse of its rows over all
+    keys, and the gradients of these two."""
 
     grad_out: Tensor
     grad_lse: Tensor
@@ -87,9 +87,8 @@ def add_gradients_of_block(
                     total += grad
             return
     with torch.no_grad():
-        backward = AttentionBackward(
-            call, grad_out, grad_lse, out, lse, is_deterministic(call), slopes_grad=slopes_sum is not None
-        )
+        given = call, grad_out, grad_lse, out, lse, is_deterministic(call)
+        backward = AttentionBackward(*given, slopes_grad=slopes_sum is not None)
         grad_slopes = run.attention_backward_add(choice, sums, backward)
         if slopes_sum is not None:
             slopes_sum += grad_slopes.view_as(slopes_sum)

@@ -54,12 +54,8 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
         check_same_device(name, tensor, query.device)
     heads, head_dim = query.shape[1], query.shape[-1]
     expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
-    expect(
-        value.shape[:-1] == key.shape[:-1],
-        "value",
-        f"the key's shape but for Dv, {list(key.shape[:-1])}",
-        list(value.shape[:-1]),
-    )
+    like_key, came = list(key.shape[:-1]), list(value.shape[:-1])
+    expect(came == like_key, "value", f"the key's shape but for Dv, {like_key}", came)
     check_head_counts(query, key, "key", layouts[:2])
     batch = _check_packed(call) if call.is_packed else query.shape[0]
     if not call.is_packed:
@@ -166,14 +162,15 @@ def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
     check_shape("sinks", sinks, (heads,), "[Hq]")
 
 
-def check_uncopied(name: str, cache: Tensor, why: str) -> None:
+def check_uncopied(why: str, **caches: Tensor) -> None:
     """Raises where a kernel cannot read a cache without a copy; ``why`` says in the error why it is not copied."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return  # a traced or wrapped tensor has no address
-    reason = reason_to_copy(cache)
-    if reason is not None:
-        wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
-        raise InputError(f"{name}: expected {wanted}, since {why}, got strides {cache.stride()}: {reason}")
+    for name, cache in caches.items():
+        reason = reason_to_copy(cache)
+        if reason is not None:
+            wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
+            raise InputError(f"{name}: expected {wanted}, since {why}, got strides {cache.stride()}: {reason}")
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
@@ -202,7 +199,5 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
             expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])
         expect(values[-1] <= total, name, f"at most {total} (the number of rows) as the last offset", values[-1])
-    longest = max(lengths, default=0)
-    expect(
-        longest <= max_seqlen, name.replace("cu", "max").replace("seqlens", "seqlen"), f"at least {longest}", max_seqlen
-    )
+    longest, max_name = max(lengths, default=0), name.replace("cu", "max").replace("seqlens", "seqlen")
+    expect(longest <= max_seqlen, max_name, f"at least {longest}", max_seqlen)

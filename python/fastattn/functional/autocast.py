@@ -1,4 +1,4 @@
-"""Autocast as torch's own attention and linear layers honour it: their floating inputs become the autocast dtype."""
+"""Honours autocast as torch's own attention and linear layers do: floating inputs become the autocast dtype."""
 
 from __future__ import annotations
 

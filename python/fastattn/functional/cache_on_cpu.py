@@ -1,4 +1,4 @@
-"""``attention_with_kv_cache`` and ``append_to_cache`` over CPU tensors, at the cost of the cached tokens alone.
+"""Runs ``attention_with_kv_cache`` and ``append_to_cache`` on a CPU, at the cost of the cached tokens alone.
 
 The reference reads no lengths, so it processes the whole capacity of the caches. On a CPU the lengths are at hand: only
 new tokens are written, and attention runs over slices of the caches. A sequence's slice ends with its last token and

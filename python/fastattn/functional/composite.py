@@ -1,4 +1,4 @@
-"""Attention where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
+"""Attends where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
 
 ``attend`` computes it from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi,
 sinks, the lse. It is the reference's mathematics without the work that few calls need: it expands no KV heads, computes

@@ -1,4 +1,4 @@
-"""Attention over DTensor: batch entries and heads do not depend on each other, so each rank attends over its own."""
+"""Attends over DTensor: batch entries and heads do not depend on each other, so each rank attends over its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dims(NamedTuple):
-    """The dimensions of a tensor that are its batch and its heads (KV heads for keys and values), or None without them.
+    """Says which dimensions of a tensor are its batch and its heads (KV heads for keys and values), or None.
 
     ``over_batch`` is the reduction that makes a result without a batch from the results of ranks with different batch
     entries.

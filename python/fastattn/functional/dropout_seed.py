@@ -1,4 +1,4 @@
-"""Dropout seeds as the kernels take them, on the device."""
+"""Makes dropout seeds as the kernels take them, on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8 weights and the linear layer over them."""
+"""Runs the linear layer over int8 weights."""
 
 from __future__ import annotations
 

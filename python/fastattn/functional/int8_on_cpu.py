@@ -1,4 +1,4 @@
-"""``x @ dequantize(weight)^T`` on a CPU, block by block: the whole weight never exists in floating point.
+"""Computes ``x @ dequantize(weight)^T`` on a CPU, block by block: the whole weight never exists in floating point.
 
 A block of rows is converted into one buffer and multiplied while it is still in the core's cache. That takes about as
 long as PyTorch's product over a float32 weight, which reads four times the bytes from memory. No floating copy of the

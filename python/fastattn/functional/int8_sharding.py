@@ -41,10 +41,8 @@ def _slice(
     end = max(end, start)
     data, scale = op(weight.int8_data, dim, start, end), weight.int8_scale
     if dim == 0:
-        return like(
-            weight, data, op(scale, 0, start, end) if scales_have_rows(weight) else scale, row_stride_of(weight)
-        )
-    if isinstance(weight.granularity, int):
+        scale = op(scale, 0, start, end) if scales_have_rows(weight) else scale
+    elif isinstance(weight.granularity, int):
         group = weight.granularity
         is_whole = start % group == 0 and (end % group == 0 or start == end)
         expect(is_whole, "slice", f"whole groups of {group} columns of an int8 weight", f"columns {start} to {end}")
@@ -102,7 +100,7 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
 
 
 class FlatTensors(Tensor):
-    """Flat tensors, int8 weights among them, that DDP has concatenated to broadcast them at once.
+    """Holds flat tensors, int8 weights among them, that DDP has concatenated to broadcast them at once.
 
     This holds the tensors themselves, so that the broadcast writes into them, and slices give them back.
     """
@@ -152,32 +150,30 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor.int8_data, tensor.int8_scale] if isinstance(tensor, Int8Tensor) else [tensor]
 
 
-def _wait(work: Any) -> None:
-    dist.Work.unbox(work).wait()
+def _into_parts(output: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
+    """Calls ``run(i, part)``, a collective that writes, for each plain tensor of ``output``, and waits for it; returns
+    the last handle."""
+    work = None
+    for i, part in enumerate(_parts(output)):
+        dense = part.contiguous()  # a copy where rows have room behind them
+        _, work = run(i, dense)
+        dist.Work.unbox(work).wait()
+        if dense is not part:
+            part.copy_(dense)
+    return work
 
 
 @_replaces_collective("c10d", "broadcast_")
 def _broadcast_(op: Any, tensors: list[Tensor], *arguments: Any) -> tuple[list[Tensor], Any]:
-    work = None
-    for part in _parts(tensors[0]):
-        dense = part.contiguous()  # a copy where rows have room behind them
-        _, work = op([dense], *arguments)
-        _wait(work)
-        if dense is not part:
-            part.copy_(dense)
-    return tensors, work
+    return tensors, _into_parts(tensors[0], lambda i, part: op([part], *arguments))
 
 
 @_replaces_collective("c10d", "scatter_")
 def _scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *arguments: Any) -> tuple[list[Tensor], Any]:
-    work = None
-    for i, part in enumerate(_parts(outputs[0])):
-        dense = part.contiguous()
-        _, work = op([dense], [[_parts(tensor)[i].contiguous() for tensor in each] for each in inputs], *arguments)
-        _wait(work)
-        if dense is not part:
-            part.copy_(dense)
-    return outputs, work
+    def scatter(i: int, part: Tensor) -> Any:
+        return op([part], [[_parts(tensor)[i].contiguous() for tensor in each] for each in inputs], *arguments)
+
+    return outputs, _into_parts(outputs[0], scatter)
 
 
 @_replaces_collective("_c10d_functional", "all_gather_into_tensor")

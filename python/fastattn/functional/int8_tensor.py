@@ -1,4 +1,4 @@
-"""A tensor subclass that carries an int8 weight with its scales, so that it can be a parameter."""
+"""Carries an int8 weight with its scales in a tensor subclass, so that it can be a parameter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
 
 
 class Int8Tensor(Tensor):
-    """An ``Int8Weight`` in the shape of a floating tensor, so that it can be a module's parameter.
+    """Gives an ``Int8Weight`` the shape of a floating tensor, so that it can be a module's parameter.
 
     Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
     nothing but its ``dtype``. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``.
@@ -101,13 +101,13 @@ class Int8Tensor(Tensor):
 
     @property
     def int8_weight(self) -> Int8Weight:
-        """The weight as ``int8_linear`` takes it."""
+        """Returns the weight as ``int8_linear`` takes it."""
         expect(self.form == "matrix", "weight", "an int8 weight [N, K]", f"a {self.form} one")
         return Int8Weight(self.int8_data, self.int8_scale, self.granularity)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """The bytes that the int8 data and the scales take, without the room behind rows."""
+        """Returns the bytes that the int8 data and the scales take, without the room behind rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
 
     def element_size(self) -> int:
@@ -242,6 +242,12 @@ def like(weight: Int8Tensor, data: Tensor, scale: Tensor, row_stride: int | None
     return Int8Tensor(data, scale, weight.granularity, weight.dtype, weight.form, row_stride)
 
 
+def _in_form(weight: Int8Tensor, form: str, row_stride: int | None = None) -> Int8Tensor:
+    """Returns a tensor of another form over the same data and scale tensors."""
+    parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
+    return Int8Tensor(*parts, form, row_stride)
+
+
 def scales_have_rows(weight: Int8Tensor) -> bool:
     """Returns whether each row of the weight has scales of its own."""
     return weight.granularity != "tensor"
@@ -264,7 +270,7 @@ _aten = torch.ops.aten
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
     """Returns a tensor over the same data and scale tensors, not views: these identify layers that share a weight."""
-    return like(weight, weight.int8_data, weight.int8_scale, row_stride_of(weight))
+    return _in_form(weight, weight.form, row_stride_of(weight))
 
 
 @replaces_operator(_aten.clone.default)
@@ -288,17 +294,16 @@ def _to_copy(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = No
         expect(dtype in FLOATING, "dtype", "a floating dtype, which the int8 weight stands for", dtype)
     options = {"device": device or weight.device, "copy": True, "non_blocking": options.get("non_blocking", False)}
     data, scale = weight.int8_data.to(**options), weight.int8_scale.to(**options)
-    form, data = weight.form, laid_out_like(weight.int8_data, data)
-    return Int8Tensor(data, scale, weight.granularity, dtype or weight.dtype, form)
+    data = laid_out_like(weight.int8_data, data)
+    return Int8Tensor(data, scale, weight.granularity, dtype or weight.dtype, weight.form)
 
 
 @replaces_operator(_aten.equal.default)
 def _equal(op: Any, first: Tensor, second: Tensor) -> bool:
     if not (isinstance(first, Int8Tensor) and isinstance(second, Int8Tensor)):
         return torch.equal(_plain(first), _plain(second))
-    if first.shape != second.shape or first.granularity != second.granularity:
-        return False
-    same_scales = torch.equal(first.int8_scale, second.int8_scale)
+    is_alike = first.shape == second.shape and first.granularity == second.granularity
+    same_scales = is_alike and torch.equal(first.int8_scale, second.int8_scale)
     return same_scales and torch.equal(first.int8_data, second.int8_data)
 
 
@@ -310,8 +315,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _t(op: Any, weight: Int8Tensor) -> Int8Tensor:
     forms = {"matrix": "transposed", "transposed": "matrix"}
     expect(weight.form in forms, "t", "an int8 weight [N, K]", "a flat one")
-    parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
-    return Int8Tensor(*parts, forms[weight.form], row_stride_of(weight))
+    return _in_form(weight, forms[weight.form], row_stride_of(weight))
 
 
 @replaces_operator(_aten.transpose.int)
@@ -329,8 +333,7 @@ def _view(op: Any, weight: Int8Tensor, shape: Any) -> Int8Tensor:
     is_flat, is_matrix = shape in ((-1,), (rows * columns,)), shape == (rows, columns)
     known = weight.form != "transposed" and (is_flat or is_matrix)
     expect(known, "view", f"[{rows}, {columns}] or [-1] of an int8 weight", list(shape))
-    parts = weight.int8_data, weight.int8_scale, weight.granularity, weight.dtype
-    return Int8Tensor(*parts, "flat" if is_flat else "matrix")
+    return _in_form(weight, "flat" if is_flat else "matrix")
 
 
 @replaces_operator(_aten.as_strided.default)

@@ -1,4 +1,4 @@
-"""int8 weights: their values and scales, and the quantisation that makes them."""
+"""Holds int8 weights, their values and scales, and quantises floating ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Int8Weight:
-    """A weight ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
+    """Holds ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
         data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Rows from ``quantize_int8`` start at multiples of 16
@@ -61,7 +61,7 @@ class Int8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape ``[N, K]``, like that of ``nn.Linear.weight``."""
+        """Returns the shape ``[N, K]``, like that of ``nn.Linear.weight``."""
         return self.data.shape
 
     @property
@@ -70,7 +70,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the int8 data and the scales take, without the room behind rows."""
+        """Returns the bytes that the int8 data and the scales take, without the room behind rows."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

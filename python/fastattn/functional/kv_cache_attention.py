@@ -1,4 +1,4 @@
-"""Flash-decoding: attention over a key-value cache, after new tokens are appended to it."""
+"""Attends over a key-value cache, after new tokens are appended to it (flash-decoding)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Lse = TypeVar("_Lse")
 
 
 class AttendOptions(TypedDict, total=False):
-    """The options of ``attention_with_kv_cache`` that a model may set where a cache sets the others."""
+    """Lists the options of ``attention_with_kv_cache`` that a model may set where a cache sets the others."""
 
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
@@ -181,10 +181,9 @@ def attention_with_kv_cache(
         if out is not None:
             result = out.copy_(result)
     else:
-        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            check_uncopied(name, cache, "it is written in place")
+        check_uncopied("it is written in place", k_cache=k_cache, v_cache=v_cache)
         if out is not None:
-            check_uncopied("out", out, "the kernel writes there")
+            check_uncopied("the kernel writes there", out=out)
         result, lse = run.kv_cache_attention(choice, call)
     note(request.op.name, choice.backend, choice.kernel)
     return (result, lse) if call.return_lse else result

@@ -102,10 +102,9 @@ def _check_caches(t: DecodeCall) -> None:
     check_rank("k_cache", t.k_cache, layout.format("D"))
     check_rank("v_cache", t.v_cache, layout.format("Dv"))
     expect(t.k_cache.shape[-1] == head_dim, "k_cache", f"the query's head dim {head_dim}", t.k_cache.shape[-1])
-    like = list(t.k_cache.shape[:-1])
-    expect(
-        t.v_cache.shape[:-1] == t.k_cache.shape[:-1], "v_cache", f"k_cache's shape but for Dv, {like}", t.v_cache.shape
-    )
+    like_keys = t.k_cache.shape[:-1]
+    wanted = f"k_cache's shape but for Dv, {list(like_keys)}"
+    expect(t.v_cache.shape[:-1] == like_keys, "v_cache", wanted, t.v_cache.shape)
     check_head_counts(t.query, t.k_cache, "k_cache", ("[B, Hq, Sq, D]", layout.format("D")))
 
     if t.block_table is None:
@@ -113,9 +112,8 @@ def _check_caches(t: DecodeCall) -> None:
     else:
         check_rank("block_table", t.block_table, "[B, max_pages]")
         check_dtype("block_table", t.block_table, (torch.int32,))
-        expect(
-            t.block_table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape)
-        )
+        rows = t.block_table.shape[0]
+        expect(rows == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape))
     _check_storage(t, t.query.dtype)
 
 

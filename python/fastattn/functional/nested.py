@@ -1,4 +1,4 @@
-"""Nested tensors as ``attention`` takes them: jagged ones become packed sequences, strided ones go to PyTorch."""
+"""Attends over nested tensors: jagged ones become packed sequences, strided ones go to PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JAGGED = "a jagged tensor [B, H, j, D] (torch.nested, layout=torch.jagged: [B, 
 
 
 class Unpacked(NamedTuple):
-    """A call over packed sequences, and the offsets and bounds that make its results jagged like the query."""
+    """Holds a call over packed sequences, and the offsets and bounds that make its results jagged like the query."""
 
     call: AttentionCall
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""The drop-in for ``torch.nn.functional.scaled_dot_product_attention``.
+"""Stands in for ``torch.nn.functional.scaled_dot_product_attention``.
 
 Where torch's own devices or versions differ from each other, our GPU kernels do this:
 
@@ -38,7 +38,7 @@ from fastattn.ops.describe import AttentionDetails, request_for_attention
 
 
 class _SdpaCall(NamedTuple):
-    """A call of ``scaled_dot_product_attention``."""
+    """Holds a call of ``scaled_dot_product_attention``."""
 
     query: Tensor
     key: Tensor
@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` with the same signature, results, gradients and errors.
+    """Attends as torch's function of this name does, with the same signature, results, gradients and errors.
 
     Args:
         query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast;

@@ -1,4 +1,4 @@
-"""The attention that ``fastattn.distributed.context_parallel`` puts in the place of models' own while in force."""
+"""Keeps the attention that ``fastattn.distributed.context_parallel`` puts in the place of models' own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
-    """Attention over a sequence of which each rank has a part, the same part in every layer."""
+    """Attends over a sequence of which each rank has a part, the same part in every layer."""
 
     num_parts: int  # the parts of the sequence that a rank has side by side
 

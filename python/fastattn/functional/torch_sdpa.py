@@ -1,4 +1,4 @@
-"""``attention`` and ``attention_varlen`` through PyTorch's own attention, where that means what ours means.
+"""Runs ``attention`` and ``attention_varlen`` by PyTorch's own attention, where that means what ours means.
 
 ``F.scaled_dot_product_attention`` needs no memory for the scores and is many times faster than ``reference``. Here it
 gets every mask that it can express: causal, windows, bool masks and additive biases, in each sequence of a packed

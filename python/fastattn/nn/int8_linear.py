@@ -1,4 +1,4 @@
-"""The int8 linear layer as a module, and its state dicts."""
+"""Makes the int8 linear layer a module, with its state dicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Linear):
-    """``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``, where the weight is dequantised on the fly.
+    """Is an ``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``; the weight is dequantised on the fly.
 
     The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
     scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict with a floating ``weight``,
@@ -103,12 +103,12 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight_scale(self) -> Tensor:
-        """The scales, float32 ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``."""
+        """Returns the scales, float32 ``[1, 1]``, ``[out_features, 1]`` or ``[out_features, in_features / group]``."""
         return self._int8_tensor().int8_scale
 
     @property
     def int8_weight(self) -> Int8Weight:
-        """The weight as ``int8_linear`` takes it."""
+        """Returns the weight as ``int8_linear`` takes it."""
         return self._int8_tensor().int8_weight
 
     def _int8_tensor(self) -> Int8Tensor:

@@ -1,4 +1,4 @@
-"""The replacement of a model's ``nn.Linear`` layers by ``Int8Linear``, and the report about it."""
+"""Replaces a model's ``nn.Linear`` layers by ``Int8Linear``, and reports about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattn.nn.int8_linear import Int8Linear
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """The outcome for one layer; bytes are the weight's.
+    """Reports about one layer; bytes are the weight's.
 
     ``relative_error`` is ``|W - dequantised W| / |W|`` in the Frobenius norm, NaN on the meta device.
     """
@@ -35,7 +35,7 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """A report about what ``quantize_model`` did. ``print`` it for a table.
+    """Reports what ``quantize_model`` did. ``print`` it for a table.
 
     Attributes:
         layers: the replaced layers, in the model's order. If several share a weight, only the first counts its bytes.

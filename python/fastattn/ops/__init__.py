@@ -1,1 +1,1 @@
-"""The operators as PyTorch sees them, one file each: arguments, shapes, autograd, vmap, FLOPs."""
+"""Defines the operators as PyTorch sees them, one file each: arguments, shapes, autograd, vmap, FLOPs."""

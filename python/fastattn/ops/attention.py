@@ -1,4 +1,4 @@
-"""The operators ``attention_forward`` and ``attention_backward``."""
+"""Defines the operators ``attention_forward`` and ``attention_backward``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, lse, largest score
 
 
 class AttentionBackward(NamedTuple):
-    """A backward pass: the gradients of output and lse, and the arguments and results of the forward pass.
+    """Holds a backward pass: the gradients of output and lse, and the arguments and results of the forward pass.
 
     ``call`` is a checked one, or the arguments of ``attention_forward``. ``bias_grad`` and ``slopes_grad`` say whether
     the gradients of the bias and of the slopes are wanted. ``attention_backward_add`` adds the gradients of query, key

@@ -1,4 +1,4 @@
-"""The operators over key-value caches: ``attention_decode`` appends to a cache in place and attends over it,
+"""Defines the operators over key-value caches: ``attention_decode`` appends to a cache in place and attends over it,
 ``attention_decode_out`` does the same and writes its output to a given tensor, ``append_to_cache`` writes tokens into
 slots of a paged cache, ``dequantize_cache`` converts an 8-bit cache to 16-bit floats, and ``attention_split_keys``
 decodes over given keys and values and writes nothing."""
@@ -18,7 +18,7 @@ from fastattn.ops.registration import fold_into_heads, register, unfold_heads
 
 
 class Dequantization(NamedTuple):
-    """A call of ``dequantize_cache``.
+    """Holds a call of ``dequantize_cache``.
 
     Caches, scales, ``seqlens`` (int32 ``[B]``, on the device) and ``block_table`` are those of
     ``attention_with_kv_cache``. ``k_out`` and ``v_out`` are ``[B * max_pages, Hkv, rows, D]``, fp16 or bf16,

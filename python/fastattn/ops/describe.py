@@ -1,4 +1,4 @@
-"""The operations as the dispatcher sees them: what it is told of their calls, and which kernels would run them."""
+"""Describes the operations to the dispatcher: what their calls need, and which kernels would run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastattn.dispatch.support import CHANGES_SCORES, FEATURE_OF_CACHE, FEATURES
 
 
 class AttentionDetails(NamedTuple):
-    """The sizes of an attention. ``may_decode`` says that the decoding kernel would apply the mask in the same way."""
+    """Holds the sizes of an attention. ``may_decode`` says that the decoding kernel would apply the same mask."""
 
     batch: int
     heads: int
@@ -91,10 +91,8 @@ def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    for condition in conditions:
-        if not (statically_known_true(condition) if torch.compiler.is_exporting() else guard_or_false(condition)):
-            return False
-    return True
+    holds = statically_known_true if torch.compiler.is_exporting() else guard_or_false
+    return all(holds(condition) for condition in conditions)
 
 
 ATTENTION = Op("attention", _attention_kernel, instead=_decoded, has_torch_sdpa=True)
@@ -161,8 +159,8 @@ MOST_DECODED_ROWS_OF_8_BITS = 256
 
 
 class DecodeDetails(NamedTuple):
-    """The sizes of a decoding: rows of a KV head (queries times query heads), bytes of a cached element, and the page
-    size, or 0. ``may_prefill`` says that there are so many queries that the attention kernel suits it better."""
+    """Holds the sizes of a decoding: rows of a KV head (queries times query heads), bytes of a cached element, and page
+    size or 0. ``may_prefill`` says that there are so many queries that the attention kernel suits it better."""
 
     rows: int
     itemsize: int
@@ -175,10 +173,9 @@ def _decode_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[st
     if backend == "triton":
         from fastattn.triton_kernels import tiles
 
-        dims, size = (request.head_dim, request.value_dim), (sizes.rows, sizes.itemsize)
-        return "decode.split_kernel", tiles.decode_tile(
-            gpu.arch, *dims, *size, gpu.shared_memory_bytes, sizes.page_size
-        )
+        shape = request.head_dim, request.value_dim, sizes.rows, sizes.itemsize
+        tile = tiles.decode_tile(gpu.arch, *shape, gpu.shared_memory_bytes, sizes.page_size)
+        return "decode.split_kernel", tile
     widest = max(int(request.head_dim), int(request.value_dim))
     cache, shared_bytes = _cache_format(request.features), gpu.shared_memory_bytes
     name = native.decode_kernel(gpu.arch, shared_bytes, widest, request.dtype, cache, int(sizes.rows))
@@ -270,7 +267,7 @@ def describe_merge(*tensors: Tensor) -> Request:
 
 
 class Int8Details(NamedTuple):
-    """The sizes of a matmul, ``[tokens, outputs]`` sums of ``depth`` products, and the group of scales along K, or 0.
+    """Holds the sizes of a matmul, ``[tokens, outputs]`` sums of ``depth`` products, and the group of scales, or 0.
     ``is_input_gradient`` says that it is the gradient of the input of another, whose K is its outputs."""
 
     tokens: int

@@ -1,4 +1,4 @@
-"""The operators ``int8_matmul`` and ``int8_matmul_grad_input``."""
+"""Defines the operators ``int8_matmul`` and ``int8_matmul_grad_input``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattn.ops.registration import apply, refuse_mapped, register
 
 
 class Int8Backward(NamedTuple):
-    """A call of ``int8_matmul_grad_input``; ``bias_grad`` says whether the bias's gradient is wanted too."""
+    """Holds a call of ``int8_matmul_grad_input``; ``bias_grad`` says whether the bias's gradient is wanted too."""
 
     grad_out: Tensor
     weight: Tensor

@@ -1,4 +1,4 @@
-"""The operators ``merge_attention``, ``merge_attention_backward`` and, in place, ``merge_attention_into``.
+"""Defines the operators ``merge_attention``, ``merge_attention_backward`` and, in place, ``merge_attention_into``.
 
 Only Triton has kernels for them, so their schemas are in this file.
 """
@@ -16,7 +16,7 @@ from fastattn.ops.registration import apply, fold_into_heads, register, unfold_h
 
 
 class Merge(NamedTuple):
-    """A call of ``merge_attention``, which is one of ``fastattn.distributed.merge_attention``."""
+    """Holds a call of ``merge_attention``, which is one of ``fastattn.distributed.merge_attention``."""
 
     out_a: Tensor
     lse_a: Tensor
@@ -25,7 +25,7 @@ class Merge(NamedTuple):
 
 
 class MergeBackward(NamedTuple):
-    """A call of ``merge_attention_backward``: the gradients of the results, and the merged tensors."""
+    """Holds a call of ``merge_attention_backward``: the gradients of the results, and the merged tensors."""
 
     grad_out: Tensor
     grad_lse: Tensor
@@ -36,7 +36,7 @@ class MergeBackward(NamedTuple):
 
 
 class MergeInto(NamedTuple):
-    """A call of ``merge_attention_into``: the totals, which change in place, and the results of a block."""
+    """Holds a call of ``merge_attention_into``: the totals, which change in place, and the results of a block."""
 
     out: Tensor
     lse: Tensor

@@ -29,7 +29,7 @@ _triton_launchers: dict[str, Callable[..., Any]] = {}
 
 
 class Operator:
-    """An operator in the namespaces of the backends that have it.
+    """Calls an operator in the namespaces of the backends that have it.
 
     Attributes:
         Arguments: the named tuple of its arguments, in the order of its schema and with the defaults of that.
@@ -198,7 +198,7 @@ def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 class _Once(torch.autograd.Function):
-    """An op in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
+    """Runs an op in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
 
     It may be recorded, but differentiating it raises.
     """
