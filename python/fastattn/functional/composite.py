@@ -8,7 +8,6 @@ one softmax, and handles NaN only where there is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -120,7 +119,7 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
     num_keys = call.key.shape[0 if call.is_packed else 2]
     torch_can = not call.return_lse and torch_sdpa.can_express(request, num_keys, call.scale, call.bias)
     if torch_can and torch_sdpa.can_express_now(request, call.deterministic):
-        out = _attend_each(call, _attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
+        out = torch_sdpa.attend_packed(call, _attend_by_sdpa) if call.is_packed else _attend_by_sdpa(call)
         if out is not None:
             return out, out.new_empty(0)
     if request.features <= _COMPOSED:
@@ -132,21 +131,9 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
         elif (
             not call.return_lse and (slopes is None or slopes.dim() == 1) and call.query.numel() and call.value.numel()
         ):
-            out = _attend_each(call, lambda some: _attend_composite(some)[0])  # the offsets are readable
+            # The offsets are readable, so the composite attends.
+            out = torch_sdpa.attend_packed(call, lambda some: _attend_composite(some)[0])
             if out is not None:
                 return out, out.new_empty(0)
     found: tuple[Tensor, ...] = _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)
     return found
-
-
-def _attend_each(call: AttentionCall, attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
-    """Attends to packed sequences, those of the same lengths at a time."""
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    return torch_sdpa.attend_packed(
-        call.query,
-        call.key,
-        call.value,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        lambda q, k, v: attend_to(call.with_tensors((q, k, v, None))),
-    )

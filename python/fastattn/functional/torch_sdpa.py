@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattn.call import AttentionCall
 from fastattn.checks import is_readable
 from fastattn.dispatch.device import is_emulated
 from fastattn.dispatch.request import Request
@@ -124,20 +125,15 @@ def attend(
     return out
 
 
-def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    attend_to: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor | None:
+def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
     """Returns ``[total_q, Hq, Dv]``, as ``attention_varlen`` does, or None where the host cannot see the offsets or no
     sequence has both queries and keys.
 
     It reads the offsets, which have been checked. ``attend_to`` attends over dense sequences; sequences of the same
     lengths go together.
     """
+    query, key, value, cu_seqlens_q, cu_seqlens_k = *call[:3], call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None
     if is_emulated() or not is_readable(query, key, value, cu_seqlens_q, cu_seqlens_k):
         return None
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -159,7 +155,7 @@ def attend_packed(
             part.unflatten(0, (-1, length)).transpose(1, 2)
             for part, length in zip(parts, (length_q, length_k, length_k), strict=True)
         )
-        pieces.append(attend_to(q, k, v).transpose(1, 2).flatten(0, 1))
+        pieces.append(attend_to(call.with_tensors((q, k, v, None))).transpose(1, 2).flatten(0, 1))
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
     return out.index_copy(0, torch.cat(rows_q), torch.cat(pieces))
 

@@ -91,8 +91,10 @@ def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    holds = statically_known_true if torch.compiler.is_exporting() else guard_or_false
-    return all(holds(condition) for condition in conditions)
+    for condition in conditions:
+        if not (statically_known_true(condition) if torch.compiler.is_exporting() else guard_or_false(condition)):
+            return False
+    return True
 
 
 ATTENTION = Op("attention", _attention_kernel, instead=_decoded, has_torch_sdpa=True)

@@ -24,17 +24,6 @@ class Merge(NamedTuple):
     lse_b: Tensor
 
 
-class MergeBackward(NamedTuple):
-    """Holds a call of ``merge_attention_backward``: the gradients of the results, and the merged tensors."""
-
-    grad_out: Tensor
-    grad_lse: Tensor
-    out_a: Tensor
-    lse_a: Tensor
-    out_b: Tensor
-    lse_b: Tensor
-
-
 class MergeInto(NamedTuple):
     """Holds a call of ``merge_attention_into``: the totals, which change in place, and the results of a block."""
 
@@ -111,9 +100,10 @@ merge_attention = register(
     fake=_fake,
     vmap=_vmap("out_a", "lse_a"),
 )
+# Takes the gradients of the results, and the merged tensors.
 merge_attention_backward = register(
     "merge_attention_backward",
-    MergeBackward,
+    None,
     triton_module="merge_attention_backward",
     schema="(Tensor grad_out, Tensor grad_lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> "
     "(Tensor grad_out_a, Tensor grad_lse_a, Tensor grad_out_b, Tensor grad_lse_b)",

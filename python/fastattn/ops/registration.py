@@ -43,6 +43,7 @@ class Operator:
         defaults = [argument.default_value for argument in schema if argument.has_default_value()]
         self.Arguments: Any = namedtuple(name, names, defaults=defaults)  # type: ignore[misc]
         self.tensors = tuple(argument.name for argument in schema if "Tensor" in str(argument.type))
+        record = record or self.Arguments
         # A record of a backward pass holds that of the forward call.
         paths = tuple((name,) if hasattr(record, name) else ("call", name) for name in names)
         for in_record, *inner in paths:
@@ -94,7 +95,7 @@ def register(
     """Registers the operator ``name`` in both namespaces, or in Triton's alone.
 
     Args:
-        record: the type of the calls that have its arguments as attributes of the same names.
+        record: the type of the calls that have its arguments as attributes of the same names; None: its ``Arguments``.
         triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
         fake: a function from its arguments, by name, to empty results of the right shapes; the default is for an
             operator that only writes.
