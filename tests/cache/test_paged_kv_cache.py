@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -375,6 +376,26 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "step negative": (C.step, {"sequences": [S], "num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
     "step of one": (C.step, {"sequences": 3, "num_new": 1}, InputError, ("sequences", "a list", "3; of one pass [3]")),
     "chunk of one count": (C.chunk, {"sequences": [S], "num_new": 1}, InputError, ("num_new", "a list", "1")),
+    "step of one of numpy": (
+        C.step,
+        {"sequences": numpy.int64(3), "num_new": 1},
+        InputError,
+        ("sequences", "a list", "3; of one pass [3]"),
+    ),
+    "step of None": (C.step, {"sequences": None, "num_new": 1}, TypeError, ("sequences", "a list", "NoneType")),
+    "step of a scalar": (
+        C.step,
+        {"sequences": torch.tensor(0), "num_new": 1},
+        TypeError,
+        ("sequences", "a list", "Tensor"),
+    ),
+    "chunk of no counts": (C.chunk, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "a list", "NoneType")),
+    "chunk of one count of numpy": (
+        C.chunk,
+        {"sequences": [S], "num_new": numpy.int64(1)},
+        InputError,
+        ("num_new", "a list", "1"),
+    ),
     "query dtype": (STEP.attend, attend(query=queries(1, 1).half()), InputError, ("dtype", "dtype=torch.float16")),
     "step type": (C.step, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "int", "NoneType")),
     "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, InputError, ("sequence", "[0]", "9")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
-from fastattn.checks import check_dtype, check_int, check_rank, check_same_device, check_shape, check_tensor, expect
+from fastattn.checks import check_dtype, check_int, check_same_device, check_shape, check_tensor, expect
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.quantization import as_numbers
@@ -69,10 +70,9 @@ class KVCache(StepCache):
         if max_capacity is not None:
             check_int("max_capacity", max_capacity, minimum=capacity)
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
-        self.num_layers, self.max_capacity = num_layers, max_capacity
-        self._batch = batch
+        self.num_layers, self.max_capacity, self._batch = num_layers, max_capacity, batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
-        with torch.inference_mode(False):  # for the same reason as LayerStorage.allocate
+        with torch.inference_mode(False):  # for the same reason as zeros_in_aligned_rows
             self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
         # By layer, the most tokens that a sequence can have, as the host knows without reading the lengths back.
         self._longest = [0] * num_layers
@@ -104,10 +104,6 @@ class KVCache(StepCache):
         return lengths
 
     def positions(self, num_new: int) -> Tensor:
-        """Returns the positions of the next new tokens in their sequences, int64 ``[batch, num_new]``.
-
-        Call it before the last layer attends.
-        """
         check_int("num_new", num_new, minimum=0)
         return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
 
@@ -115,13 +111,7 @@ class KVCache(StepCache):
         self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, return_lse: bool, options: AttendOptions
     ) -> Tensor | tuple[Tensor, Tensor]:
         self._check_layer(layer)
-        check_tensor("query", query)
-        check_tensor("k_new", k_new)
-        check_tensor("v_new", v_new)
-        check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
-        check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
-        self.layout.check_query(query)
-        num_new = k_new.shape[2]
+        num_new = self.layout.check_new(self.batch, query, k_new, v_new)
         storage, lengths = self._storage_for(layer, self._longest[layer] + num_new), self._lengths[layer]
         result = attention_with_kv_cache(
             query,
@@ -152,12 +142,15 @@ class KVCache(StepCache):
         """Appends tokens as ``attend`` does, but without a query."""
         check_tensor("k_new", k_new)
         no_query = k_new.new_empty(self.batch, self.layout.kv_heads, 0, self.layout.head_dim)
-        options: AttendOptions = {
-            "rotary_cos": rotary_cos,
-            "rotary_sin": rotary_sin,
-            "rotary_interleaved": rotary_interleaved,
-        }
-        self.attend(layer, no_query, k_new, v_new, **options)
+        self.attend(
+            layer,
+            no_query,
+            k_new,
+            v_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+        )
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """Returns a layer's tensors as arguments of ``attention_with_kv_cache``, valid until the cache grows."""
@@ -177,13 +170,11 @@ class KVCache(StepCache):
             bounds = lengths.clamp(0, _MOST_TOKENS)
             longest = _MOST_TOKENS
         else:
-            if not isinstance(lengths, (int, list, tuple)):
+            if not isinstance(lengths, (Integral, list, tuple)):
                 raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {type(lengths).__name__}")
-            per_sequence = [lengths] * self.batch if isinstance(lengths, int) else list(lengths)
-            for length in per_sequence:
-                check_int("lengths", length, minimum=0)
-            expect(len(per_sequence) == self.batch, "lengths", f"{self.batch} lengths", len(per_sequence))
-            in_range = [min(length, _MOST_TOKENS) for length in per_sequence]
+            per_sequence = [lengths] * self.batch if isinstance(lengths, Integral) else list(lengths)
+            in_range = [min(check_int("lengths", length, minimum=0), _MOST_TOKENS) for length in per_sequence]
+            expect(len(in_range) == self.batch, "lengths", f"{self.batch} lengths", len(in_range))
             bounds = torch.tensor(in_range, dtype=torch.int32).to(self._lengths.device)
             longest = max(in_range, default=0)
         torch.minimum(self._lengths, bounds.to(torch.int32), out=self._lengths)

@@ -6,24 +6,17 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.cache.pages import PageCopy, PageDemand, PagePool, Reservation
+from fastattn.cache.pages import PageDemand, PagePool, Reservation
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.call import AttentionCall
-from fastattn.checks import (
-    check_bool,
-    check_dtype,
-    check_int,
-    check_rank,
-    check_shape,
-    check_tensor,
-    expect,
-)
+from fastattn.checks import check_bool, check_dtype, check_int, check_rank, check_shape, check_tensor, expect, type_name
 from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
@@ -33,11 +26,13 @@ from fastattn.rotary import rotary
 NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat such a page as absent
 
 
-def _names(sequences: Any) -> list[int]:
-    """Returns the numbers of the sequences, which must come in a list, even a single one."""
-    is_one = isinstance(sequences, int)
-    expect(not is_one, "sequences", "a list of sequences' numbers", f"{sequences!r}; of one pass [{sequences!r}]")
-    return list(sequences)
+def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
+    """Returns the numbers, which must come in a list, even a single one."""
+    expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; of one pass [{numbers}]")
+    try:
+        return list(numbers)
+    except TypeError:
+        raise TypeError(f"{argument}: expected {expected}, got {type_name(numbers)}") from None
 
 
 class PagedKVCache:
@@ -117,12 +112,10 @@ class PagedKVCache:
 
     def length(self, sequence: int) -> int:
         """Returns the number of tokens that a sequence has in every layer."""
-        self._pool.settle()
         return self._pool.find(sequence).length
 
     def pages(self, sequence: int) -> list[int]:
         """Returns the pages of a sequence's tokens, in order."""
-        self._pool.settle()
         return list(self._pool.find(sequence).pages)
 
     def add(self) -> int:
@@ -152,19 +145,18 @@ class PagedKVCache:
     def step(self, sequences: Sequence[int], num_new: int) -> PagedStep:
         """Reserves pages for ``num_new`` more tokens of each of ``sequences``, the batch of one step.
 
-        The step's ``attend`` stores them, layer by layer, and the sequences count them once every layer has them. This
-        ends an earlier step of one of the sequences: it is refused from now on, and its pages are available to this
-        one.
+        The step's ``attend`` stores them, layer by layer, and the sequences count them once every layer has them. An
+        earlier step of one of the sequences is refused from now on, and this one may take its pages.
 
         Raises:
             CacheFull: the pool has too few free pages.
             InputError, TypeError: an argument is wrong. Nothing has changed then.
         """
-        names = _names(sequences)
-        check_int("num_new", num_new, minimum=0)
+        names = _listed("sequences", sequences, "a list of sequences' numbers")
+        num_new = check_int("num_new", num_new, minimum=0)
         demand = self._pool.demand(names, [num_new] * len(names))
-        block_table, before = self._block_table(demand), self._to_device([s.length for s in demand.sequences])
-        return PagedStep(self, tuple(names), block_table, self._reserve(demand), num_new, before)
+        before = self._to_device([s.length for s in demand.sequences])
+        return PagedStep(self, tuple(names), *self._reserve(demand), num_new, before)
 
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
         """Reserves pages for ``num_new[i]`` more tokens of ``sequences[i]``: a part of each prompt, for instance.
@@ -175,15 +167,12 @@ class PagedKVCache:
             CacheFull: the pool has too few free pages.
             InputError, TypeError: an argument is wrong, or the cache is quantized. Nothing has changed then.
         """
-        expect(
-            not self.layout.quantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True
-        )
-        names = _names(sequences)
-        expect(not isinstance(num_new, int), "num_new", "a list of numbers, one for each sequence", num_new)
-        counts = list(num_new)
+        unquantized = self.layout.quantized is None
+        expect(unquantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True)
+        names = _listed("sequences", sequences, "a list of sequences' numbers")
+        counts = _listed("num_new", num_new, "a list of numbers, one for each sequence")
         expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))
-        for count in counts:
-            check_int("num_new", count, minimum=0)
+        counts = [check_int("num_new", count, minimum=0) for count in counts]
         demand = self._pool.demand(names, counts)
         before = [s.length for s in demand.sequences]
         after = [first + count for first, count in zip(before, counts, strict=True)]
@@ -193,15 +182,13 @@ class PagedKVCache:
             for at in range(first, end)
         ]
         page, row, position = (self._to_device([token[i] for token in tokens]) for i in range(3))
-        block_table, cu_seqlens_q = self._block_table(demand), self._to_device([0, *accumulate(counts)])
-        cu_seqlens_k = self._to_device([0, *accumulate(after)])
+        cu_seqlens_q, cu_seqlens_k = (self._to_device([0, *accumulate(lengths)]) for lengths in (counts, after))
         return PagedChunk(
-            cache=self,
-            sequences=tuple(names),
-            block_table=block_table,
-            reservation=self._reserve(demand),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
+            self,
+            tuple(names),
+            *self._reserve(demand),
+            cu_seqlens_q,
+            cu_seqlens_k,
             max_seqlen_q=max(counts, default=0),
             max_seqlen_k=max(after, default=0),
             page=page,
@@ -221,27 +208,23 @@ class PagedKVCache:
         arguments = self.arguments(layer)
         return arguments["k_cache"], arguments["v_cache"]
 
-    def _reserve(self, demand: PageDemand) -> Reservation:
-        """Completes ``step`` and ``chunk``: it changes the device first, whose memory may run out, then the host."""
+    def _reserve(self, demand: PageDemand) -> tuple[Tensor, Reservation]:
+        """Takes the pages of ``demand``, and returns the block table with them, int32 ``[B, max_pages]``.
+
+        It changes the device first, whose memory may run out, then the host.
+        """
+        tables = demand.tables()
+        width = max([1, *map(len, tables)])
+        rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
+        block_table = self._to_device(rows).view(len(rows), width)
         if demand.copies_take_reserved:
             self._pool.end_superseded(demand)
-        self._copy_pages(demand.copies)
-        return self._pool.reserve(demand, self.num_layers)
-
-    def _copy_pages(self, copies: list[PageCopy]) -> None:
-        if not copies:
-            return
-        sources = self._to_device([copy.source for copy in copies]).long()
-        targets = self._to_device([copy.target for copy in copies]).long()
-        for layer in self._layers:
-            layer.copy_blocks(sources, targets)
-
-    def _block_table(self, demand: PageDemand) -> Tensor:
-        """Returns the block table, int32 ``[B, max_pages]``, at least one page wide."""
-        tables = demand.tables()
-        width = max([len(pages) for pages in tables] + [1])
-        rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
-        return self._to_device(rows).view(len(rows), width)
+        if demand.copies:
+            sources = self._to_device([copy.source for copy in demand.copies]).long()
+            targets = self._to_device([copy.target for copy in demand.copies]).long()
+            for layer in self._layers:
+                layer.copy_blocks(sources, targets)
+        return block_table, self._pool.reserve(demand, self.num_layers)
 
     def _to_device(self, numbers: list[Any]) -> Tensor:
         """Returns the numbers as int32 on the device, without waiting for it.
@@ -260,12 +243,9 @@ class PagedKVCache:
         )
 
 
-# --- the new tokens of some sequences ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class _NewTokens(StepCache):
-    """The common base of steps and chunks.
+    """What steps and chunks have in common.
 
     The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are unchanged.
     Layers may attend in any order, and more than once: a layer then writes its tokens again. As soon as one of the
@@ -294,7 +274,7 @@ class _NewTokens(StepCache):
     def commit(self) -> None:
         """Counts the tokens now, for a replayed CUDA graph or a kernel of your own that has stored them."""
         self.reservation.check_current()
-        self.reservation.mark_all_stored()
+        self.reservation.stored[:] = [True] * self.cache.num_layers
 
     def cancel(self) -> None:
         """Frees the pages that are reserved for the tokens; it has no effect once the tokens count."""
@@ -322,7 +302,6 @@ class PagedStep(_NewTokens):
         return len(self.sequences)
 
     def positions(self, num_new: int) -> Tensor:
-        """Returns the positions of the step's new tokens in their sequences, int64 ``[batch, num_new]``."""
         self._check_num_new("num_new", self.num_new, num_new)
         return self.cache_seqlens.long()[:, None] + torch.arange(num_new, device=self.cache_seqlens.device)
 
@@ -331,13 +310,7 @@ class PagedStep(_NewTokens):
     ) -> Tensor | tuple[Tensor, Tensor]:
         self.reservation.check_current()
         arguments = self.cache.arguments(layer)
-        check_tensor("query", query)
-        check_tensor("k_new", k_new)
-        check_tensor("v_new", v_new)
-        check_shape("query", query, (self.batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
-        check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
-        self._check_num_new("k_new", self.num_new, k_new.shape[2])
-        self.cache.layout.check_query(query)
+        self._check_num_new("k_new", self.num_new, self.cache.layout.check_new(self.batch, query, k_new, v_new))
         result = attention_with_kv_cache(
             query,
             cache_seqlens=self.cache_seqlens,
@@ -379,11 +352,9 @@ class PagedChunk(_NewTokens):
 
     @property
     def batch(self) -> int:
-        """The number of rows, which is 1: one row holds the tokens of all sequences."""
-        return 1
+        return 1  # one row holds the tokens of all sequences
 
     def positions(self, num_new: int) -> Tensor:
-        """Returns the positions of the chunk's new tokens in their sequences, int64 ``[1, total_new]``."""
         self._check_num_new("num_new", len(self.position), num_new)
         return self.position.long()[None]
 
@@ -427,8 +398,7 @@ class PagedChunk(_NewTokens):
         key, value = self.cache.pools(layer)
         call = AttentionCall(query, key, value, **self.arguments(), causal=True, return_lse=return_lse)
         own: dict[str, Any] = {name: value for name, value in options.items() if name in AttentionCall._fields}
-        call = call._replace(**own)
-        prepared = prepare(call)  # it raises what is wrong before anything is stored
+        prepared = prepare(call._replace(**own))  # it raises what is wrong before anything is stored
         self._write(layer, k_new, v_new)
         result: Any = carry_out(prepared)
         self.reservation.stored[layer] = True

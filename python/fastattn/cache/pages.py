@@ -53,9 +53,6 @@ class Reservation:
         if self.refusal is not None:
             raise InputError(f"step: expected one whose sequences nothing else has changed, got one and {self.refusal}")
 
-    def mark_all_stored(self) -> None:
-        self.stored[:] = [True] * len(self.stored)
-
 
 class PageCopy(NamedTuple):
     """A copy on write: ``target``, a copy of ``source``, is to replace the last page of ``sequence``."""
@@ -104,6 +101,8 @@ class PagePool:
         self._next_name = 0
 
     def find(self, name: int) -> PageList:
+        """Returns a sequence, with all of its tokens that count by now."""
+        self.settle()
         check_int("sequence", name)
         found = self.sequences.get(name)
         if found is None:
@@ -125,7 +124,6 @@ class PagePool:
         return self._name(PageList())
 
     def fork(self, name: int, length: int | None) -> int:
-        self.settle()
         parent = self.find(name)
         length = self._checked_length(name, parent.length if length is None else length)
         self._end_step(parent, f"sequence {name} was forked")
@@ -135,13 +133,11 @@ class PagePool:
         return self._name(PageList(length, pages))
 
     def truncate(self, name: int, length: int) -> None:
-        self.settle()
-        length = self._checked_length(name, length)
-        self._end_step(self.find(name), f"sequence {name} was truncated")
-        self._cut(self.find(name), length)
+        length, sequence = self._checked_length(name, length), self.find(name)
+        self._end_step(sequence, f"sequence {name} was truncated")
+        self._cut(sequence, length)
 
     def free(self, name: int) -> None:
-        self.settle()
         sequence = self.find(name)
         self._end_step(sequence, f"sequence {name} was freed")
         self._cut(sequence, 0)

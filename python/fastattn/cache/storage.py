@@ -8,13 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import FLOATING, check_bool, check_choice, check_int
+from fastattn.checks import (
+    FLOATING,
+    check_bool,
+    check_choice,
+    check_int,
+    check_rank,
+    check_shape,
+    check_tensor,
+    type_name,
+)
 from fastattn.errors import InputError
 from fastattn.functional.autocast import autocast_dtype
 from fastattn.layout import ALIGNMENT_BYTES
 from fastattn.quantization import FP8, as_numbers
 
 QUANTIZED = {"int8": torch.int8, "fp8": FP8}
+
+
+def zeros_in_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros ``[…, D]``, with every row on the boundary that the kernels' vector loads need.
+
+    Memory that is allocated in inference mode could not be written outside of it, so the mode is left for this.
+    """
+    *outer, dim = shape
+    unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    with torch.inference_mode(False):
+        return torch.zeros(*outer, -(-dim // unit) * unit, dtype=dtype, device=device)[..., :dim]
 
 
 @dataclass(frozen=True)
@@ -46,14 +66,17 @@ class CacheLayout:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
         check_choice("dtype", dtype, FLOATING)
-        if isinstance(quantized, str):
-            check_choice("quantized", quantized, tuple(QUANTIZED))
-            quantized = QUANTIZED[quantized]
-        if not isinstance(quantized, torch.dtype):
-            quantized = torch.int8 if check_bool("quantized", quantized) else None
-        check_choice("quantized", quantized, (None, torch.int8, FP8))
         device = torch.get_default_device() if device is None else torch.device(device)
-        return cls(kv_heads, head_dim, value_dim, dtype, device, quantized)
+        return cls(kv_heads, head_dim, value_dim, dtype, device, _stored_as(quantized))
+
+    def check_new(self, batch: int, query: Tensor, k_new: Tensor, v_new: Tensor) -> int:
+        """Checks what ``attend`` gets for ``batch`` rows, and returns how many new tokens each row has."""
+        for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new)):
+            check_tensor(name, tensor)
+        check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
+        check_shape("query", query, (batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
+        self.check_query(query)
+        return k_new.shape[2]
 
     def check_query(self, query: Tensor) -> None:
         """Checks that a cache that is not quantized has the dtype of the query, as autocast makes it."""
@@ -78,6 +101,18 @@ class CacheLayout:
         return f"kv_heads={self.kv_heads}, {dims}, {kind} on {self.device}"
 
 
+def _stored_as(quantized: Any) -> torch.dtype | None:
+    """Returns the 8-bit dtype that a constructor's argument asks for, or None. Raises InputError, TypeError."""
+    if isinstance(quantized, (str, torch.dtype)):
+        check_choice("quantized", quantized, (*QUANTIZED, *QUANTIZED.values()))
+        return quantized if isinstance(quantized, torch.dtype) else QUANTIZED[quantized]
+    try:
+        return torch.int8 if check_bool("quantized", quantized) else None
+    except TypeError:
+        expected = f"a bool, {', '.join(map(repr, QUANTIZED))} or one of their dtypes"
+        raise TypeError(f"quantized: expected {expected}, got {type_name(quantized)}") from None
+
+
 @dataclass
 class LayerStorage:
     """A layer's keys ``[blocks, Hkv, rows, D]`` and values ``[blocks, Hkv, rows, Dv]``, and the scales of 8-bit ones,
@@ -90,23 +125,17 @@ class LayerStorage:
 
     @classmethod
     def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
-        """Returns zeros, with every row on the boundary that the kernels' vector loads need, and scales of 1."""
-        dtype = layout.stored_dtype
-
-        def zeros(dim: int) -> Tensor:
-            unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
-            padded = -(-dim // unit) * unit
-            shape = (blocks, layout.kv_heads, rows, padded)
-            return torch.zeros(shape, dtype=dtype, device=layout.device)[..., :dim]
-
-        def ones() -> Tensor | None:
-            if layout.quantized is None:
-                return None
-            return torch.ones(blocks, layout.kv_heads, rows, dtype=torch.float32, device=layout.device)
-
-        # Memory that is allocated in inference mode could not be written outside of it.
+        """Returns zeros, and scales of 1."""
+        shape = (blocks, layout.kv_heads, rows)
+        k, v = (
+            zeros_in_aligned_rows((*shape, dim), layout.stored_dtype, layout.device)
+            for dim in (layout.head_dim, layout.value_dim)
+        )
+        if layout.quantized is None:
+            return cls(k, v, None, None)
         with torch.inference_mode(False):
-            return cls(zeros(layout.head_dim), zeros(layout.value_dim), ones(), ones())
+            k_scale, v_scale = (torch.ones(shape, dtype=torch.float32, device=layout.device) for _ in range(2))
+        return cls(k, v, k_scale, v_scale)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors that are not None; their first dimension is the block, the third the row."""

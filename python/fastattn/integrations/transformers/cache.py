@@ -9,13 +9,12 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
+from fastattn.cache.storage import QUANTIZED, zeros_in_aligned_rows
 from fastattn.checks import check_choice, check_int, expect
 from fastattn.errors import CacheFull, InputError
-from fastattn.layout import ALIGNMENT_BYTES
-from fastattn.quantization import FP8, QUANTIZE_ROWS, as_numbers
+from fastattn.quantization import QUANTIZE_ROWS, as_numbers
 
 _SERVED = ("full_attention", "sliding_attention", "dummy")
-_EIGHT_BIT = {"int8": torch.int8, "fp8": FP8}
 
 
 class Cache(transformers.Cache):
@@ -39,7 +38,7 @@ class Cache(transformers.Cache):
     def __init__(self, config: Any, *, batch_size: int, max_length: int, dtype: str | None = None) -> None:
         check_int("batch_size", batch_size, minimum=1)
         check_int("max_length", max_length, minimum=1)
-        check_choice("dtype", dtype, (None, *_EIGHT_BIT))
+        check_choice("dtype", dtype, (None, *QUANTIZED))
         layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         for layer_type in layer_types:
             expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", repr(layer_type))
@@ -77,7 +76,7 @@ class _Layer(CacheLayerMixin):
         super().__init__()
         self.batch_size = batch_size
         self.max_cache_len = max_length
-        self.eight_bit = None if eight_bit is None else _EIGHT_BIT[eight_bit]
+        self.eight_bit = None if eight_bit is None else QUANTIZED[eight_bit]
         self.is_empty = True
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
         # The tokens that the host has counted. Compiled steps are not counted, as their graphs would guard on this.
@@ -99,13 +98,11 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """Allocates zeros, with every row on the boundary that the kernels' vector loads need, and scales of 1."""
-        dtype = self.eight_bit or like.dtype
+        """Allocates zeros, and scales of 1."""
         _, heads, _, dim = like.shape
-        unit = ALIGNMENT_BYTES // dtype.itemsize
         shape = (self.batch_size, self.max_cache_len, heads)
-        with torch.inference_mode(False):  # memory allocated inside of it could not be written outside
-            rows = torch.zeros(*shape, -(-dim // unit) * unit, dtype=dtype, device=like.device)[..., :dim]
+        with torch.inference_mode(False):  # for the same reason as zeros_in_aligned_rows
+            rows = zeros_in_aligned_rows((*shape, dim), self.eight_bit or like.dtype, like.device)
             cache = rows.transpose(1, 2)
             if self.eight_bit is not None:
                 scale = torch.ones(shape, dtype=torch.float32, device=like.device).transpose(1, 2)
