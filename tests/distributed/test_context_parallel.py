@@ -444,7 +444,7 @@ def test_without_a_group() -> None:
 def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, layout: str, world_size: int) -> None:
     """Each pair of positions that the mask leaves is in one block: of a ring, over all keys, and over those read."""
     from fastattn.distributed.blocks import Spread
-    from fastattn.distributed.gathering import plan_of
+    from fastattn.distributed.gathering import exchanged_keys
     from fastattn.distributed.sequence import parts_of_rank, parts_per_rank
 
     length, total = 8, 8 * world_size
@@ -459,11 +459,11 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, 
     for rank in range(world_size):
         for block in spread.blocks_over_all_keys(rank):
             add_pairs(over_all, of_rank[rank][block.rows], torch.arange(total)[block.keys], block, goes_by_places)
-        plan = plan_of(spread, rank)
-        places = [torch.arange(0), *(torch.arange(of.first, of.first + of.length) for of in plan.pieces)]
+        exchanged = exchanged_keys(spread, rank)
+        places = [torch.arange(0), *(torch.arange(of.first, of.first + of.length) for of in exchanged.ranges)]
         read = torch.cat(places)
         assert torch.equal(read, read.unique())
-        for block in plan.blocks:
+        for block in exchanged.blocks:
             add_pairs(over_read, of_rank[rank][block.rows], read[block.keys], block, goes_by_places)
         for source in range(world_size):
             reading = spread.reading(rank, source)

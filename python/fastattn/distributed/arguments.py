@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fastattn.call import AttentionCall
 from fastattn.checks import check_choice, expect
+from fastattn.dispatch.thread_state import asked
 from fastattn.distributed.agreement import checked_on_all_ranks
+from fastattn.distributed.local_attention import Inputs, LocalAttention
 from fastattn.functional.attention_checks import check_call, check_window
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.dropout_seed import draw_seed, seed_tensor
@@ -20,9 +22,9 @@ STRATEGIES = ("ring", "allgather", "ulysses")
 
 def prepared(
     call: AttentionCall, strategy: str, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
-) -> AttentionCall:
-    """Returns the call over ``[B, H, S, D]``, checked on all ranks, with its tensors in the dtype of autocast and one
-    seed for all ranks.
+) -> tuple[Inputs, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns the inputs of a call over ``[B, H, S, D]``, checked on all ranks, with tensors in the dtype of autocast
+    and one seed for all ranks; and the two groups of ``split_groups``.
 
     ``check`` covers what differs between the dense and the packed call. It either raises or returns by name the values
     that all ranks must share.
@@ -30,7 +32,9 @@ def prepared(
     found: list[AttentionCall] = []
 
     def check_all() -> dict[str, Any]:
+        by_heads, _ = split_groups(groups, strategy)
         shared = check()
+        _check_heads(call, by_heads)
         found.append(_checked(call))
         return {**shared, "strategy": strategy, **_facts(call)}
 
@@ -39,7 +43,9 @@ def prepared(
     cast = autocast_dtype(call.query.device.type)
     if cast is not None:  # before anything is sent: 16-bit messages are smaller
         checked = checked.with_tensors(tuple(autocast_to(cast, tensor) for tensor in checked[:3]))
-    return checked._replace(dropout_seed=_common_seed(call, groups) if call.dropout_p > 0 else None)
+    checked = checked._replace(dropout_seed=_common_seed(call, groups) if call.dropout_p > 0 else None)
+    attention = LocalAttention(checked.without_tensors(), 0, call.query.shape[1], asked())
+    return Inputs(*checked[:3], call.alibi_slopes, call.sinks, attention), *split_groups(groups, strategy)
 
 
 def _checked(call: AttentionCall) -> AttentionCall:
@@ -88,9 +94,9 @@ def split_groups(
     return (groups[1], groups[0]) if len(groups) == 2 else (None, groups[0])
 
 
-def check_heads(query: Tensor, key: Tensor, by_heads: dist.ProcessGroup | None) -> None:
-    """Checks that the ranks that exchange sequence for heads divide the heads of query and key, ``[B, H, S, D]``."""
+def _check_heads(call: AttentionCall, by_heads: dist.ProcessGroup | None) -> None:
+    """Checks that the ranks that exchange sequence for heads divide the heads of query and key."""
     num_ranks = 1 if by_heads is None else dist.get_world_size(by_heads)
-    for name, tensor in (("query", query), ("key", key)):
+    for name, tensor in (("query", call.query), ("key", call.key)):
         heads = tensor.shape[1]
         expect(heads % num_ranks == 0, name, f"heads that the {num_ranks} ranks that exchange them divide", heads)

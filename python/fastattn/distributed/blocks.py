@@ -142,15 +142,17 @@ class PackedSpread:
 
     def reading(self, rank: int, source: int) -> Reading:
         """Like ``Spread.reading``."""
-        return self.kept(_reading_of_packed, rank, source)
+        return self.kept(PackedSpread._reading, rank, source)
+
+    def _reading(self, rank: int, source: int) -> Reading:
+        return _reading_of_parts(self.parts[rank], self.parts[source], self.window)
 
     def kept(self, find: Callable[..., Found], *args: Any) -> Found:
         """Like ``Spread.kept``, but kept in this object."""
         call = (find, *args)
         if call not in self._kept:
             self._kept[call] = find(self, *args)
-        found: Found = self._kept[call]
-        return found
+        return cast(Found, self._kept[call])
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
         """Like ``Spread.parts_of``."""
@@ -164,7 +166,7 @@ class PackedSpread:
         """Returns the blocks of the rows of ``rank`` over the keys of all ranks, one document after the other."""
         first_of: dict[int | None, int] = {}
         num_keys = 0
-        for part in self._in_order:
+        for part in in_order_of_documents(self.parts, self.length):
             first_of.setdefault(part.document, num_keys)
             num_keys += part.length
         return [
@@ -182,16 +184,8 @@ class PackedSpread:
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
     @functools.cached_property
-    def _in_order(self) -> list[Part]:
-        return in_order_of_documents(self.parts, self.length)
-
-    @functools.cached_property
     def _rows_in_order(self) -> Rows:
-        return Rows(part.rows for part in self._in_order)
-
-
-def _reading_of_packed(spread: PackedSpread, rank: int, source: int) -> Reading:
-    return _reading_of_parts(spread.parts[rank], spread.parts[source], spread.window)
+        return Rows(part.rows for part in in_order_of_documents(self.parts, self.length))
 
 
 @functools.lru_cache(maxsize=64)
@@ -227,16 +221,16 @@ class Rows:
         return self._on[device]
 
 
-def seen_pieces(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> list[Part]:
-    """Returns the source's keys that at least one of the own parts sees. The keys that one part sees of another are
-    consecutive."""
-    pieces = []
+def seen_ranges(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> list[Part]:
+    """Returns the source's keys that at least one of the own parts sees, as ranges of consecutive keys. What one part
+    sees of another is one range."""
+    found = []
     for source in source_parts:
         ranges = (keys_seen(part, source, window) for part in own if part.document == source.document)
-        for keys in _merged(seen for seen in ranges if seen):
-            rows = slice(source.rows.start + keys.start, source.rows.start + keys.stop)
-            pieces.append(Part(rows, source.first + keys.start, source.document))
-    return pieces
+        for seen in _merged(seen for seen in ranges if seen):
+            rows = slice(source.rows.start + seen.start, source.rows.start + seen.stop)
+            found.append(Part(rows, source.first + seen.start, source.document))
+    return found
 
 
 def _merged(ranges: Iterable[range]) -> list[range]:
@@ -256,16 +250,16 @@ def keys_seen(part: Part, keys: Part, window: Window) -> range:
 
 
 def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> Reading:
-    pieces = seen_pieces(own, source_parts, window)
+    ranges = seen_ranges(own, source_parts, window)
     blocks: list[Block] = []
     num_read = 0
-    for piece in pieces:
+    for keys in ranges:
         for part in own:
-            if part.document == piece.document and (of := keys_seen(part, piece, window)):
-                here = slice(num_read + of.start, num_read + of.stop)
-                blocks.append(Block(part.rows, here, part.first, piece.first + of.start, window, part.document))
-        num_read += piece.length
-    return Reading(tuple(piece.rows for piece in pieces), tuple(blocks))
+            if part.document == keys.document and (seen := keys_seen(part, keys, window)):
+                read = slice(num_read + seen.start, num_read + seen.stop)
+                blocks.append(Block(part.rows, read, part.first, keys.first + seen.start, window, part.document))
+        num_read += keys.length
+    return Reading(tuple(keys.rows for keys in ranges), tuple(blocks))
 
 
 def _block_over_sequence(part: Part, first_key: int, length: int, window: Window) -> Block:

@@ -97,6 +97,8 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
+    """Entry r of ``x [W, …]`` goes to rank r, and entry r of the result is from rank r."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -132,7 +134,15 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns ``[W, …]``, whose entry r is from rank r; entry r of ``x`` goes to rank r."""
-    exchanged: Tensor = _AllToAll.apply(x, group)
-    return exchanged
+def to_own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Turns a rank's rows ``[B, H, n, D]`` into ``[B, H / W, W * n, D]``: the rows of all ranks, of its own heads."""
+    by_rank = _AllToAll.apply(x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0), group)
+    whole: Tensor = by_rank.movedim(0, 2).flatten(2, 3)
+    return whole
+
+
+def to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of ``to_own_heads``."""
+    by_rank = _AllToAll.apply(x.unflatten(2, (dist.get_world_size(group), -1)).movedim(2, 0), group)
+    own: Tensor = by_rank.movedim(0, 1).flatten(1, 2)
+    return own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,11 @@ from typing_extensions import Never, Unpack  # torch brings it
 
 from fastattn.call import UNBOUNDED, AttentionCall
 from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect, refuse_keywords
-from fastattn.dispatch.thread_state import asked
-from fastattn.distributed.arguments import check_heads, prepared, split_groups
+from fastattn.distributed.arguments import prepared
 from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Spread
-from fastattn.distributed.collectives import Group, all_to_all, process_groups
+from fastattn.distributed.collectives import Group, process_groups, to_all_heads, to_own_heads
 from fastattn.distributed.gathering import gathered_attention
-from fastattn.distributed.local_attention import LocalAttention
+from fastattn.distributed.local_attention import Inputs
 from fastattn.distributed.packed import PackedLayout, PackedShards
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
@@ -119,9 +119,7 @@ def context_parallel_attention(
     )
 
     def check() -> dict[str, Any]:
-        by_heads, _ = split_groups(groups, strategy)
         _check_parts(query, key, value, layout)
-        check_heads(query, key, by_heads)
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, *query.shape[:2])
         if dropout_p > 0 and strategy == "ring":
@@ -130,35 +128,22 @@ def context_parallel_attention(
             expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
         return {"layout": layout}
 
-    call = prepared(call, strategy, groups, check)
-    by_heads, by_keys = split_groups(groups, strategy)
-    attention = LocalAttention(call.without_tensors(), 0, query.shape[1], asked())
-    inputs = _Inputs(*call[:3], alibi_slopes, sinks, attention)
+    inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
     if by_heads is not None:
-        inputs = _with_whole_sequence(inputs, by_heads, layout)
+        inputs = inputs.exchanged(by_heads, partial(_to_whole_sequence, group=by_heads, layout=layout))
     if by_keys is None:
         out, lse = _attend_alone(inputs)
     else:
         goes_by_places = alibi_slopes is not None or dropout_p > 0
-        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], call.window, goes_by_places)
+        window = inputs.attention.options.window
+        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], window, goes_by_places)
         over_keys = ring_attention if strategy == "ring" else gathered_attention
-        out, lse = over_keys(*inputs[:5], spread, inputs.attention, by_keys)
+        out, lse = over_keys(inputs, spread, by_keys)
     if by_heads is not None:
-        out = _to_all_heads(out, by_heads, layout)
+        out = _to_own_rows(out, by_heads, layout)
         if return_lse:
-            lse = _to_all_heads(lse[..., None], by_heads, layout)[..., 0]
+            lse = _to_own_rows(lse[..., None], by_heads, layout)[..., 0]
     return (out, lse) if return_lse else out
-
-
-class _Inputs(NamedTuple):
-    """The tensors and options with which a rank attends. ``attention`` has no slopes."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    slopes: Tensor | None
-    sinks: Tensor | None
-    attention: LocalAttention
 
 
 def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
@@ -174,23 +159,7 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
 # --- Sequence for heads, and back -------------------------------------------------------------------------------------
 
 
-def _with_whole_sequence(inputs: _Inputs, group: dist.ProcessGroup, layout: str) -> _Inputs:
-    """Returns the inputs of some of the heads, over the parts of the sequence that all ranks of the group have."""
-    heads = inputs.query.shape[1] // dist.get_world_size(group)
-    own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
-    slopes, sinks = inputs.slopes, inputs.sinks
-    query, key, value = (_to_whole_sequence(tensor, group, layout) for tensor in inputs[:3])
-    return _Inputs(
-        query,
-        key,
-        value,
-        None if slopes is None else slopes[..., own],
-        None if sinks is None else sinks[own],
-        inputs.attention.for_heads(own),
-    )
-
-
-def _attend_alone(inputs: _Inputs) -> tuple[Tensor, Tensor]:
+def _attend_alone(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Attends over the whole sequence.
 
     Dropout numbers the heads through all batch entries. A rank has some heads of each, so it takes one entry at a time.
@@ -217,14 +186,12 @@ def _attend_alone(inputs: _Inputs) -> tuple[Tensor, Tensor]:
 
 def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
     """Turns each rank's ``[B, H, S / W, D]`` into ``[B, H / W, S, D]``, with the parts of the sequence in order."""
-    by_rank = all_to_all(x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0), group)
-    return in_order_of_parts(by_rank.movedim(0, 2).flatten(2, 3), 2, layout, dist.get_world_size(group))
+    return in_order_of_parts(to_own_heads(x, group), 2, layout, dist.get_world_size(group))
 
 
-def _to_all_heads(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
+def _to_own_rows(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
     """The inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
-    by_rank = in_order_of_ranks(x, 2, layout, dist.get_world_size(group)).unflatten(2, (dist.get_world_size(group), -1))
-    return all_to_all(by_rank.movedim(2, 0), group).movedim(0, 1).flatten(1, 2)
+    return to_all_heads(in_order_of_ranks(x, 2, layout, dist.get_world_size(group)), group)
 
 
 # --- packed sequences, here called documents --------------------------------------------------------------------------
@@ -323,82 +290,68 @@ def context_parallel_attention_varlen(
     def check() -> dict[str, Any]:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", tensor.shape[2])
-        by_heads, _ = split_groups(groups, strategy)
-        check_heads(query, key, by_heads)
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
-    call = prepared(call, strategy, groups, check)
-    attention = LocalAttention(call.without_tensors(), 0, query.shape[1], asked())
-    rows = _Rows(*call[:3], alibi_slopes, sinks, attention, shards.layout, shards.rank)
-    by_heads, by_keys = split_groups(groups, strategy)
-    out, lse = _attend_to_rows(rows, by_heads, by_keys, ring_attention if strategy == "ring" else gathered_attention)
+    inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
+    over_keys = ring_attention if strategy == "ring" else gathered_attention
+    out, lse = _attend_to_rows(inputs, shards.layout, shards.rank, by_heads, by_keys, over_keys)
     return (out[0].transpose(0, 1), lse[0]) if return_lse else out[0].transpose(0, 1)
 
 
-class _Rows(NamedTuple):
-    """The inputs of a rank: rows of some heads, ``[1, H, rows, D]``, and the layout of all ranks with these heads."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    slopes: Tensor | None
-    sinks: Tensor | None
-    attention: LocalAttention  # without slopes
-    layout: PackedLayout
-    rank: int
-
-
 def _attend_to_rows(
-    rows: _Rows, by_heads: dist.ProcessGroup | None, by_keys: dist.ProcessGroup | None, over_keys: Any
+    inputs: Inputs,
+    layout: PackedLayout,
+    rank: int,
+    by_heads: dist.ProcessGroup | None,
+    by_keys: dist.ProcessGroup | None,
+    over_keys: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of all rows. Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys."""
-    layout = rows.layout
+    """Returns output and lse of all rows of ``rank``; ``layout`` is that of all ranks with the same heads.
+
+    Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys.
+    """
     found = []
-    num_cut = max((part.rows.stop for part in layout.cut_parts[rows.rank]), default=0)
+    num_cut = max((part.rows.stop for part in layout.cut_parts[rank]), default=0)
     if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
-        query, key, value = (_first_rows(tensor, num_cut, layout.cut_rows) for tensor in rows[:3])
-        cut = rows._replace(query=query, key=key, value=value)
+        padding = (0, 0, 0, layout.cut_rows - num_cut)
+        cut = Inputs(*(F.pad(tensor[:, :, :num_cut], padding) for tensor in inputs[:3]), *inputs[3:])
         if by_heads is not None:
-            out, lse = _with_other_heads(cut, by_heads, by_keys, over_keys)
+            out, lse = _with_other_heads(cut, layout, rank, by_heads, by_keys, over_keys)
         else:
-            spread = layout.spread(rows.attention.options.window)
-            out, lse = over_keys(*cut[:5], spread, rows.attention, by_keys)
+            out, lse = over_keys(cut, layout.spread(inputs.attention.options.window), by_keys)
         found.append((out[:, :, :num_cut], lse[:, :, :num_cut]))
-    if whole := [part for part in layout.parts[rows.rank] if layout.is_whole(part)]:
-        found.append(_attend_whole(rows, whole))
-    found.append(_padding(rows, rows.query.shape[2] - sum(lse.shape[2] for _, lse in found)))
+    if whole := [part for part in layout.parts[rank] if layout.is_whole(part)]:
+        found.append(_attend_whole(inputs, layout, whole))
+    found.append(_padding(inputs, inputs.query.shape[2] - sum(lse.shape[2] for _, lse in found)))
     out, lse = (torch.cat(results, 2) for results in zip(*found, strict=True))
     return out, lse
 
 
-def _first_rows(x: Tensor, num_rows: int, length: int) -> Tensor:
-    return F.pad(x[:, :, :num_rows], (0, 0, 0, length - num_rows))
-
-
-def _padding(rows: _Rows, num_rows: int) -> tuple[Tensor, Tensor]:
+def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns the output and lse of padding rows. They depend on all tensors, so that a rank with nothing but padding
     has gradients too: DDP waits for them."""
-    shape = (*rows.query.shape[:2], num_rows, rows.value.shape[3])
-    lse_dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
-    tensors = [tensor for tensor in (*rows[:3], rows.slopes, rows.sinks) if tensor is not None]
+    query = inputs.query
+    shape = (*query.shape[:2], num_rows, inputs.value.shape[3])
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    tensors = [tensor for tensor in inputs[:5] if tensor is not None]
     nothing = torch.stack([tensor[..., :0].sum().to(lse_dtype) for tensor in tensors]).sum()  # empty views: no copies
-    out = rows.query.new_zeros(shape) + nothing.to(rows.query.dtype)
-    return out, rows.query.new_full(shape[:3], -torch.inf, dtype=lse_dtype) + nothing
+    out = query.new_zeros(shape) + nothing.to(query.dtype)
+    return out, query.new_full(shape[:3], -torch.inf, dtype=lse_dtype) + nothing
 
 
 # --- Whole documents --------------------------------------------------------------------------------------------------
 
 
-def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
+def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -> tuple[Tensor, Tensor]:
     """Attends to whole documents in one call.
 
     Dropout numbers the heads through all documents, so with it each call takes only consecutive documents, or a single
     one where the rank has some of the heads.
     """
-    options, first_head, all_heads, _ = rows.attention
-    has_all_heads = rows.query.shape[1] == all_heads
+    options, first_head, all_heads, _ = inputs.attention
+    has_all_heads = inputs.query.shape[1] == all_heads
     calls: list[list[Part]] = []
     for part in documents:
         last = calls[-1][-1].document if calls else None
@@ -410,13 +363,13 @@ def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
     found = []
     for call in calls:
         numbers = tuple(part.document or 0 for part in call)
-        offsets, number_tensor = rows.layout.offsets(numbers, rows.query.device)
+        offsets, number_tensor = layout.offsets(numbers, inputs.query.device)
         own = slice(call[0].rows.start, call[-1].rows.stop)
-        query, key, value = (tensor[0, :, own].transpose(0, 1) for tensor in rows[:3])
-        slopes, longest = rows.slopes, max(part.length for part in call)
+        query, key, value = (tensor[0, :, own].transpose(0, 1) for tensor in inputs[:3])
+        slopes, longest = inputs.slopes, max(part.length for part in call)
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.index_select(0, number_tensor)
-        own_call = options.with_tensors((query, key, value, None, slopes, rows.sinks, offsets, offsets))
+        own_call = options.with_tensors((query, key, value, None, slopes, inputs.sinks, offsets, offsets))
         result = attend(
             own_call._replace(
                 max_seqlen_q=longest,
@@ -434,33 +387,23 @@ def _attend_whole(rows: _Rows, documents: list[Part]) -> tuple[Tensor, Tensor]:
 
 
 def _with_other_heads(
-    rows: _Rows, by_heads: dist.ProcessGroup, by_keys: dist.ProcessGroup | None, over_keys: Any
+    inputs: Inputs,
+    layout: PackedLayout,
+    rank: int,
+    by_heads: dist.ProcessGroup,
+    by_keys: dist.ProcessGroup | None,
+    over_keys: Any,
 ) -> tuple[Tensor, Tensor]:
     """Exchanges rows for heads among the ranks of ``by_heads``, attends with these heads, and exchanges back."""
-    num_ranks, rank_of_heads = dist.get_world_size(by_heads), dist.get_rank(by_heads)
-    layout, rows_of_groups = rows.layout.exchanged(num_ranks)
-    group = rows.rank // num_ranks
-    index = rows_of_groups[group](rows.query.device)
-
-    def to_heads(x: Tensor) -> Tensor:
-        by_rank = all_to_all(x.unflatten(1, (num_ranks, -1)).movedim(1, 0), by_heads)  # [ranks, 1, H, rows, D]
-        return by_rank.movedim(0, 2).flatten(2, 3).index_select(2, index)
+    num_ranks = dist.get_world_size(by_heads)
+    layout_of_groups, rows_of_groups = layout.exchanged(num_ranks)
+    group = rank // num_ranks
+    index = rows_of_groups[group](inputs.query.device)
 
     def back(x: Tensor) -> Tensor:
-        all_rows = x.new_zeros(*x.shape[:2], num_ranks * rows.layout.cut_rows, x.shape[3]).index_copy(2, index, x)
-        return all_to_all(all_rows.unflatten(2, (num_ranks, -1)).movedim(2, 0), by_heads).movedim(0, 1).flatten(1, 2)
+        all_rows = x.new_zeros(*x.shape[:2], num_ranks * layout.cut_rows, x.shape[3])
+        return to_all_heads(all_rows.index_copy(2, index, x), by_heads)
 
-    heads = rows.query.shape[1] // num_ranks
-    own = slice(rank_of_heads * heads, (rank_of_heads + 1) * heads)
-    exchanged = _Rows(
-        query=to_heads(rows.query),
-        key=to_heads(rows.key),
-        value=to_heads(rows.value),
-        slopes=None if rows.slopes is None else rows.slopes[..., own],
-        sinks=None if rows.sinks is None else rows.sinks[own],
-        attention=rows.attention.for_heads(own),
-        layout=layout,
-        rank=group,
-    )
-    out, lse = _attend_to_rows(exchanged, None, by_keys, over_keys)
+    exchanged = inputs.exchanged(by_heads, lambda x: to_own_heads(x, by_heads).index_select(2, index))
+    out, lse = _attend_to_rows(exchanged, layout_of_groups, group, None, by_keys, over_keys)
     return back(out), back(lse[..., None])[..., 0]

@@ -10,11 +10,9 @@ sends to every other rank only the keys that this one reads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,16 +24,19 @@ from fastattn.distributed.blocks import (
     Block,
     PackedSpread,
     Part,
+    Rows,
     Spread,
     Window,
     keys_seen,
     place_of,
-    seen_pieces,
+    seen_ranges,
 )
 from fastattn.distributed.collectives import Started, start_all_gather, start_all_to_all, start_reduce_scatter
 from fastattn.distributed.local_attention import (
+    Inputs,
     LocalAttention,
     gradient_of_sinks,
+    no_results,
     query_heads,
     with_sinks,
     zeros_of_sums,
@@ -49,17 +50,10 @@ MOST_GROUPS_OF_HEADS = 4  # more groups mean more messages and launches, and hid
 
 @torch.compiler.disable  # for the same reason as ring_attention
 def gathered_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    spread: Spread | PackedSpread,
-    local: LocalAttention,
-    group: dist.ProcessGroup,
+    inputs: Inputs, spread: Spread | PackedSpread, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
-    out, lse = _GatheredAttention.apply(query, key, value, slopes, sinks, spread, local, group)
+    """Returns output and lse of this rank's rows, differentiable in all tensors."""
+    out, lse = _GatheredAttention.apply(*inputs, spread, group)
     return out, lse
 
 
@@ -72,13 +66,11 @@ class _GatheredAttention(torch.autograd.Function):
         value: Tensor,
         slopes: Tensor | None,
         sinks: Tensor | None,
-        spread: Spread | PackedSpread,
         local: LocalAttention,
+        spread: Spread | PackedSpread,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=exact)
+        out, lse = no_results(query, value)
         attention, gathering = local.with_slopes(slopes), gathering_of(spread, group)
         for heads, _, keys, values in _gathered(query, key, value, gathering, spread.world_size):
             for block in gathering.blocks:
@@ -149,31 +141,13 @@ def _finish(
 MOST_READ = 0.25
 
 
-class Gathering(Protocol):
-    """A way to gather keys. The first dimension of its tensors is the keys: a rank's own, or the gathered ones in the
-    order of their places."""
-
-    @property
-    def blocks(self) -> Sequence[Block]:
-        """The blocks of this rank's rows over the gathered keys."""
-
-    def start(self, own: Tensor) -> Started: ...
-
-    def by_places(self, arrived: Tensor) -> Tensor:
-        """Returns the gathered keys in the order of their places, from what has arrived."""
-
-    def start_back(self, sums: Tensor) -> Started:
-        """Starts to send sums (gradients of the gathered keys) to the ranks that own these keys."""
-
-    def own_sums(self, arrived: Tensor) -> Tensor:
-        """Returns the sums of this rank's keys over all ranks, from what has arrived."""
-
-
-def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gathering:
-    return KeysThatAreRead(spread, group) if spread.kept(reads_little) else AllKeys(spread, group)
-
-
 class AllKeys:
+    """The gathering of all keys.
+
+    The first dimension of the tensors is the keys: this rank's own, or the gathered ones in the order of their places.
+    ``blocks`` are those of this rank's rows over the gathered keys.
+    """
+
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._spread, self._group = spread, group
         self.blocks: Sequence[Block] = spread.blocks_over_all_keys(dist.get_rank(group))
@@ -182,48 +156,55 @@ class AllKeys:
         return start_all_gather(own.contiguous(), self._group)
 
     def by_places(self, arrived: Tensor) -> Tensor:
+        """Returns the gathered keys in the order of their places, from what has arrived."""
         return self._spread.in_order(arrived)
 
     def start_back(self, sums: Tensor) -> Started:
+        """Starts to send sums (gradients of the gathered keys) to the ranks that own these keys."""
         return start_reduce_scatter(self._spread.by_rank(sums).contiguous(), self._group)
 
     def own_sums(self, arrived: Tensor) -> Tensor:
+        """Returns the sums of this rank's keys over all ranks, from what has arrived."""
         return arrived
 
 
 class KeysThatAreRead:
+    """The gathering of the keys alone that this rank reads; the methods are those of ``AllKeys``."""
+
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length
-        self._plan = spread.kept(plan_of, dist.get_rank(group))
-        self.blocks: Sequence[Block] = self._plan.blocks
+        self._keys = spread.kept(exchanged_keys, dist.get_rank(group))
+        self.blocks: Sequence[Block] = self._keys.blocks
 
     def start(self, own: Tensor) -> Started:
-        given, read = self._plan.given, self._plan.read
-        return self._exchange(torch.cat([own[:0], *(own[piece.rows] for piece in given.all)]), given, read)
+        given, read = self._keys.given, self._keys.read
+        x = torch.cat([own[:0], *(own[keys.rows] for keys in given.ranges)])
+        return start_all_to_all(x, read.by_rank, given.by_rank, self._group)
 
     def by_places(self, arrived: Tensor) -> Tensor:
-        if self._plan.arrives_in_order:
-            return arrived
-        parts = arrived.split(self._plan.read.lengths)
-        return torch.cat([arrived[:0], *(parts[i] for i in self._plan.order)])
+        order = self._keys.order
+        return arrived if order is None else arrived.index_select(0, order(arrived.device))
 
     def start_back(self, sums: Tensor) -> Started:
-        given, read, order = self._plan.given, self._plan.read, self._plan.order
-        if self._plan.arrives_in_order:
-            return self._exchange(sums.contiguous(), read, given)
-        by_places = sums.split([piece.length for piece in self._plan.pieces])
-        in_order_of_ranks = (part for _, part in sorted(zip(order, by_places, strict=True), key=itemgetter(0)))
-        return self._exchange(torch.cat([sums[:0], *in_order_of_ranks]), read, given)
+        given, read, order = self._keys.given, self._keys.read, self._keys.order
+        by_rank = sums.contiguous()
+        if order is not None:
+            by_rank = torch.empty_like(by_rank).index_copy_(0, order(sums.device), sums)
+        return start_all_to_all(by_rank, given.by_rank, read.by_rank, self._group)
 
     def own_sums(self, arrived: Tensor) -> Tensor:
-        given = self._plan.given
+        ranges = self._keys.given.ranges
         sums = arrived.new_zeros(self._num_own, *arrived.shape[1:])
-        for piece, part in zip(given.all, arrived.split(given.lengths), strict=True):
-            sums[piece.rows] += part
+        for keys, part in zip(ranges, arrived.split([keys.length for keys in ranges]), strict=True):
+            sums[keys.rows] += part
         return sums
 
-    def _exchange(self, x: Tensor, given: Pieces, read: Pieces) -> Started:
-        return start_all_to_all(x, read.by_rank, given.by_rank, self._group)
+
+Gathering: TypeAlias = AllKeys | KeysThatAreRead
+
+
+def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gathering:
+    return KeysThatAreRead(spread, group) if spread.kept(reads_little) else AllKeys(spread, group)
 
 
 # --- What a rank reads ------------------------------------------------------------------------------------------------
@@ -243,7 +224,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
-    # With dropout, pieces must begin where a draw does; the parts of packed sequences always do.
+    # With dropout, what is read must begin where a draw does; the parts of packed sequences always do.
     may_draw = isinstance(spread, Spread) and spread.goes_by_places
     begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
     if len(ranks) < 2 or (may_draw and not begin_with_draws):
@@ -251,62 +232,56 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
     return all(most_read(parts) <= MOST_READ * (len(ranks) - 1) * spread.length for parts in ranks)
 
 
-class Pieces(NamedTuple):
-    """Pieces of keys in the order in which they are sent or received, and the number of keys from or for each rank."""
+class Message(NamedTuple):
+    """Ranges of keys in the order in which they are sent or received, and the number of keys for or from each rank."""
 
-    all: tuple[Part, ...]
+    ranges: tuple[Part, ...]
     by_rank: list[int]
 
-    @property
-    def lengths(self) -> list[int]:
-        return [piece.length for piece in self.all]
-
     @staticmethod
-    def of(pieces: Iterable[Sequence[Part]]) -> Pieces:
-        by_rank = tuple(pieces)
-        return Pieces(tuple(chain(*by_rank)), [sum(piece.length for piece in its_pieces) for its_pieces in by_rank])
+    def of(ranges_by_rank: Iterable[Sequence[Part]]) -> Message:
+        listed = list(ranges_by_rank)
+        return Message(tuple(chain(*listed)), [sum(keys.length for keys in ranges) for ranges in listed])
 
 
-class Plan(NamedTuple):
-    """The pieces of keys that a rank reads from each rank and gives to each, the order that sorts the read pieces by
-    their places, and the blocks of its rows over these pieces."""
+class ExchangedKeys(NamedTuple):
+    """The keys that a rank reads from each rank and gives to each.
 
-    read: Pieces
-    given: Pieces
-    order: list[int]
+    ``order`` has the rows of the read keys by their places, or is None if they arrive in this order. ``ranges`` are the
+    read keys in this order, and ``blocks`` those of the rank's rows over them.
+    """
+
+    read: Message
+    given: Message
+    order: Rows | None
+    ranges: list[Part]
     blocks: list[Block]
 
-    @property
-    def arrives_in_order(self) -> bool:
-        return self.order == list(range(len(self.order)))
 
-    @property
-    def pieces(self) -> list[Part]:
-        """The pieces that the rank reads, in the order of their places."""
-        return [self.read.all[i] for i in self.order]
-
-
-def plan_of(spread: Spread | PackedSpread, rank: int) -> Plan:
+def exchanged_keys(spread: Spread | PackedSpread, rank: int) -> ExchangedKeys:
     parts = [spread.parts_of(other) for other in range(spread.world_size)]
-    read = Pieces.of(seen_pieces(parts[rank], source_parts, spread.window) for source_parts in parts)
-    given = Pieces.of(seen_pieces(reader_parts, parts[rank], spread.window) for reader_parts in parts)
-    order = sorted(range(len(read.all)), key=lambda i: place_of(read.all[i]))
-    blocks = _blocks_over([read.all[i] for i in order], parts[rank], spread.window)
-    return Plan(read, given, order, blocks)
+    read = Message.of(seen_ranges(parts[rank], source_parts, spread.window) for source_parts in parts)
+    given = Message.of(seen_ranges(reader_parts, parts[rank], spread.window) for reader_parts in parts)
+    ends = accumulate(keys.length for keys in read.ranges)
+    arriving = [(keys, slice(end - keys.length, end)) for keys, end in zip(read.ranges, ends, strict=True)]
+    in_order = sorted(arriving, key=lambda each: place_of(each[0]))
+    order = None if in_order == arriving else Rows(rows for _, rows in in_order)
+    ranges = [keys for keys, _ in in_order]
+    return ExchangedKeys(read, given, order, ranges, _blocks_over(ranges, parts[rank], spread.window))
 
 
-def _blocks_over(pieces: Sequence[Part], own: Sequence[Part], window: Window) -> list[Block]:
-    """Returns the blocks of the own parts over the keys that they see in ``pieces``, which are sorted by places.
+def _blocks_over(ranges: Sequence[Part], own: Sequence[Part], window: Window) -> list[Block]:
+    """Returns the blocks of the own parts over the keys that they see in ``ranges``, which are sorted by places.
 
-    One block per part is enough: between two pieces that a part sees, no keys are missing.
+    One block per part is enough: between two ranges that a part sees, no keys are missing.
     """
-    begins = list(accumulate((piece.length for piece in pieces), initial=0))
+    begins = list(accumulate((keys.length for keys in ranges), initial=0))
     blocks = []
     for part in own:
         seen = [
-            (begin + of.start, begin + of.stop, piece.first + of.start)
-            for piece, begin in zip(pieces, begins, strict=False)
-            if piece.document == part.document and (of := keys_seen(part, piece, window))
+            (begin + of.start, begin + of.stop, keys.first + of.start)
+            for keys, begin in zip(ranges, begins, strict=False)
+            if keys.document == part.document and (of := keys_seen(part, keys, window))
         ]
         if seen:
             keys, first_key = slice(seen[0][0], seen[-1][1]), seen[0][2]

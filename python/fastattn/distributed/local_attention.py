@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastattn.call import AttentionCall
@@ -111,6 +112,34 @@ class LocalAttention(NamedTuple):
             )
             for entries, first in firsts
         ]
+
+
+class Inputs(NamedTuple):
+    """The tensors with which a rank attends, query, key and value ``[B, H, rows, D]``, and the options, which have no
+    slopes."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
+    sinks: Tensor | None
+    attention: LocalAttention
+
+    def exchanged(self, group: dist.ProcessGroup, to_own_heads: Callable[[Tensor], Tensor]) -> Inputs:
+        """Returns the inputs for this rank's share of the heads; the ranks of ``group`` exchange rows for heads."""
+        heads = self.query.shape[1] // dist.get_world_size(group)
+        own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
+        slopes = None if self.slopes is None else self.slopes[..., own]
+        sinks = None if self.sinks is None else self.sinks[own]
+        query, key, value = map(to_own_heads, self[:3])
+        return Inputs(query, key, value, slopes, sinks, self.attention.for_heads(own))
+
+
+def no_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns output and lse of rows that have seen no key yet, in at least float32."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
+    return out, query.new_full(query.shape[:3], -math.inf, dtype=exact)
 
 
 def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | None:

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import reference
-from fastattn.checks import (
-    FLOATING,
-    check_dtype,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    expect,
-)
+from fastattn.checks import FLOATING, check_dtype, check_same_device, check_shape, check_tensor, expect
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.reasons import reason_against
@@ -81,12 +74,12 @@ def _check(merge: Merge) -> tuple[Merge, Request]:
         check_dtype(name, tensor, FLOATING)
         check_same_device(name, tensor, merge.out_a.device)
     out_a, lse_a, out_b, lse_b = merge
-    is_packed = out_a.dim() == 3
     expect(out_a.dim() in (3, 4), "out_a", "[B, Hq, Sq, Dv] or [total, Hq, Dv]", list(out_a.shape))
     check_shape("out_b", out_b, out_a.shape, "of out_a")
+    is_packed = out_a.dim() == 3
     rows = (out_a.shape[1], out_a.shape[0]) if is_packed else out_a.shape[:3]
-    check_shape("lse_a", lse_a, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
-    check_shape("lse_b", lse_b, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_shape(name, lse, rows, "[Hq, total]" if is_packed else "[B, Hq, Sq]")
     return merge, describe_merge(*merge)
 
 

@@ -13,6 +13,7 @@ Parts begin at a multiple of four places, because dropout draws for four keys at
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -204,9 +205,7 @@ def shard_varlen(
     left, right = check_window(window)
     offsets = _checked_offsets(cu_seqlens)
     lengths = tuple(end - begin for begin, end in pairwise(offsets))
-    world_size = 1
-    for dim_group in groups:
-        world_size *= dist.get_world_size(dim_group)
+    world_size = math.prod(map(dist.get_world_size, groups))
     dealt = deal(lengths, world_size, layout, (left, 0 if check_bool("causal", causal) else right))
     arranged = [arrange(parts, lengths) for parts in dealt]
     layout_of_ranks = PackedLayout(lengths, tuple(parts for parts, _ in arranged))

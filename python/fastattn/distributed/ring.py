@@ -9,7 +9,6 @@ many bytes, and no rank waits for another's work. What a mask hides is neither s
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,8 +21,10 @@ from torch.autograd.function import once_differentiable
 from fastattn.distributed.blocks import PackedSpread, Reading, Spread
 from fastattn.distributed.collectives import naming
 from fastattn.distributed.local_attention import (
+    Inputs,
     LocalAttention,
     gradient_of_sinks,
+    no_results,
     query_heads,
     with_sinks,
     zeros_of_sums,
@@ -33,20 +34,12 @@ from fastattn.functional.attention_block import BackwardTensors
 
 
 @torch.compiler.disable  # messages that are under way while kernels run cannot be traced: a graph ends before the call
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    spread: Spread | PackedSpread,
-    local: LocalAttention,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of this rank's rows, differentiable in all tensors; ``local`` has no slopes."""
-    if query.device.type not in _connected.setdefault(group, set()):
-        _connect(group, query.device)
-    out, lse = _RingAttention.apply(query, key, value, slopes, sinks, spread, local, group)
+def ring_attention(inputs: Inputs, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Returns output and lse of this rank's rows, differentiable in all tensors."""
+    device = inputs.query.device
+    if device.type not in _connected.setdefault(group, set()):
+        _connect(group, device)
+    out, lse = _RingAttention.apply(*inputs, spread, group)
     return out, lse
 
 
@@ -59,13 +52,11 @@ class _RingAttention(torch.autograd.Function):
         value: Tensor,
         slopes: Tensor | None,
         sinks: Tensor | None,
-        spread: Spread | PackedSpread,
         local: LocalAttention,
+        spread: Spread | PackedSpread,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=exact)
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=exact)
+        out, lse = no_results(query, value)
         attention = local.with_slopes(slopes)
         for _, reading, keys, values in _readings(key, value, spread, group):
             for block in reading.blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -57,33 +57,9 @@ class _Attention:
         self.num_parts = parts_per_rank(layout)
         self._group, self._strategy, self._layout = group, strategy, layout
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: tuple[int, int],
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        deterministic: bool | None = None,
-    ) -> Tensor:
-        return context_parallel_attention(
-            query,
-            key,
-            value,
-            group=self._group,
-            strategy=self._strategy,
-            layout=self._layout,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_p=dropout_p,
-            scale=scale,
-            deterministic=deterministic,
-        )
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        how: dict[str, Any] = {"group": self._group, "strategy": self._strategy, "layout": self._layout}
+        return context_parallel_attention(query, key, value, **how, **options)
 
     def sdpa(
         self,
