@@ -115,14 +115,9 @@ class PaddedAttention:
     batch: int
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:
-            return by_sequence(x, self.batch)
-
+        q, k, v = (by_sequence(x, self.batch) for x in (rotary.rotate(query), rotary.rotate(key), value))
         # The padding follows the text, so the causal mask hides it.
-        out = F.scaled_dot_product_attention(
-            dense(rotary.rotate(query)), dense(rotary.rotate(key)), dense(value), is_causal=True, enable_gqa=True
-        )
-        return by_token(out)
+        return by_token(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
 
 
 class PagedBatch:
@@ -153,13 +148,8 @@ class CachedAttention:
     cache: fastattn.StepCache
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:
-            return by_sequence(x, self.cache.batch)
-
-        out = self.cache.attend(
-            depth, dense(query), dense(key), dense(value), rotary_cos=rotary.cos, rotary_sin=rotary.sin
-        )
-        return by_token(out)
+        q, k, v = (by_sequence(x, self.cache.batch) for x in (query, key, value))
+        return by_token(self.cache.attend(depth, q, k, v, rotary_cos=rotary.cos, rotary_sin=rotary.sin))
 
 
 class Attention(nn.Module):

@@ -35,13 +35,9 @@ class Batch:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(
-            tokens=self.tokens.to(device),
-            targets=self.targets.to(device),
-            positions=self.positions.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            max_seqlen=self.max_seqlen,
-        )
+        packed = (self.tokens, self.targets, self.positions, self.cu_seqlens)
+        tokens, targets, positions, cu_seqlens = (tensor.to(device) for tensor in packed)
+        return Batch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
 
     def padded(self) -> Batch:
         """Returns the same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""

@@ -44,6 +44,7 @@ from text_data import (
 )
 
 LossOf: TypeAlias = Callable[[Decoder, Batch], Tensor]
+MODEL_SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -319,46 +320,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
     parser.add_argument("--share-layers", action="store_true", help="all layers have the weights of one, as in ALBERT")
-    parser.add_argument("--steps", type=int, default=default.steps, help="default: %(default)s")
     parser.add_argument(
         "--token-budget", type=int, default=default.token_budget, help="tokens in a batch (default: %(default)s)"
     )
     parser.add_argument(
         "--max-length", type=int, default=default.max_length, help="bytes in a passage at most (default: %(default)s)"
     )
-    parser.add_argument("--learning-rate", type=float, default=default.learning_rate, help="default: %(default)s")
-    parser.add_argument("--dim", type=int, default=default.config.dim, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=default.config.num_layers, help="default: %(default)s")
-    parser.add_argument("--heads", type=int, default=default.config.num_heads, help="default: %(default)s")
-    parser.add_argument("--kv-heads", type=int, default=default.config.num_kv_heads, help="default: %(default)s")
-    parser.add_argument("--ffn-dim", type=int, default=default.config.ffn_dim, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=default.seed, help="default: %(default)s")
+    training = {"steps": default.steps, "learning_rate": default.learning_rate, "seed": default.seed}
+    model = {name.removeprefix("num_"): getattr(default.config, name) for name in MODEL_SIZES}
+    for name, value in (training | model).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
-    config = DecoderConfig(
-        VOCAB_SIZE,
-        dim=arguments.dim,
-        num_layers=arguments.layers,
-        num_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads,
-        ffn_dim=arguments.ffn_dim,
-        max_positions=2 * (arguments.max_length + 1),
-        share_layers=arguments.share_layers,
-    )
-    return Options(
-        text=arguments.text,
-        out=arguments.out,
-        device=arguments.device,
-        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
-        checkpoint=arguments.checkpoint,
-        steps=arguments.steps,
-        token_budget=arguments.token_budget,
-        max_length=arguments.max_length,
-        learning_rate=arguments.learning_rate,
-        seed=arguments.seed,
-        config=config,
-    )
+    given = vars(arguments).copy()
+    sizes = {name: given.pop(name.removeprefix("num_")) for name in (*MODEL_SIZES, "share_layers")}
+    config = DecoderConfig(VOCAB_SIZE, max_positions=2 * (arguments.max_length + 1), **sizes)
+    dtype = DTYPES.get(given.pop("dtype"))
+    return Options(**given, dtype=dtype, config=config)
 
 
 def main() -> int:

@@ -90,18 +90,8 @@ class ShardedAttention:
     strategy: str
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        def dense(x: Tensor) -> Tensor:
-            return by_sequence(x, self.batch)
-
-        out = context_parallel_attention(
-            dense(rotary.rotate(query)),
-            dense(rotary.rotate(key)),
-            dense(value),
-            group=self.group,
-            strategy=self.strategy,
-            layout=LAYOUT,
-            causal=True,
-        )
+        q, k, v = (by_sequence(x, self.batch) for x in (rotary.rotate(query), rotary.rotate(key), value))
+        out = context_parallel_attention(q, k, v, group=self.group, strategy=self.strategy, layout=LAYOUT, causal=True)
         return by_token(out)
 
 

@@ -316,7 +316,8 @@ def _attend_to_rows(
     num_cut = max((part.rows.stop for part in layout.cut_parts[rank]), default=0)
     if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
         padding = (0, 0, 0, layout.cut_rows - num_cut)
-        cut = Inputs(*(F.pad(tensor[:, :, :num_cut], padding) for tensor in inputs[:3]), *inputs[3:])
+        query, key, value = (F.pad(tensor[:, :, :num_cut], padding) for tensor in inputs[:3])
+        cut = inputs._replace(query=query, key=key, value=value)
         if by_heads is not None:
             out, lse = _with_other_heads(cut, layout, rank, by_heads, by_keys, over_keys)
         else:

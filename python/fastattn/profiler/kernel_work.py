@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from fastattn.profiler import work
 from fastattn.profiler.kernel_names import base_name
@@ -185,17 +186,17 @@ def _bytes_of_all(call: OperatorCall) -> int:
     return sum(argument.nbytes for argument in call.arguments.values())
 
 
-def _unknown(call: OperatorCall) -> None:
-    """Returns None: the work (of merging splits, say) depends on numbers that the operator's arguments do not tell."""
+# A part of a kernel's name → the function that computes its work, or None where this depends on numbers that the
+# operator's arguments do not tell. The first match counts.
+_WorkOf: TypeAlias = dict[str, Callable[[OperatorCall], Work] | None]
 
-
-_DECODING: dict[str, Callable[[OperatorCall], Work | None]] = {
+_DECODING: _WorkOf = {
     "decode_split": _decode_with_append,
     "append": _append,
     "split": _decode,
-    "combine": _unknown,
+    "combine": None,
 }
-_BACKWARD: dict[str, Callable[[OperatorCall], Work | None]] = {
+_BACKWARD: _WorkOf = {
     "attention_backward_rows_sm": _native_rows,
     "attention_backward_key_value_sm": _native_key_value,
     "attention_backward_key_value_large_sm": _native_key_value,
@@ -209,8 +210,7 @@ _BACKWARD: dict[str, Callable[[OperatorCall], Work | None]] = {
     "attention_backward_slope_sums": _native_slope_sums,
     "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
 }
-# Operator → a part of a kernel's name → the function that computes its work. The first match counts.
-_WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
+_WORK: dict[str, _WorkOf] = {  # by operator
     "attention_forward": {"attention_forward": _forward},
     "attention_backward": _BACKWARD,
     "attention_backward_add": _BACKWARD,
@@ -218,13 +218,13 @@ _WORK: dict[str, dict[str, Callable[[OperatorCall], Work | None]]] = {
     "attention_decode_out": _DECODING,
     "append_to_cache": {"append": _append},
     "dequantize_cache": {"dequantize": _dequantise},
-    "attention_split_keys": {"split": _split_keys, "combine": _unknown},
+    "attention_split_keys": {"split": _split_keys, "combine": None},
     "merge_attention": {"merge": _merge},
     "merge_attention_into": {"merge": _merge_into},
     "merge_attention_backward": {"merge": _merge_backward},
     # Where cuBLAS computes the product, our kernel only dequantises the weights. Another kernel quantises tokens.
-    "int8_matmul": {"quantize": _unknown, "merge": _unknown, "forward": _int8, "int8_matmul": _int8},
-    "int8_matmul_grad_input": {"dequantize": _unknown, "merge": _unknown, "grad_input": _int8},
+    "int8_matmul": {"quantize": None, "merge": None, "forward": _int8, "int8_matmul": _int8},
+    "int8_matmul_grad_input": {"dequantize": None, "merge": None, "grad_input": _int8},
 }
 
 
@@ -234,5 +234,5 @@ def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
         return None
     for part, work_of in _WORK[call.name].items():
         if part in base_name(kernel):
-            return work_of(call)
+            return None if work_of is None else work_of(call)
     return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from fastattn.integrations.flash_attn.conventions import offsets_of
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def unpad_input(
     return (
         index_first_axis(hidden_states.flatten(0, 1), indices),
         indices,
-        _offsets(lengths),
+        offsets_of(lengths),
         int(lengths.max()),
         attention_mask.sum(dim=-1, dtype=torch.int32),
     )
@@ -56,13 +57,9 @@ def unpad_input_for_concatenated_sequences(
     lengths = attention_mask_in_length[attention_mask_in_length != 0].to(torch.int32)
     indices = is_token.flatten().nonzero().flatten()
     packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, _offsets(lengths), int(lengths.max())
+    return packed, indices, offsets_of(lengths), int(lengths.max())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes `unpad_input`: ``[batch, seqlen, ...]``, with zeros for padding."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

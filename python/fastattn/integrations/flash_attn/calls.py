@@ -21,6 +21,7 @@ from fastattn.integrations.flash_attn.conventions import (
     signed_exponentials,
     to_flash_lse,
     used_first,
+    used_keys,
 )
 
 
@@ -108,15 +109,8 @@ def forward_packed(
     ``[B]``, say how many rows at the beginning of each sequence are used.
     """
     order = is_used = None
-    if block_table is not None:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if seqused_k is not None:
-            packed = packed._replace(
-                cu_seqlens_k=torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-            )
-    elif seqused_k is not None:
-        order_k, cu_seqlens_k, _ = used_first(packed.cu_seqlens_k, seqused_k, k.shape[0])
-        packed, k, v = packed._replace(cu_seqlens_k=cu_seqlens_k), k[order_k], v[order_k]
+    k, v, cu_seqlens_k = used_keys(k, v, packed.cu_seqlens_k, seqused_k, block_table)
+    packed = packed._replace(cu_seqlens_k=cu_seqlens_k)
     if seqused_q is not None:
         order, cu_seqlens_q, is_used = used_first(packed.cu_seqlens_q, seqused_q, q.shape[0])
         packed, q = packed._replace(cu_seqlens_q=cu_seqlens_q), q[order]

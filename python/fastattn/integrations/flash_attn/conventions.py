@@ -101,6 +101,28 @@ def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return sequence, row - cu_seqlens[sequence]
 
 
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Returns the offsets of packed sequences of these ``lengths [B]``, int32 ``[B + 1]``."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def used_keys(
+    key: Tensor, value: Tensor, cu_seqlens: Any, seqused: Tensor | None, block_table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns keys, values and their offsets as ``attention_varlen`` takes them.
+
+    They come packed, or with a ``block_table`` as pages ``[num_pages, page_size, H, D]``. ``seqused``, int32 ``[B]``,
+    says how many keys at the beginning of each sequence are used. Beside both, ``cu_seqlens`` does not count.
+    """
+    if block_table is not None:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        cu_seqlens = cu_seqlens if seqused is None else offsets_of(seqused)
+    elif seqused is not None:
+        order, cu_seqlens, _ = used_first(cu_seqlens, seqused, key.shape[0])
+        key, value = key[order], value[order]
+    return key, value, cu_seqlens
+
+
 def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Packs the first ``used [B]`` rows of each sequence.
 
@@ -112,7 +134,7 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     lengths = torch.minimum(cu_seqlens.diff(), used.to(torch.int32)).clamp(min=0)
     is_used = row < lengths[sequence]
     order = (~is_used).to(torch.int8).argsort(stable=True)
-    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    offsets = offsets_of(lengths)
     if places_are_checked(offsets):
         order = order[: int(offsets[-1])]
     return order, offsets, is_used
@@ -121,13 +143,7 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def signed_exponentials(
-    query: Tensor,
-    key: Tensor,
-    seed: Tensor,
-    packed: Packed | None,
-    **options: Any,
-) -> Tensor:
+def signed_exponentials(query: Tensor, key: Tensor, seed: Tensor, packed: Packed | None, **options: Any) -> Tensor:
     """Returns ``S_dmask``: ``exp(score - largest score of the row)``, with a minus sign where dropout hit.
 
     flash-attn's kernel subtracts the largest score so far, which is that of the whole row if one block holds the row.

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from fastattn.functional.attention_backward import Packed
-from fastattn.integrations.flash_attn.calls import Options, Results, forward_dense, forward_packed
+from fastattn.integrations.flash_attn.calls import Options, forward_dense, forward_packed
 from fastattn.integrations.flash_attn.keywords import read_keywords
 from fastattn.integrations.flash_attn.kvcache import flash_attn_with_kvcache
 from fastattn.integrations.flash_attn.private_pairs import (
@@ -79,7 +79,7 @@ def flash_attn_func(
     sinks = read_keywords("flash_attn_func", {"s_aux": s_aux, **newer}, served=("sinks",)).sinks
     options = Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sinks)
     results = forward_dense(q, k, v, options, return_lse=return_attn_probs, return_softmax=return_attn_probs)
-    return _returned(results, return_attn_probs)
+    return results[:3] if return_attn_probs else results.out
 
 
 def flash_attn_kvpacked_func(
@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
         seqused_q=keywords.seqused_q,
         seqused_k=keywords.seqused_k,
     )
-    return _returned(results, return_attn_probs)
+    return results[:3] if return_attn_probs else results.out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -200,9 +200,3 @@ def flash_attn_varlen_qkvpacked_func(
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
-
-
-def _returned(results: Results, return_attn_probs: bool) -> Returned:
-    if not return_attn_probs:
-        return results.out
-    return results.out, results.softmax_lse, results.S_dmask

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastattn.functional.attention_backward import Packed
 from fastattn.integrations.flash_attn.calls import Options, backward, forward_dense, forward_packed
+from fastattn.integrations.flash_attn.conventions import rows_of
 from fastattn.integrations.flash_attn.keywords import read_keywords
 
 _ROWS_OF_A_TILE = 128
@@ -138,8 +139,8 @@ def _flash_attn_varlen_backward(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     rows = backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), options, rng_state, packed)
     total, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
+    sequence, _ = rows_of(cu_seqlens_q, total)
     place = torch.arange(total, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), place, right=True).clamp(max=max(batch - 1, 0))
     softmax_d = rows.new_zeros(rows.shape[0], total + _ROWS_OF_A_TILE * batch)
     return softmax_d.index_copy(1, place + _ROWS_OF_A_TILE * sequence, rows)
 

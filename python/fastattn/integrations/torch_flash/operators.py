@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.call import AttentionCall
@@ -33,13 +32,7 @@ from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.attention_backward import Packed, attention_backward
 from fastattn.functional.autocast import without_autocast
 from fastattn.functional.dropout_seed import draw_seed
-from fastattn.integrations.flash_attn.conventions import (
-    Alibi,
-    alibi_of_dense,
-    alibi_of_packed,
-    bounds,
-    used_first,
-)
+from fastattn.integrations.flash_attn.conventions import Alibi, alibi_of_dense, alibi_of_packed, bounds, used_keys
 
 _OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn"; torch's own offset is a small number
 # The places of these in the arguments of both backward operators.
@@ -282,7 +275,7 @@ def _flash_backward(
     if cum_seq_q is None:
         tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
     else:
-        packed = Packed(cum_seq_q, _given("cum_seq_k", cum_seq_k), max_q, max_k)
+        packed = Packed(cum_seq_q, _given(cum_seq_k), max_q, max_k)
     call = AttentionCall(
         *tensors[2:],
         **({} if packed is None else packed._asdict()),
@@ -337,21 +330,16 @@ def packed_keys(
         check_dtype("seqused_k", seqused_k, (torch.int32,))
         check_same_device("seqused_k", seqused_k, key.device)
         check_shape("seqused_k", seqused_k, (cum_seq_q.shape[0] - 1,), "[B]")
-    if block_table is not None:
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if seqused_k is not None:
-            cum_seq_k = F.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    cum_seq_k = _given("cum_seq_k", cum_seq_k)
-    if seqused_k is not None and block_table is None:
-        order, cum_seq_k, _ = used_first(cum_seq_k, seqused_k, key.shape[0])
-        key, value = key[order], value[order]
-    return key, value, Packed(cum_seq_q, cum_seq_k, max_q, max_k)
+    if seqused_k is None or block_table is None:
+        cum_seq_k = _given(cum_seq_k)
+    key, value, offsets = used_keys(key, value, cum_seq_k, seqused_k, block_table)
+    return key, value, Packed(cum_seq_q, offsets, max_q, max_k)
 
 
-def _given(name: str, offsets: Tensor | None) -> Tensor:
-    if offsets is None:
-        raise InputError(f"{name}: expected the offsets of the keys, or seqused_k and a block_table, got None")
-    return offsets
+def _given(cum_seq_k: Tensor | None) -> Tensor:
+    if cum_seq_k is None:
+        raise InputError("cum_seq_k: expected the offsets of the keys, or seqused_k and a block_table, got None")
+    return cum_seq_k
 
 
 def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Tensor] | None:

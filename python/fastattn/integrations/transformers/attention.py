@@ -33,6 +33,7 @@ class _Options(NamedTuple):
     sinks: Tensor | None
     dropout_p: float
     scale: float | None
+    deterministic: bool | None
 
 
 def attend(
@@ -75,8 +76,7 @@ def attend(
         InputError: the model asks for something that is not served; the message says what to do.
     """
     _refuse(module, others)
-    options = _Options(softcap or 0.0, s_aux, float(dropout), scaling)
-    deterministic = deterministic or None
+    options = _Options(softcap or 0.0, s_aux, float(dropout), scaling, deterministic or None)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal_window = (sliding_window - 1 if sliding_window else -1, 0)
@@ -89,8 +89,7 @@ def attend(
         window = _spread_window(
             spread, query, key, attention_mask, causal_window, whole, (position_bias, cu_seq_lens_q, cu_seq_lens_k)
         )
-        options_of_spread = options._asdict() | {"window": window, "deterministic": deterministic}
-        return spread(query, key, value, **options_of_spread).transpose(1, 2).contiguous(), None
+        return spread(query, key, value, window=window, **options._asdict()).transpose(1, 2).contiguous(), None
 
     mark = None if attention_mask is None else read(attention_mask)
     offsets = _offsets(query, key, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -104,7 +103,7 @@ def attend(
         window = causal_window
         if not is_causal:
             window = (sliding_window - 1, sliding_window - 1) if sliding_window else (-1, -1)
-        return _attend_packed(query, key, value, offsets, window, options, deterministic), None
+        return _attend_packed(query, key, value, offsets, window, options), None
 
     if key.dtype in FEATURE_OF_CACHE:
         options_of_cache = _options_of_cache(position_bias, options)
@@ -125,18 +124,7 @@ def attend(
         window = causal_window if mark.reach is None else (mark.reach, mark.reach)
     elif mask is None and is_causal:
         window = causal_window
-    out = attention(
-        query,
-        key,
-        value,
-        window=window,
-        softcap=options.softcap,
-        bias=_bias(mask, position_bias, query, key),
-        sinks=options.sinks,
-        dropout_p=options.dropout_p,
-        scale=options.scale,
-        deterministic=deterministic,
-    )
+    out = attention(query, key, value, window=window, bias=_bias(mask, position_bias, query, key), **options._asdict())
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -201,7 +189,6 @@ def _attend_packed(
     offsets: tuple[Offsets, Offsets],
     window: tuple[int, int],
     options: _Options,
-    deterministic: bool | None,
 ) -> Tensor:
     """Attends over packed sequences, where rows of the batch follow each other, too; returns ``[B, Sq, Hq, Dv]``."""
     (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = offsets
@@ -214,11 +201,7 @@ def _attend_packed(
         max_seqlen_q,
         max_seqlen_k,
         window=window,
-        softcap=options.softcap,
-        sinks=options.sinks,
-        dropout_p=options.dropout_p,
-        scale=options.scale,
-        deterministic=deterministic,
+        **options._asdict(),
     )
     return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 

@@ -127,7 +127,8 @@ class Int8Quantizer(HfQuantizer):
         conversions = getattr(model, "_weight_conversions", None) or []
         ours = [each for each in conversions if _assembles(each)]
         model._weight_conversions = [each for each in conversions if each not in [*self._left_out_conversions, *ours]]
-        floating = {name: layer for name, layer in _int8_layers(model).items() if not _is_int8(layer)}
+        layers = _int8_layers(model)
+        floating = {name: layer for name, layer in layers.items() if not isinstance(layer.weight, Int8Tensor)}
         absent = {name: layer for name, layer in floating.items() if not hasattr(layer.weight, "_is_hf_initialized")}
         self._check_checkpoint(model, absent)
         for name, layer in floating.items():
@@ -203,10 +204,6 @@ def _assembles(conversion: Any) -> bool:
 
 def _int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Int8Linear)}
-
-
-def _is_int8(layer: Int8Linear) -> bool:
-    return isinstance(layer.weight, Int8Tensor)
 
 
 def _linear_like(layer: Int8Linear, weight: Any) -> nn.Linear:
