@@ -68,23 +68,14 @@ class LocalAttention(NamedTuple):
         attention = self.for_heads(heads)
         for block in blocks:
             sums = query_sum[:, heads, block.rows], key_sum[:, :, block.keys], value_sum[:, :, block.keys]
-            attention._add_gradients(sums, own_slopes, own.of(block.rows, block.keys), block)
+            of_block = own.of(block.rows, block.keys)
+            for entries, call in attention._calls(of_block.query, block):
+                grad_query, grad_key, grad_value = (total[entries] for total in sums)
+                grad_slopes = _slopes_of(own_slopes, block, entries)
+                of_entries = BackwardTensors._make(tensor[entries] for tensor in of_block)
+                with as_asked(self.asked):
+                    add_gradients_of_block((grad_query, grad_key, grad_value), grad_slopes, of_entries, call)
         return key_sum, value_sum
-
-    def _add_gradients(
-        self,
-        sums: tuple[Tensor, Tensor, Tensor],
-        slopes_sum: Tensor | None,
-        tensors: BackwardTensors,
-        block: Block,
-    ) -> None:
-        """Adds the gradients of query, key and value to ``sums``; all tensors have the rows and keys of ``block``."""
-        for entries, call in self._calls(tensors.query, block):
-            grad_query, grad_key, grad_value = (total[entries] for total in sums)
-            grad_slopes = _slopes_of(slopes_sum, block, entries)
-            own = BackwardTensors._make(tensor[entries] for tensor in tensors)
-            with as_asked(self.asked):
-                add_gradients_of_block((grad_query, grad_key, grad_value), grad_slopes, own, call)
 
     def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
         """Returns the batch entries of each call, and the options of the call.

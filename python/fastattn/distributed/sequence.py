@@ -30,18 +30,13 @@ def parts_of_rank(layout: str, rank: int, world_size: int) -> tuple[int, ...]:
 
 def in_order_of_parts(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
     """Returns ``x``, which has one rank's rows after the other's, in the order of the sequence."""
-    return _reordered(
-        x, dim, layout, [_by_rank(layout, world_size).index(p) for p in range(_count(layout, world_size))]
-    )
+    by_rank = _by_rank(layout, world_size)
+    return _reordered(x, dim, [by_rank.index(part) for part in range(len(by_rank))])
 
 
 def in_order_of_ranks(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
     """The inverse of ``in_order_of_parts``."""
-    return _reordered(x, dim, layout, _by_rank(layout, world_size))
-
-
-def _count(layout: str, world_size: int) -> int:
-    return parts_per_rank(layout) * world_size
+    return _reordered(x, dim, _by_rank(layout, world_size))
 
 
 def _by_rank(layout: str, world_size: int) -> list[int]:
@@ -49,8 +44,8 @@ def _by_rank(layout: str, world_size: int) -> list[int]:
     return [part for rank in range(world_size) for part in parts_of_rank(layout, rank, world_size)]
 
 
-def _reordered(x: Tensor, dim: int, layout: str, order: list[int]) -> Tensor:
-    if parts_per_rank(layout) == 1:
+def _reordered(x: Tensor, dim: int, order: list[int]) -> Tensor:
+    if order == list(range(len(order))):
         return x
     parts = x.tensor_split(len(order), dim)
     return torch.cat([parts[place] for place in order], dim)
@@ -75,14 +70,10 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
     parts = parts_per_rank(layout) * math.prod(map(dist.get_world_size, groups))
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
     for dim_group in groups:  # a part of a part in zigzag order is one of the whole
-        x = _shard(x, dim, dim_group, layout)
+        rank, world_size = dist.get_rank(dim_group), dist.get_world_size(dim_group)
+        in_order = x.tensor_split(parts_per_rank(layout) * world_size, dim)
+        x = torch.cat([in_order[part] for part in parts_of_rank(layout, rank, world_size)], dim)
     return x
-
-
-def _shard(x: Tensor, dim: int, group: dist.ProcessGroup, layout: str) -> Tensor:
-    world_size = dist.get_world_size(group)
-    parts = x.tensor_split(parts_per_rank(layout) * world_size, dim)
-    return torch.cat([parts[part] for part in parts_of_rank(layout, dist.get_rank(group), world_size)], dim)
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:

@@ -28,18 +28,14 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
     return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), False
 
 
-def _shapes(call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    return call["query"].shape, call["key"].shape, call["value"].shape, call["query"].itemsize
-
-
 def _forward(call: OperatorCall) -> Work:
     pairs, is_upper_bound = _pairs(call)
-    query, key, value, itemsize = _shapes(call)
+    query, key, value = (call[name].shape for name in ("query", "key", "value"))
     if call["block_table"].is_tensor:  # count only the pages that the sequences may have, not the whole pool
         batch, max_pages = call["block_table"].shape
         tokens = batch * min(max_pages * key[2], call.number("max_seqlen_k"))
         key, value = (tokens, key[1], key[3]), (tokens, value[1], value[3])
-    result = work.attention_forward(query, key, value, itemsize, pairs, call["bias"].nbytes)
+    result = work.attention_forward(query, key, value, call["query"].itemsize, pairs, call["bias"].nbytes)
     return result._replace(is_upper_bound=is_upper_bound)
 
 

@@ -36,12 +36,6 @@ def as_parameter(weight: Int8Weight, dtype: torch.dtype) -> nn.Parameter:
     return parameter
 
 
-def end_of_placing(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if isinstance(parameter, Int8Tensor):
-            parameter.is_being_placed = False
-
-
 class Quantize(ConversionOps):
     """The conversion of a floating weight to an int8 one.
 
@@ -135,10 +129,6 @@ def _dtypes_in(file: str) -> dict[str, str]:
             return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  # it is no dict
     state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
     return {name: _SHORT.get(t.dtype, str(t.dtype)) for name, t in state.items() if isinstance(t, Tensor)}
-
-
-def assembling_converter(problems: list[str]) -> Any:
-    return WeightConverter([WEIGHT, SCALE], WEIGHT, [Assemble(problems)])
 
 
 def concerns(converter: Any, model: nn.Module) -> bool:

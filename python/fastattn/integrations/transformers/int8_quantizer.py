@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -93,7 +94,8 @@ class Int8Quantizer(HfQuantizer):
         if not self.pre_quantized:
             return weight_conversions
         others = [each for each in weight_conversions if each not in self._left_out_conversions]
-        return [*others, int8_loading.assembling_converter(self._problems)]
+        assemble = int8_loading.Assemble(self._problems)
+        return [*others, WeightConverter([int8_loading.WEIGHT, int8_loading.SCALE], int8_loading.WEIGHT, [assemble])]
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Returns the bytes of an element, including scales, by which transformers plans a ``device_map``."""
@@ -140,7 +142,9 @@ class Int8Quantizer(HfQuantizer):
             config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *absent]
             self.stays.update(dict.fromkeys(absent, "the checkpoint did not have it: it is new, to be trained"))
             _replace(model, {layer: _linear_like(layer, layer.weight) for layer in absent.values()})
-        int8_loading.end_of_placing(model)
+        for parameter in model.parameters():
+            if isinstance(parameter, Int8Tensor):
+                parameter.is_being_placed = False
         return model
 
     def _check_checkpoint(self, model: Any, absent: dict[str, Int8Linear]) -> None:
