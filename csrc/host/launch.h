@@ -1,7 +1,7 @@
 // Launches kernels. Errors name the kernel, its grid and its shared memory.
 //
-// Every instance of a kernel includes this header: it takes no header of the standard library, which would take most of
-// the time in which the host's side of an instance compiles.
+// Every instance of a kernel includes this header: it takes none of the standard library's large ones (<string>,
+// <stdexcept>, <atomic>), which would take most of the time in which the host's side of an instance compiles.
 #pragma once
 
 #include <cuda_runtime_api.h>

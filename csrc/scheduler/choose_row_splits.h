@@ -17,9 +17,10 @@
 
 namespace fastattn {
 
-// The bits of deterministic gradients must not depend on the GPU: their tiles are split as for 132 SMs that claim tiles
-// of all heads in turn.
+// The bits of deterministic gradients must not depend on the GPU: their tiles are claimed and split as on an H100.
+// (Splits begin with a tile by its number in the order of claims.)
 inline constexpr int32_t kSmsOfDeterministicSplits = 132;
+inline constexpr int64_t kL2BytesOfDeterministicSplits = 50 << 20;
 
 // The cost of a work tile beside its steps, in steps: a CTA loads K and V, and stores dK and dV, or adds those of
 // a split tile to sums, which takes twice the bytes.
@@ -126,18 +127,17 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
 inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                    int32_t num_sms, bool is_deterministic) {
     const ScoreParams& scores = params.scores;
-    const int32_t all_heads = params.key.batch * params.key.heads;
     const RowSplitProblem problem{params.query.rows,
                                   params.key.rows,
                                   params.query.heads / params.key.heads,
-                                  all_heads,
-                                  is_deterministic ? all_heads : params.heads_per_group,
+                                  params.key.batch * params.key.heads,
+                                  params.heads_per_group,
                                   scores.window_left,
                                   scores.window_right,
                                   scores.query_offset,
                                   block_m,
                                   block_n,
-                                  is_deterministic ? kSmsOfDeterministicSplits : num_sms,
+                                  num_sms,
                                   is_deterministic};
     if (params.packed.cu_seqlens_k != nullptr)
         return packed_row_splits(problem, params.packed.total_k, params.key.heads);
@@ -160,9 +160,11 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
 // Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and the splits of these.
 inline void schedule_key_tiles(AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                const DeviceFacts& facts, bool is_deterministic) {
-    params.heads_per_group = std::max(1, claimed_key_heads_per_group(params.query, params.key, facts.l2_bytes, block_n,
-                                                                     facts.num_sms, is_deterministic));
-    params.row_splits = choose_row_splits(params, block_m, block_n, facts.num_sms, is_deterministic);
+    const int64_t l2_bytes = is_deterministic ? kL2BytesOfDeterministicSplits : facts.l2_bytes;
+    const int32_t num_sms = is_deterministic ? kSmsOfDeterministicSplits : facts.num_sms;
+    params.heads_per_group = std::max(
+        1, claimed_key_heads_per_group(params.query, params.key, l2_bytes, block_n, num_sms, is_deterministic));
+    params.row_splits = choose_row_splits(params, block_m, block_n, num_sms, is_deterministic);
 }
 
 }  // namespace fastattn

@@ -55,8 +55,9 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
         std::clamp<int64_t>(l2_budget(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
 }
 
-// In ordered addition, so many CTAs at least are at the same head, one a step behind the other. What they walk through
-// may be more than L2 holds: a byte from HBM serves all of them. Of 128 dims, 132 CTAs read and add about 6 TB/s.
+// In ordered addition, so many CTAs at least are at the same head, one a step behind the other, unless L2 holds what all
+// heads of the group walk through: a byte from HBM then serves all of these CTAs. Of 128 dims, 132 CTAs read and add
+// about 6 TB/s.
 inline constexpr int32_t kCtasOfOrderedHead = 4;
 
 // The key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles, CTAs

@@ -117,7 +117,16 @@ def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv
     shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
     gpus = itertools.product((1, 16, 78, 132), (6 << 20, 50 << 20))
     found = [deal(shape, 128, *gpu) for gpu in gpus]
-    assert len({(each.first_tile, each.of_heads, each.of_rows) for each in found}) == 1
+    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1152, 32), (1024, 40), (2048, 128)], ids=str)
+def test_deterministic_cuts_of_the_last_rounds_do_not_depend_on_the_gpu(tokens: int, heads: int) -> None:
+    """They begin with a tile by its number in the order of claims, which is that of the heads of a group."""
+    shape = dense(tokens, 1, heads, heads, FULL, deterministic=True)
+    found = [deal(shape, 128, *gpu) for gpu in ((132, 50 << 20), (114, 50 << 20), (78, 60 << 20), (16, 6 << 20))]
+    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
+    assert found[0].first_tile > 0 and is_cut(found[0])
 
 
 @pytest.mark.parametrize("tokens", [512, 2048, 16384])
