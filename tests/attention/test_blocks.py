@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention_cases import (
     RESULTS,
@@ -80,6 +81,19 @@ def add_arguments(case: Case, problem: Problem, sums: tuple[Tensor, ...], out: T
     given = backward_arguments(case, problem, out, lse)
     without_bias_and_sinks = (*given[:7], given[8], *given[10:-2])
     return (*sums, *without_bias_and_sinks, case.alibi != "")
+
+
+@pytest.mark.parametrize("alibi", ["", "head"])
+@pytest.mark.parametrize("namespace", ["fastattn", "fastattn_triton"])
+def test_gradients_are_added_to_fake_tensors_too(namespace: str, alibi: str) -> None:
+    case = Case(head_dims=(64, 64), shape=(1, 2, 2, 30, 40), alibi=alibi)
+    problem = make_problem(case)
+    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
+    arguments = add_arguments(case, problem, sums, problem.grad_out, torch.zeros(1, 2, 30, device=DEVICE))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(given) if isinstance(given, Tensor) else given for given in arguments]
+        grad_slopes = getattr(torch.ops, namespace).attention_backward_add(*fake)
+    assert grad_slopes.shape == ((0,) if problem.alibi_slopes is None else problem.alibi_slopes.shape)
 
 
 @pytest.mark.slow

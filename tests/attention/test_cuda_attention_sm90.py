@@ -159,7 +159,7 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
     ("head_dims", "dtype", "spoiled"), in_turn(itertools.product(HEAD_DIMS, DTYPES), ["nan", "inf"]), ids=str
 )
 def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: torch.dtype) -> None:
-    """NaN or infinities in one key reach the rows that see it, and no other, also where two CTAs share the tile."""
+    """NaN or infinities in one key reach the rows that see it, and no other."""
     case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=head_dims, dtype=dtype)
     problem, clean, at = make_problem(case), run(case), 170
     problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
@@ -168,6 +168,22 @@ def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: tor
     assert torch.equal(out[:, :, :at], clean["out"][:, :, :at]) and torch.equal(lse[..., :at], clean["lse"][..., :at])
     if spoiled == "nan":
         assert out[:, :, at:].isnan().all()
+
+
+@pytest.mark.slow
+@only_emulated
+@pytest.mark.parametrize("spoiled", ["nan", "inf"])
+def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
+    """A consumer cleans the tile of values in place; later the other CTA's producer copies over it."""
+    case = Case(window=CAUSAL, shape=(1, 4, 2, 200, 900), head_dims=(128, 128))
+    problem, row = make_problem(case), 70
+    with device.emulated(90, num_sms=4), launches.recorded() as found:
+        clean = run(case)["out"]
+        problem.key[:, :, 700 + row], problem.value[:, :, 700 + row] = float(spoiled), float(spoiled)
+        with checked():
+            out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert all(launched.report.waits.get("cluster barrier", 0) > 0 for launched in found)
+    assert torch.equal(out[:, :, :row], clean[:, :, :row])
 
 
 def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
@@ -239,6 +255,20 @@ def test_clusters(case: Case, cluster: int) -> None:
         check(case)
     (launched,) = found
     assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
+
+
+@pytest.mark.slow
+@only_emulated
+def test_a_fence_of_a_ctas_own_memory_is_too_little_in_a_cluster() -> None:
+    """The other CTA's consumers have read what its producer copies over."""
+    case = Case(shape=(1, 4, 2, 200, 700), head_dims=(128, 128), window=CAUSAL)
+    with device.emulated(90, num_sms=4):
+        check(case)
+        fence = "fence.proxy.async.shared::{};"
+        replaced = cuda_runtime.replaced(fence.format("cluster"), fence.format("cta"))
+        with replaced, pytest.raises(EmulatorError) as caught:
+            check(case)
+    assert caught.value.kind == "proxy"
 
 
 @pytest.mark.slow

@@ -250,7 +250,10 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                 Record rest = record;
                 rest.lanes = unknown;
                 is_over = unknown_of(rest, &Past::over) == 0;
-                if (is_over && leaves_nothing_to_see(record)) unknown = 0;
+                // What the async proxy writes over need not be there for it, if its writer has passed a proxy fence.
+                const bool is_replaced = is_shared && is_write && now.has(Record::kAsyncProxy) &&
+                                         unknown_of(record, &Past::visible_shared) == 0;
+                if (is_over && (is_replaced || leaves_nothing_to_see(record))) unknown = 0;
             }
             if (unknown == 0) {
                 const bool crosses = !record.has(Record::kAsyncProxy) && now.has(Record::kAsyncProxy);
@@ -496,7 +499,7 @@ void HappensBefore::fence(const Lanes& who, Scope scope, bool acquires, bool rel
     advance(who.warp);
 }
 
-void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool global) {
+void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool other_ctas, bool global) {
     VectorClock known, over;
     each_known(who, [&](const Knowledge& part) {
         known.join(part.past.known);
@@ -504,10 +507,8 @@ void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool global) {
     });
     add_own(known, who, time(who.warp));
     Past& past = shared_by(who).past;
-    if (shared) {
-        past.visible_shared.join(known);
-        past.over_visible.join(over);
-    }
+    if (shared) past.visible_shared.join(known);
+    if (other_ctas) past.over_visible.join(over);
     if (global) past.visible_global.join(known);
     advance(who.warp);
 }
@@ -568,6 +569,7 @@ void HappensBefore::write(const Lanes& who, bool is_shared, uint64_t address, Or
                 past.visible_shared.add_to(release.visible_shared, cluster_);
                 past.visible_global.add_to(release.visible_global, cluster_);
                 past.over.add_to(release.over, cluster_);
+                past.over_visible.add_to(release.over_visible, cluster_);
             };
             add(mine.fenced[i]);
             if (releases) add(mine.past);
@@ -588,6 +590,7 @@ void HappensBefore::read(const Lanes& who, bool is_shared, uint64_t address, Ord
             past.visible_shared.join(release.visible_shared, cluster_);
             past.visible_global.join(release.visible_global, cluster_);
             past.over.join(release.over, cluster_);
+            past.over_visible.join(release.over_visible, cluster_);
         }
     });
 }

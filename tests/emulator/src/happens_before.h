@@ -137,7 +137,7 @@ class LaunchHistory {
 
     // Releases to an address, by the scope that an acquirer has to be within.
     struct Release {
-        Message known, visible_shared, visible_global, over;
+        Message known, visible_shared, visible_global, over, over_visible;
         uint64_t owner = 0;
     };
     struct Location {
@@ -232,7 +232,8 @@ class HappensBefore {
     void leave_cluster(const Lanes& who);
 
     void fence(const Lanes& who, Scope scope, bool acquires = true, bool releases = true);
-    void fence_proxy(const Lanes& who, bool shared, bool global);
+    // other_ctas: also of the shared memory of the cluster's other CTAs.
+    void fence_proxy(const Lanes& who, bool shared, bool other_ctas, bool global);
 
     // What the warp does from now on is of a new time.
     uint32_t advance(uint32_t warp) { return ++warps_[warp].time; }

@@ -113,6 +113,8 @@ def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling)
 
 
+MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+
 # Kernels that `strict_proxy_reads` rejects: the async proxy writes over what threads have read, without a fence.
 READS = {
     "bulk copy over what was read": Case(
@@ -137,6 +139,22 @@ READS = {
         wrong=(),
         unfenced=(("",), ("fence.proxy.async.shared::cta;",)),
     ),
+    # Of a cluster of two, CTA 0 copies over what CTA 1 has read. A narrow arrival tells it that the reads are over.
+    "bulk copy to what another CTA has read": Case(
+        f"""@%t0 mbarrier.init.shared.b64 [%bar], 64; @%t0 mbarrier.init.shared.b64 [%flag], 1;
+        st.shared.u32 [%mine], 0; fence.proxy.async; {MEET} @%c0 bra WRITER;
+        @%t0 mbarrier.arrive.expect_tx.shared.b64 _, [%flag], 256; ld.shared.u32 %r6, [%theirs];
+        mapa.shared::cluster.u32 %r5, %bar, 0; mbarrier.arrive.release.cta.shared::cluster.b64 _, [%r5];
+        MORE: mbarrier.try_wait.parity.shared.b64 %p2, [%flag], 0; @!%p2 bra MORE; bra.uni DONE;
+        WRITER: $0 {TRY_WAIT} $1 mapa.shared::cluster.u32 %r5, %buffer, 1; mapa.shared::cluster.u32 %r7, %flag, 1;
+        @%t0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r5], [%buffer], 256, [%r7];
+        DONE: {MEET}""",
+        right=(("", "fence.proxy.async.shared::cluster;"), ("", "fence.proxy.async;")),
+        wrong=(),
+        unfenced=(("", ""), ("fence.proxy.async;", ""), ("", "fence.proxy.async.shared::cta;")),
+        grid=2,
+        cluster=2,
+    ),
     "copies alone": Case(
         f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_STORE} $0 bar.sync 0;"
         + BULK_LOAD.replace("$0", "").replace("$1", TRY_WAIT),
@@ -157,7 +175,6 @@ def test_a_fence_after_reads(case: Case, filling: tuple[str, ...]) -> None:
     case.check(filling, strict_proxy_reads=True)
 
 
-MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
 LEFT_UNDER_WAY = {
     "load": (BULK_LOAD.replace("$0", "").replace("$1", "{}"), "ret;", TRY_WAIT, 1),
     "store": (f"{BULK_STORE} {{}}", "ret;", "cp.async.bulk.wait_group.read 0;", 1),

@@ -266,6 +266,20 @@ CASES = {
         grid=2,
         cluster=2,
     ),
+    "what another CTA has written": Case(
+        f"""@%t0 mbarrier.init.shared.b64 [%bar], 64; @%t0 mbarrier.init.shared.b64 [%flag], 1; {CLUSTER_MEETS}
+        @%c0 bra WRITER; @%t0 mbarrier.arrive.expect_tx.shared.b64 _, [%flag], 256; st.shared.u32 [%mine], 1; $0
+        mapa.shared::cluster.u32 %r5, %bar, 0; {ARRIVE_REMOTE}
+        MORE: mbarrier.try_wait.parity.shared.b64 %p2, [%flag], 0; @!%p2 bra MORE; bra.uni DONE;
+        WRITER: {TRY_WAIT} mapa.shared::cluster.u32 %r5, %buffer, 1; mapa.shared::cluster.u32 %r7, %flag, 1;
+        @%t0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r5], [%buffer], 256, [%r7];
+        DONE: {CLUSTER_MEETS}""",
+        right=(("fence.proxy.async;",), ("fence.proxy.async.shared::cta;",)),
+        wrong=(),
+        narrow=(("",), ("fence.proxy.async.global;",)),
+        grid=2,
+        cluster=2,
+    ),
     "cp.async into an mbarrier": Case(
         f"@%t0 mbarrier.init.shared.b64 [%bar], 32; bar.sync 0; @!%w0 bra READER; {COPY} $0 bra DONE;\n"
         "READER: $1 ld.shared.u32 %r6, [%theirs];\n DONE:",

@@ -23,14 +23,16 @@ Next fence(Warp& warp, const Operation& o, uint32_t mask) {
             happens->fence(who, scope, order != FenceOrder::kRelease, order != FenceOrder::kAcquire);
             break;
         case FenceKind::kProxyAsync:
-            happens->fence_proxy(who, true, true);
+            happens->fence_proxy(who, true, true, true);
             break;
         case FenceKind::kProxyAsyncGlobal:
-            happens->fence_proxy(who, false, true);
+            happens->fence_proxy(who, false, false, true);
             break;
         case FenceKind::kProxyAsyncShared:
+            happens->fence_proxy(who, true, false, false);
+            break;
         case FenceKind::kProxyAsyncCluster:
-            happens->fence_proxy(who, true, false);
+            happens->fence_proxy(who, true, true, false);
             break;
         case FenceKind::kProxyAlias:
         case FenceKind::kProxyAsyncToGeneric:
