@@ -137,7 +137,8 @@ def decode_paged_int8(device: torch.device) -> None:
     """Attends to int8 pages in arbitrary order; unused entries of the block table name no page."""
     table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
     generator = torch.Generator().manual_seed(0)
-    pages = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8).to(device)
+    numbers = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8)
+    pages = (of.to(device) for of in numbers)  # two allocations: an access beyond one of them is found
     k_scale, v_scale = (torch.full((6, 2, 64), 0.01).to(device) for _ in "kv")
     step(device, pages, (250, 100), 2, block_table=table, k_scale=k_scale, v_scale=v_scale)
 

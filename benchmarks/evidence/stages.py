@@ -72,7 +72,7 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Stage:
-    """Describes a stage: ``run`` takes the workplace and a deadline of ``time.monotonic``; ``limit_s`` is usual."""
+    """Describes a stage: ``run`` takes a workplace and a deadline of ``time.monotonic``; ``limit_s`` is the default."""
 
     name: str
     limit_s: float

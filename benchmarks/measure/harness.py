@@ -63,11 +63,11 @@ class Benchmark:
 
 
 class DeviceLost(RuntimeError):
-    """Is raised when a kernel has left the device in a state in which nothing more runs on it."""
+    """Says that a kernel has left the device in a state in which nothing more runs on it."""
 
 
 class Asked(BaseException):
-    """Is raised when SIGTERM asks the run to end. It is no Exception: those count as results of implementations."""
+    """Says that SIGTERM asks the run to end. It is no Exception: those count as results of implementations."""
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ CUBLAS = "cuBLAS, 16-bit weight"
 
 
 class Unsupported(Exception):
-    """Is raised when an implementation lacks what a case needs; the message says what."""
+    """Says what an implementation lacks for a case."""
 
 
 class Prepared(NamedTuple):

@@ -65,7 +65,7 @@ _ROW: dict[str, Any] = {
 
 
 class BadResult(ValueError):
-    """Is raised when a document does not follow the schema; the message names the place."""
+    """Says where a document does not follow the schema."""
 
 
 def validate(document: Any) -> Document:

@@ -1,4 +1,4 @@
-"""Calls back when somebody else imports a module, so that work for that module waits until then."""
+"""Runs callbacks when somebody else imports a module, so that work for that module waits until then."""
 
 from __future__ import annotations
 

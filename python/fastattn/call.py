@@ -1,4 +1,4 @@
-"""Makes one record of a call: the public function fills it, and every floor down to the operator reads it.
+"""Defines a call as one record: the public function makes it, and every floor down to the operator reads it.
 
 A record's tensors come first, then the options that are checked once for each signature (`functional.checked_once`),
 then what is checked in each call or set by fastattn itself. A new option is a field here, an argument of the operator's

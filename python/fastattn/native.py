@@ -35,7 +35,7 @@ LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so")
 
 
 class Dealt(ctypes.Structure):
-    """Says how a launch's main-loop steps are dealt to CTAs.
+    """The deal of a launch's main-loop steps to CTAs.
 
     Attributes:
         ctas: the number of CTAs.
@@ -58,7 +58,7 @@ class Dealt(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """Names the fastest kernel of an int8 matmul, with its predicted time and that of dequantising for cuBLAS."""
+    """The fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -71,7 +71,7 @@ class Int8Ways(ctypes.Structure):
 
 
 class Int8Limits(ctypes.Structure):
-    """Says how much the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
+    """The most that the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
 
     sum_depth: int
     launch_count: int
@@ -79,7 +79,7 @@ class Int8Limits(ctypes.Structure):
 
 
 class DealtBackward(ctypes.Structure):
-    """Says how the backward pass is dealt to CTAs: tiles of ``block_n`` keys, each over tiles of ``block_m`` rows.
+    """The deal of the backward pass to CTAs: tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows.
 
     From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
     into ``of_rows``. ``heads_per_group`` is the number of KV heads whose tiles are claimed in turn. The fields are zero
@@ -99,7 +99,7 @@ class DealtBackward(ctypes.Structure):
 
 
 class NativeDeviceFacts(ctypes.Structure):
-    """Mirrors the struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+    """The struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
     arch: int
     num_sms: int
@@ -114,7 +114,7 @@ class NativeDeviceFacts(ctypes.Structure):
 
 
 class _ForwardTraits(ctypes.Structure):
-    """Mirrors the struct ForwardTraits of csrc/api/kernel_choice.h."""
+    """The struct ForwardTraits of csrc/api/kernel_choice.h."""
 
     _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 
@@ -221,9 +221,11 @@ def attention_forward_kernel(
     paged: bool = False,
 ) -> str | None:
     """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout or softcap does so."""
-    traits = ctypes.byref(_ForwardTraits(changes_scores, paged))
+    traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
-    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, traits))
+    return _text(
+        _LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, ctypes.byref(traits))
+    )
 
 
 def attention_backward_kernels(
@@ -240,9 +242,19 @@ def attention_backward_kernels(
 ) -> tuple[str, ...]:
     """Returns the kernels' names in the order in which they run; ``shared_bytes_per_cta`` is the GPU's limit."""
     names = (ctypes.c_char_p * 7)()
-    sizes = arch, shared_bytes_per_cta, head_dim, value_dim, dtype == torch.bfloat16
-    options = changes_scores, bias_gradient, sinks, slopes_gradient
-    count = _LIBRARY.fastattn_attention_backward_kernels(*sizes, *options, names)
+    is_bfloat16 = dtype == torch.bfloat16
+    count = _LIBRARY.fastattn_attention_backward_kernels(
+        arch,
+        shared_bytes_per_cta,
+        head_dim,
+        value_dim,
+        is_bfloat16,
+        changes_scores,
+        bias_gradient,
+        sinks,
+        slopes_gradient,
+        names,
+    )
     return tuple(name.decode() for name in names[:count] if name is not None)
 
 
@@ -294,16 +306,24 @@ _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
 def int8_matmul_kernel(
-    op: str, arch: int, num_sms: int, dtype: torch.dtype, has_groups: bool, has_epilogue: bool, *sizes: int
+    op: str,
+    arch: int,
+    num_sms: int,
+    dtype: torch.dtype,
+    has_groups: bool,
+    has_epilogue: bool,
+    tokens: int,
+    outputs: int,
+    depth: int,
 ) -> str | None:
     """Returns the name of the kernel that computes one of ``_INT8_OPS``, or ``DEQUANTISED``.
 
-    ``sizes`` are tokens, outputs and depth: the result is ``[tokens, outputs]`` sums of ``depth`` products.
-    ``int8_matmul_s8`` is the matmul with int8 activations. ``has_groups`` says that the weights have scales for groups
-    along K. ``has_epilogue`` says that something follows the product, or that the input gradient comes with that of a
-    bias.
+    The result is ``[tokens, outputs]`` sums of ``depth`` products. ``int8_matmul_s8`` is the matmul with int8
+    activations. ``has_groups`` says that the weights have scales for groups along K. ``has_epilogue`` says that
+    something follows the product, or that the input gradient comes with that of a bias.
     """
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
+    sizes = tokens, outputs, depth
     return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
 
 
@@ -316,11 +336,19 @@ def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bo
 
 
 def int8_ways(
-    op: str, arch: int, num_sms: int, dtype: torch.dtype, has_groups: bool, has_epilogue: bool, *sizes: int
+    op: str,
+    arch: int,
+    num_sms: int,
+    dtype: torch.dtype,
+    has_groups: bool,
+    has_epilogue: bool,
+    tokens: int,
+    outputs: int,
+    depth: int,
 ) -> dict[str, float]:
     """Returns the predicted microseconds of the ways of which `int8_matmul_kernel` chooses the fastest."""
     traits = _int8_traits(op, dtype, has_groups, has_epilogue)
-    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes)
+    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
     if ways.kernel is None:
         return {}
     found = {ways.kernel.decode(): ways.kernel_microseconds}
@@ -329,15 +357,17 @@ def int8_ways(
     return found
 
 
-def cublas_microseconds(arch: int, num_sms: int, *sizes: int) -> float:
+def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> float:
     """Returns the predicted microseconds of a cuBLAS matmul with 16-bit weights, to compare `int8_ways` with."""
-    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, *sizes)
+    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
     return found
 
 
-def dealt_int8_matmul(op: str, arch: int, num_sms: int, has_groups: bool, *sizes: int) -> Dealt:
+def dealt_int8_matmul(
+    op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
+) -> Dealt:
     """Returns how the fastest of our kernels deals the matmul, also where dequantising is faster."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, *sizes)
+    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
 
 
 @contextlib.contextmanager

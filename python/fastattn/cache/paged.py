@@ -352,9 +352,11 @@ class PagedChunk(_NewTokens):
 
     @property
     def batch(self) -> int:
-        return 1  # one row holds the tokens of all sequences
+        """Returns 1: one row holds the tokens of all sequences."""
+        return 1
 
     def positions(self, num_new: int) -> Tensor:
+        """Returns the positions of the chunk's new tokens in their sequences, int64 ``[1, total_new]``."""
         self._check_num_new("num_new", len(self.position), num_new)
         return self.position.long()[None]
 

@@ -28,8 +28,12 @@ _MOST_CHOICES_KEPT = 4096
 _warned: set[str] = set()
 
 
-when_emulation_changes(_choices.clear)
-native.when_forced.append(_choices.clear)
+@when_emulation_changes
+def _forget_choices() -> None:
+    _choices.clear()
+
+
+native.when_forced.append(_forget_choices)
 
 
 def choose(request: Request) -> Choice:
@@ -42,14 +46,17 @@ def choose(request: Request) -> Choice:
         if decided.detour is not None:
             _announce(decided.detour)
         return decided
+    is_hashable = True
     try:
         choice = _choices.get(key)
     except TypeError:  # a tracer's symbolic sizes cannot be hashed
-        choice = _decide(*key)
+        choice, is_hashable = None, False
     if choice is None:
+        choice = _decide(*key)
         if len(_choices) >= _MOST_CHOICES_KEPT:
             _choices.clear()
-        choice = _choices[key] = _decide(*key)
+        if is_hashable:
+            _choices[key] = choice
     if thread.explaining:
         raise Explained(choice)
     if choice.detour is not None:

@@ -10,7 +10,7 @@ import torch
 
 
 class RecordedCall(NamedTuple):
-    """Is one entry in the list of ``fastattn.record()``."""
+    """Says what ran a call: an entry in the list of ``fastattn.record()``."""
 
     op: str
     backend: str

@@ -24,7 +24,6 @@ from fastattn.distributed.blocks import (
     Block,
     PackedSpread,
     Part,
-    Rows,
     Spread,
     Window,
     keys_seen,
@@ -183,14 +182,17 @@ class KeysThatAreRead:
 
     def by_places(self, arrived: Tensor) -> Tensor:
         order = self._keys.order
-        return arrived if order is None else arrived.index_select(0, order(arrived.device))
+        return arrived if order is None else torch.cat([arrived[rows] for rows in order])
 
     def start_back(self, sums: Tensor) -> Started:
-        given, read, order = self._keys.given, self._keys.read, self._keys.order
-        by_rank = sums.contiguous()
-        if order is not None:
-            by_rank = torch.empty_like(by_rank).index_copy_(0, order(sums.device), sums)
-        return start_all_to_all(by_rank, given.by_rank, read.by_rank, self._group)
+        keys = self._keys
+        if keys.order is None:
+            by_rank = sums.contiguous()
+        else:
+            by_rank = torch.empty_like(sums, memory_format=torch.contiguous_format)
+            for rows, part in zip(keys.order, sums.split([each.length for each in keys.ranges]), strict=True):
+                by_rank[rows] = part
+        return start_all_to_all(by_rank, keys.given.by_rank, keys.read.by_rank, self._group)
 
     def own_sums(self, arrived: Tensor) -> Tensor:
         ranges = self._keys.given.ranges
@@ -247,13 +249,13 @@ class Message(NamedTuple):
 class ExchangedKeys(NamedTuple):
     """The keys that a rank reads from each rank and gives to each.
 
-    ``order`` has the rows of the read keys by their places, or is None if they arrive in this order. ``ranges`` are the
-    read keys in this order, and ``blocks`` those of the rank's rows over them.
+    ``ranges`` are the read keys by their places, and ``order`` says in which rows each of them arrives; None: they
+    arrive one after the other. ``blocks`` are those of the rank's rows over ``ranges``.
     """
 
     read: Message
     given: Message
-    order: Rows | None
+    order: list[slice] | None
     ranges: list[Part]
     blocks: list[Block]
 
@@ -265,7 +267,7 @@ def exchanged_keys(spread: Spread | PackedSpread, rank: int) -> ExchangedKeys:
     ends = accumulate(keys.length for keys in read.ranges)
     arriving = [(keys, slice(end - keys.length, end)) for keys, end in zip(read.ranges, ends, strict=True)]
     in_order = sorted(arriving, key=lambda each: place_of(each[0]))
-    order = None if in_order == arriving else Rows(rows for _, rows in in_order)
+    order = None if in_order == arriving else [rows for _, rows in in_order]
     ranges = [keys for keys, _ in in_order]
     return ExchangedKeys(read, given, order, ranges, _blocks_over(ranges, parts[rank], spread.window))
 

@@ -57,9 +57,9 @@ class _Attention:
         self.num_parts = parts_per_rank(layout)
         self._group, self._strategy, self._layout = group, strategy, layout
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, window: tuple[int, int], **options: Any) -> Tensor:
         how: dict[str, Any] = {"group": self._group, "strategy": self._strategy, "layout": self._layout}
-        return context_parallel_attention(query, key, value, **how, **options)
+        return context_parallel_attention(query, key, value, window=window, **how, **options)
 
     def sdpa(
         self,

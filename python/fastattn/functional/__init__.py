@@ -1,1 +1,1 @@
-"""Holds the public functions: each checks its arguments, asks the dispatcher for a backend, and runs the call there."""
+"""Defines the public functions: each checks its arguments, asks for a backend, and runs the call there."""

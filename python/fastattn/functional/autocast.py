@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ _WITH_AUTOCAST = frozenset(
 )
 
 
+Argument = TypeVar("Argument")
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Returns the dtype of the autocast in force on this kind of device, or None."""
     if device_type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device_type):
@@ -24,14 +27,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast_to(dtype: torch.dtype, tensor: Any) -> Any:
+def autocast_to(dtype: torch.dtype, tensor: Argument) -> Argument:
     """Returns ``tensor`` in ``dtype``; float64 and tensors that are not floating stay as they are, as in torch.
 
     None and arguments that are no tensors stay too: the checks say what is wrong with them.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(dtype)
+    return tensor.to(dtype)  # type: ignore[return-value]  # a tensor subclass may become another
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

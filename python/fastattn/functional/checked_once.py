@@ -50,7 +50,7 @@ class CheckedOnce(Generic[Record, Facts]):
         signatures = [None if tensor is None else _signature(tensor) for tensor in tensors]
         # The types of options and of a window's sides count too: 0 equals False but is not a bool.
         signature: tuple[Any, ...] = (*signatures, options, *map(type, options), torch.is_grad_enabled())
-        if self._window is not None and type(call[self._window]) is tuple:
+        if self._window is not None and isinstance(call[self._window], tuple):
             signature += tuple(map(type, call[self._window]))
         if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)

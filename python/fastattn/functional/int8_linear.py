@@ -104,7 +104,8 @@ def linear_over(call: Int8Call) -> Tensor:
             raise TypeError(f"{name}: expected a str, got {type(option).__name__}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
-        x, bias, residual = (autocast_to(cast, tensor) for tensor in (x, call.bias, call.residual))
+        x = autocast_to(cast, x)
+        bias, residual = (autocast_to(cast, tensor) for tensor in (call.bias, call.residual))
         call = call._replace(x=x, bias=bias, residual=residual)
     if x.is_nested:
         return _nested_linear(call)

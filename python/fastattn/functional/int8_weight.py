@@ -30,7 +30,9 @@ GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Int8Weight:
-    """Holds ``[N, K]`` as int8 and scales: element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
+    """Holds a weight ``[N, K]`` as int8 numbers with scales.
+
+    Element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
         data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Rows from ``quantize_int8`` start at multiples of 16

@@ -141,7 +141,8 @@ def attention_with_kv_cache(
     check_tensor("query", query)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
-        query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))
+        query = autocast_to(cast, query)
+        k_new, v_new = (autocast_to(cast, tensor) for tensor in (k_new, v_new))
     given = DecodeCall(
         query,
         k_cache,

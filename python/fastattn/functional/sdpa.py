@@ -106,7 +106,8 @@ def scaled_dot_product_attention(
             return result
     given, cast = call, autocast_dtype(device.type)
     if cast is not None:
-        query, key, value, attn_mask = (autocast_to(cast, t) for t in (query, key, value, attn_mask))
+        query, key, value = (autocast_to(cast, tensor) for tensor in (query, key, value))
+        attn_mask = autocast_to(cast, attn_mask)
         call = call._replace(query=query, key=key, value=value, attn_mask=attn_mask)
     call, (request, batch, heads, kv_heads) = _check_once(call)
     choice = choose(request)

@@ -1,4 +1,4 @@
-"""Offers models the int8 kernels: ``Int8Linear``, and ``quantize_model``, which puts it into a model."""
+"""Brings the int8 kernels into models: ``Int8Linear``, and ``quantize_model``, which puts it into a model."""
 
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.nn.int8_linear import Int8Linear, plain_state_dict

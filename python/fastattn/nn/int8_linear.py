@@ -23,7 +23,7 @@ _aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Linear):
-    """Is an ``nn.Linear`` with an int8 weight: ``y = x @ weight^T + bias``; the weight is dequantised on the fly.
+    """Computes ``y = x @ weight^T + bias``, as an ``nn.Linear`` whose int8 weight is dequantised on the fly.
 
     The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
     scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict with a floating ``weight``,

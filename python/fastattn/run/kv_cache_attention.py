@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +119,7 @@ def _dequantised(backend: str, call: DecodeCall) -> DecodeCall:
 def _parts(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
     """Yields parts of the call, each with so few sequences and heads that its 16-bit copy stays within the limit."""
     query, k_cache, v_cache, slopes = call.query, call.k_cache, call.v_cache, call.alibi_slopes
+    k_scale, v_scale = call.k_scale, call.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]
     group = query.shape[1] // kv_heads
     head_bytes = call.capacity * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
@@ -127,10 +127,10 @@ def _parts(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
     num_heads, num_sequences = min(at_once, kv_heads), min(max(at_once // kv_heads, 1), batch)
     is_paged = call.block_table is not None
 
-    def part_of(tensor: Any, sequences: slice, heads: slice) -> Any:
-        """Returns a part of a cache or of its scales, which may be None or given ones, [Hkv], [1] or []."""
-        if tensor is None or tensor.dim() < 3:
-            return tensor if tensor is None or tensor.numel() == 1 else tensor[heads]
+    def part_of(tensor: Tensor, sequences: slice, heads: slice) -> Tensor:
+        """Returns a part of a cache or of its scales, which may be given ones, [Hkv], [1] or []."""
+        if tensor.dim() < 3:
+            return tensor if tensor.numel() == 1 else tensor[heads]
         return tensor[:, heads] if is_paged else tensor[sequences, heads]
 
     for first, kv_first in itertools.product(range(0, batch, num_sequences), range(0, kv_heads, num_heads)):
@@ -144,7 +144,7 @@ def _parts(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
             sinks=None if call.sinks is None else call.sinks[heads],
             k_cache=part_of(k_cache, sequences, kv),
             v_cache=part_of(v_cache, sequences, kv),
-            k_scale=part_of(call.k_scale, sequences, kv),
-            v_scale=part_of(call.v_scale, sequences, kv),
+            k_scale=None if k_scale is None else part_of(k_scale, sequences, kv),
+            v_scale=None if v_scale is None else part_of(v_scale, sequences, kv),
         )
         yield sequences, heads, part

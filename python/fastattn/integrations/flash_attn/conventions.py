@@ -108,7 +108,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 def used_keys(
     key: Tensor, value: Tensor, cu_seqlens: Any, seqused: Tensor | None, block_table: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Any]:
     """Returns keys, values and their offsets as ``attention_varlen`` takes them.
 
     They come packed, or with a ``block_table`` as pages ``[num_pages, page_size, H, D]``. ``seqused``, int32 ``[B]``,
