@@ -26,8 +26,9 @@
 // issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
 //
 // Between CTAs, an arrival or a wait of scope .cta hands nothing over that was written. It only tells that what came
-// before is over: reads, which may then be written over, and the writes of bulk copies, whose completion has cluster
-// scope. The pipelines of CUTLASS free the stages of a ring that way.
+// before is over: reads, which may then be written over, the writes of bulk copies, whose completion has cluster scope,
+// and what threads have written in shared memory and shown by a proxy fence, which a bulk copy may then write over. The
+// pipelines of CUTLASS free the stages of a ring that way.
 //
 // Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
 // the way from one to the other: PTX speaks of a fence along the causality path, and does not say whose. What it only
