@@ -95,6 +95,10 @@ struct Int8Choice {
 
 inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
 
+// By how much dequantising has to be predicted faster: predictions may be so wrong (an assumption), and our kernel
+// needs no memory for weights in 16 bits.
+inline constexpr double kErrorOfPredictions = 0.15;
+
 // Beside its sizes, these decide which kernel computes a matmul.
 struct Int8Traits {
     DataType dtype;
@@ -151,7 +155,8 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
         clocks = dequantised_clocks(M, N, K, rates, num_sms);
         if (traits.sums_tokens) clocks += token_sum_clocks(M, K, rates, num_sms);
     }
-    const bool dequantises = clocks < choice.clocks || (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
+    const bool dequantises = (1 + kErrorOfPredictions) * clocks < choice.clocks ||
+                             (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
     return {rows[choice.index], choice, clocks, dequantises};
 }
 

@@ -48,8 +48,8 @@ struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128,
 };
 
 // The same with int8 activations: a step takes 128 numbers of each row of both. It loads 20480, 24576, 28672 and 32768
-// bytes from L2 for 64, 128, 192 and 256 rows of M, more in proportion to its products than L2 delivers. With groups,
-// converting and scaling their sums binds.
+// bytes from L2 for 64, 128, 192 and 256 rows of M, for 64 more in proportion to its products than L2 delivers. With
+// groups, converting and scaling their sums binds.
 template <int kBlockM>
 struct Int8MatmulS8TileSm90 : ClusterTileSm90<kBlockM, (kCtaN + kBlockM) * 128, 128> {
     static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 128, /*dequantises=*/false);

@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
 CLUSTER_BLOCK_MS = sorted(
     {tokens for tokens, grouped, _ in rows_of("int8_matmul/instances/gemm_sm90.cu") if not grouped}
 )
-A100, H200 = Gpu(80, 108, 1024, 13, 47), Gpu(90, 132, 1280, 19.9, 23.4)
+A100, H200 = Gpu(80, 108, 1024, 13, 47), Gpu(90, 132, 1365, 19.9, 50)
 RTX4090 = Gpu(89, 128, 256, 3.1, 24)
 
 
