@@ -46,8 +46,8 @@ FASTATTN_DEVICE DividedChunk divided_to_float16(const uint4& bits) {
 // zero. The powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of
 // eight_bit_gemm.cuh. Called by all kThreads threads.
 template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
-FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params,
-                                   const CachedSequence& tokens, int32_t batch, int32_t kv_head, int32_t first_row) {
+FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params, int32_t num_tokens,
+                                   int32_t batch, int32_t kv_head, int32_t first_row) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kChunks = kHeadDim / kChunkElements;
     static_assert(kRows * kChunks % kThreads == 0, "lanes stay together");
@@ -61,7 +61,7 @@ FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodePar
         if (first_row + row_in_tile < num_rows && chunk * kChunkElements < query.head_dim) {
             const uint16_t* gRow = row_pointer(query, batch, row.head, row.query);
             bits = load_rotated<kDataType>(params.rotary, gRow, chunk,
-                                           tokens.total - params.sequence.num_queries + row.query);
+                                           num_tokens - params.sequence.num_queries + row.query);
         }
         if constexpr (Decoding::kDataType != kDataType) {
             const DividedChunk divided = divided_to_float16<kChunks>(bits);

@@ -16,125 +16,115 @@ FASTATTN_DEVICE float turned(float x, float y, float cos, float sin, bool is_fir
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-// The cosines or the sines of one token.
-template <RotaryParams::Kind kKind>
+// The cosines or the sines of one token. Their dtype is asked at run time: a copy of the code that rotates for each
+// dtype would be a large part of every kernel.
 struct Angles {
     using Kind = RotaryParams::Kind;
-    static constexpr bool kIs16Bit = kKind == Kind::kFloat16 || kKind == Kind::kBFloat16;
-    static constexpr int kBytes = kIs16Bit ? 2 : kKind == Kind::kFloat64 ? 8 : 4;
 
     const char* first;
+    Kind kind;
 
-    FASTATTN_DEVICE Angles(const void* table, int64_t row, int half_dim)
-        : first(static_cast<const char*>(table) + row * half_dim * kBytes) {}
+    FASTATTN_DEVICE Angles(const void* table, Kind kind, int64_t row, int half_dim)
+        : first(static_cast<const char*>(table) + row * half_dim * bytes(kind)), kind(kind) {}
 
     FASTATTN_DEVICE float operator[](int index) const {
-        if constexpr (kKind == Kind::kFloat32) return reinterpret_cast<const float*>(first)[index];
-        if constexpr (kKind == Kind::kFloat64) return static_cast<float>(reinterpret_cast<const double*>(first)[index]);
-        if constexpr (kIs16Bit) return value(reinterpret_cast<const uint16_t*>(first)[index]);
+        const char* angle = first + index * bytes(kind);
+        if (kind == Kind::kFloat32) return *reinterpret_cast<const float*>(angle);
+        if (kind == Kind::kFloat64) return static_cast<float>(*reinterpret_cast<const double*>(angle));
+        return from_16_bits(*reinterpret_cast<const uint16_t*>(angle));
     }
 
-    // Four neighbouring angles, from one load.
-    struct Four {
-        uint32_t words[kIs16Bit ? 2 : 4];
-
-        FASTATTN_DEVICE float operator[](int i) const {
-            if constexpr (kIs16Bit) return value(static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2)));
-            if constexpr (!kIs16Bit) return __uint_as_float(words[i]);
+    // Four neighbouring angles, which lie at a multiple of their size.
+    FASTATTN_DEVICE float4 four(int index) const {
+        const char* angles = first + index * bytes(kind);
+        if (kind == Kind::kFloat32) return *reinterpret_cast<const float4*>(angles);
+        if (kind == Kind::kFloat64) {
+            const auto* pairs = reinterpret_cast<const double2*>(angles);
+            const double2 low = pairs[0], high = pairs[1];
+            return {static_cast<float>(low.x), static_cast<float>(low.y), static_cast<float>(high.x),
+                    static_cast<float>(high.y)};
         }
-    };
-
-    FASTATTN_DEVICE Four four(int index) const {
-        if constexpr (kIs16Bit) {
-            const uint2 loaded = *reinterpret_cast<const uint2*>(first + index * kBytes);
-            return {{loaded.x, loaded.y}};
-        } else {
-            const uint4 loaded = *reinterpret_cast<const uint4*>(first + index * kBytes);
-            return {{loaded.x, loaded.y, loaded.z, loaded.w}};
-        }
+        const uint2 bits = *reinterpret_cast<const uint2*>(angles);
+        return {from_16_bits(bits.x), from_16_bits(bits.x >> 16), from_16_bits(bits.y), from_16_bits(bits.y >> 16)};
     }
 
   private:
-    FASTATTN_DEVICE static float value(uint16_t bits) {
-        constexpr DataType kStored = kKind == Kind::kFloat16 ? DataType::kFloat16 : DataType::kBFloat16;
-        return unpack<kStored>(bits);
+    FASTATTN_DEVICE static int bytes(Kind kind) { return kind == Kind::kFloat64 ? 8 : kind == Kind::kFloat32 ? 4 : 2; }
+
+    FASTATTN_DEVICE float from_16_bits(uint32_t low_bits) const {
+        const auto bits = static_cast<uint16_t>(low_bits);
+        return kind == Kind::kFloat16 ? unpack<DataType::kFloat16>(bits) : unpack<DataType::kBFloat16>(bits);
     }
 };
 
-template <DataType kDataType>
-FASTATTN_DEVICE uint4 packed(const float (&chunk)[kChunkElements]) {
-    return {pack<kDataType>(chunk[0], chunk[1]), pack<kDataType>(chunk[2], chunk[3]),
-            pack<kDataType>(chunk[4], chunk[5]), pack<kDataType>(chunk[6], chunk[7])};
-}
-
 // Returns the rotated chunk that starts at first_dim of the row at gRow; `own` holds its elements, and table_row is its
-// token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, all
-// loads take 16 bytes and none waits for another. Other chunks, and float64 tables, are loaded element by element.
-template <DataType kDataType, RotaryParams::Kind kKind>
+// token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads
+// take 16 bytes (of 16-bit angles, 8) and none waits for another. Other chunks are loaded element by element.
+template <DataType kDataType>
 FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own, int first_dim,
                               int64_t table_row) {
     const int half_dim = rotary.half_dim;
-    const Angles<kKind> cos(rotary.cos, table_row, half_dim), sin(rotary.sin, table_row, half_dim);
-    float results[kChunkElements];
-    if constexpr (kKind != RotaryParams::Kind::kFloat64) {
-        const bool is_aligned =
-            (reinterpret_cast<uint64_t>(rotary.cos) | reinterpret_cast<uint64_t>(rotary.sin)) % sizeof(uint4) == 0;
-        if (is_aligned && !rotary.interleaved && half_dim % kChunkElements == 0) {
-            const bool is_first = first_dim < half_dim;
+    const Angles cos(rotary.cos, rotary.kind, table_row, half_dim), sin(rotary.sin, rotary.kind, table_row, half_dim);
+    const bool is_aligned =
+        (reinterpret_cast<uint64_t>(rotary.cos) | reinterpret_cast<uint64_t>(rotary.sin)) % sizeof(uint4) == 0;
+    const int angles_of_chunk = rotary.interleaved ? kChunkElements / 2 : kChunkElements;
+    if (is_aligned && half_dim % angles_of_chunk == 0) {
+        const bool is_first = first_dim < half_dim;
+        uint4 partner;
+        int angle, second_angle;  // of elements 0 to 3, and of the others; of pairs, if they are interleaved
+        if (rotary.interleaved) {
+            const auto swapped = [](uint32_t pair) { return __byte_perm(pair, 0, 0x1032); };
+            partner = {swapped(own.x), swapped(own.y), swapped(own.z), swapped(own.w)};
+            angle = second_angle = first_dim / 2;
+        } else {
             const int partner_dim = is_first ? first_dim + half_dim : first_dim - half_dim;
-            const int angle = min(first_dim, partner_dim);
-            const uint4 partner = *reinterpret_cast<const uint4*>(gRow + partner_dim);
-            const auto cos0 = cos.four(angle), cos1 = cos.four(angle + 4);
-            const auto sin0 = sin.four(angle), sin1 = sin.four(angle + 4);
-#pragma unroll
-            for (int i = 0; i < kChunkElements; ++i) {
-                results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
-                                    i < 4 ? cos0[i] : cos1[i - 4], i < 4 ? sin0[i] : sin1[i - 4], is_first);
-            }
-            return packed<kDataType>(results);
+            partner = *reinterpret_cast<const uint4*>(gRow + partner_dim);
+            angle = min(first_dim, partner_dim);
+            second_angle = angle + 4;
         }
-        if (is_aligned && rotary.interleaved && half_dim % (kChunkElements / 2) == 0) {
-            const auto cos_of_pairs = cos.four(first_dim / 2), sin_of_pairs = sin.four(first_dim / 2);
+        const float4 cos0 = cos.four(angle), cos1 = cos.four(second_angle);
+        const float4 sin0 = sin.four(angle), sin1 = sin.four(second_angle);
+        const float cos_of[] = {cos0.x, cos0.y, cos0.z, cos0.w, cos1.x, cos1.y, cos1.z, cos1.w};
+        const float sin_of[] = {sin0.x, sin0.y, sin0.z, sin0.w, sin1.x, sin1.y, sin1.z, sin1.w};
+        const auto element = [&](int i) {
+            return turned(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
+                          rotary.interleaved ? cos_of[i / 2] : cos_of[i],
+                          rotary.interleaved ? sin_of[i / 2] : sin_of[i], rotary.interleaved ? i % 2 == 0 : is_first);
+        };
+        const auto pair = [&](int i) { return pack<kDataType>(element(i), element(i + 1)); };
+        return {pair(0), pair(2), pair(4), pair(6)};
+    }
+    uint64_t halves[2] = {own.x | uint64_t{own.y} << 32, own.z | uint64_t{own.w} << 32};
 #pragma unroll
-            for (int i = 0; i < kChunkElements; ++i) {
-                results[i] = turned(element_of<kDataType>(own, i), element_of<kDataType>(own, i ^ 1),
-                                    cos_of_pairs[i / 2], sin_of_pairs[i / 2], i % 2 == 0);
+    for (uint64_t& half : halves) {
+        const int half_first_dim = first_dim + (&half == halves ? 0 : kChunkElements / 2);
+#pragma unroll 1
+        for (int i = 0; i < kChunkElements / 2; ++i) {
+            const int dim = half_first_dim + i;
+            uint32_t bits = half & 0xffff;
+            if (dim < 2 * half_dim) {
+                const bool is_first = rotary.interleaved ? i % 2 == 0 : dim < half_dim;
+                const int partner = rotary.interleaved ? dim ^ 1 : is_first ? dim + half_dim : dim - half_dim;
+                const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
+                const float x = unpack<kDataType>(static_cast<uint16_t>(bits));
+                bits = pack<kDataType>(turned(x, unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first),
+                                       0.0f);
             }
-            return packed<kDataType>(results);
+            half = half >> 16 | uint64_t{bits} << 48;  // after four elements each is back in its place
         }
     }
-#pragma unroll
-    for (int i = 0; i < kChunkElements; ++i) {
-        const int dim = first_dim + i;
-        results[i] = element_of<kDataType>(own, i);
-        if (dim >= 2 * half_dim) continue;
-        const bool is_first = rotary.interleaved ? i % 2 == 0 : dim < half_dim;
-        const int partner = rotary.interleaved ? dim ^ 1 : is_first ? dim + half_dim : dim - half_dim;
-        const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
-        results[i] = turned(results[i], unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first);
-    }
-    return packed<kDataType>(results);
+    return {static_cast<uint32_t>(halves[0]), static_cast<uint32_t>(halves[0] >> 32), static_cast<uint32_t>(halves[1]),
+            static_cast<uint32_t>(halves[1] >> 32)};
 }
 
 // Loads chunk `chunk` of the row at gRow, whose token has the given position. The first 2 * half_dim dims are rotated
 // in pairs, and rounded to 16 bits. Positions outside of the tables are clamped to them.
 template <DataType kDataType>
 FASTATTN_DEVICE uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk, int32_t position) {
-    using Kind = RotaryParams::Kind;
     const uint4 own = *reinterpret_cast<const uint4*>(gRow + chunk * kChunkElements);
     const int first_dim = chunk * kChunkElements;
-    if (rotary.kind == Kind::kNone || first_dim >= 2 * rotary.half_dim) return own;
-    const int64_t row = min(max(position, 0), rotary.num_positions - 1);
-    switch (rotary.kind) {
-        case Kind::kFloat16:
-            return rotated<kDataType, Kind::kFloat16>(rotary, gRow, own, first_dim, row);
-        case Kind::kBFloat16:
-            return rotated<kDataType, Kind::kBFloat16>(rotary, gRow, own, first_dim, row);
-        case Kind::kFloat64:
-            return rotated<kDataType, Kind::kFloat64>(rotary, gRow, own, first_dim, row);
-        default:
-            return rotated<kDataType, Kind::kFloat32>(rotary, gRow, own, first_dim, row);
-    }
+    if (rotary.kind == RotaryParams::Kind::kNone || first_dim >= 2 * rotary.half_dim) return own;
+    return rotated<kDataType>(rotary, gRow, own, first_dim, min(max(position, 0), rotary.num_positions - 1));
 }
 
 }  // namespace fastattn

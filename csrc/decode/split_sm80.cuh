@@ -62,10 +62,11 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// Facts of the CTA's tile that the loop of steps does not need: in shared memory, because registers are scarce.
+// Facts of the CTA's tile that the steps do not need: in shared memory, because registers are scarce.
 struct TileInHand {
     TileSplits splits;
     int64_t first_split;  // the first split of its sequence, on the line
+    int32_t batch, num_tokens;
     int32_t tile_idx, num_taken;
 };
 
@@ -180,6 +181,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
     using Decoding = CacheDecoding<kFormat, kDataType>;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
+    const TileInHand& in_hand = shared.tile;
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm80) >= Config::kMinCtasPerSm);
 
     const int lane = threadIdx.x % kWarpSize;
@@ -203,71 +205,84 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                                  stores_new ? tokens.total : rows.some.end};
         const int32_t begin_key = max(run.begin_key, wanted.begin), end_key = min(run.end_key, wanted.end);
 
+        if (threadIdx.x == 0) {
+            shared.tile = {sequence.splits, sequence.first_split, batch, tokens.total, run.tile_idx, run.count};
+        }
+
         // Producer: one warp of each group.
         KeyRing<Config>& ring = shared.rings[warps.group()];
-        int32_t first_key = begin_key / kBlockN * kBlockN + warps.group() * kWarpN;
+        int32_t next_key = begin_key / kBlockN * kBlockN + warps.group() * kWarpN;
         RingLoader<Config, kDataType> loader(params, ring, lane);
         if (warps.is_first()) {
-            loader.begin({batch, kv_head, begin_key, end_key, tokens.before, stores_new}, first_key);
-#pragma unroll 1
-            for (int stage = 0; stage < kStages; ++stage) {
-                loader.load_keys(stage, first_key + stage * kBlockN);
-                loader.load_values(stage, first_key + stage * kBlockN);
-            }
+            loader.begin({batch, kv_head, begin_key, end_key, tokens.before, stores_new}, next_key);
         }
-        stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
-            shared.sQ, shared.query_powers, params, tokens, batch, kv_head, first_row);
-        if (threadIdx.x == 0) shared.tile = {sequence.splits, sequence.first_split, run.tile_idx, run.count};
-        __syncthreads();  // waits until the queries, and what is known of the tile, are in shared memory
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys
         OutputScale output_scale;              // of an 8-bit cache: rO is divided by it
-        for (int stage = 0; first_key < end_key; first_key += kBlockN) {
-            float rS[1][Config::kTilesN][4];  // [16, kWarpN]: scores, then probabilities
-            const int32_t next_key = first_key + kStages * kBlockN;
-
-            ptx::cp_async_wait_group<2 * kStages - 1>();
-            warps.sync();  // waits until the copies of every lane have landed: all of K is there
-            const uint32_t present_now = ring.present[stage];
-            const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring.keys(stage)), ldmatrix_lane_b(lane));
-            if constexpr (k8Bit) {
-                gemm_qk_8bit<Decoding>(rS, sQ, sK);
-                multiply_columns(rS, ring.key_scales(stage), Decoding::kFactor, lane);
-            } else {
-                gemm_qk<kDataType>(rS, sQ, sK);
+        // Each step loads the one kStages later. The first kStages of them load alone: loads of their own would be as
+        // much code again, which comes from memory at each launch.
+#pragma unroll 1
+        for (int step = -kStages, stage = 0;; ++step, next_key += kBlockN) {
+            const int32_t first_key = next_key - kStages * kBlockN;
+            if (step == 0) {
+                __syncthreads();  // waits until what is known of the tile is in shared memory
+                stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
+                    shared.sQ, shared.query_powers, params, in_hand.num_tokens, in_hand.batch,
+                    in_hand.tile_idx / params.row_tiles, in_hand.tile_idx % params.row_tiles * kBlockM);
+                __syncthreads();  // waits until the queries are in shared memory
             }
-            warps.sync();  // waits until every lane has read K: it may be overwritten
+            if (step >= 0 && first_key >= end_key) break;
+            const bool computes = step >= 0;
+            float rS[1][Config::kTilesN][4];  // [16, kWarpN]: scores, then probabilities
+            uint32_t present_now;
+            if (computes) {
+                ptx::cp_async_wait_group<2 * kStages - 1>();
+                warps.sync();  // waits until the copies of every lane have landed: all of K is there
+                present_now = ring.present[stage];
+                const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring.keys(stage)),
+                                                   ldmatrix_lane_b(lane));
+                if constexpr (k8Bit) {
+                    gemm_qk_8bit<Decoding>(rS, sQ, sK);
+                    multiply_columns(rS, ring.key_scales(stage), Decoding::kFactor, lane);
+                } else {
+                    gemm_qk<kDataType>(rS, sQ, sK);
+                }
+                warps.sync();  // waits until every lane has read K: it may be overwritten
+            }
             if (warps.is_first()) loader.load_keys(stage, next_key);
 
-            float query_power[2] = {1.0f, 1.0f};
-            if constexpr (Decoding::kDataType != kDataType) {
-                for_own_rows<1>(lane, [&](int, int half, int row) {
-                    query_power[half] = shared.query_powers[warps.index() * kMmaM + row];
-                });
-            }
-            rows.to_scores(rS, query_power, present_now, first_key, lane);
-            const auto max = maxima_of_lane(rS);
-            if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
-            softmax.exponentiate(rS);
+            if (computes) {
+                float query_power[2] = {1.0f, 1.0f};
+                if constexpr (Decoding::kDataType != kDataType) {
+                    for_own_rows<1>(lane, [&](int, int half, int row) {
+                        query_power[half] = shared.query_powers[warps.index() * kMmaM + row];
+                    });
+                }
+                rows.to_scores(rS, query_power, present_now, first_key, lane);
+                const auto max = maxima_of_lane(rS);
+                if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
+                softmax.exponentiate(rS);
 
-            ptx::cp_async_wait_group<2 * kStages - 1>();
-            warps.sync();  // waits until the copies of every lane have landed: all of V is there
-            const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)), ldmatrix_lane(lane));
-            if constexpr (k8Bit) {
-                if (kFormat == CacheFormat::kFp8 && !rows.template see_all<kWarpN>(present_now, first_key)) {
-                    silence_unseen_fp8<kWarpN>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
+                ptx::cp_async_wait_group<2 * kStages - 1>();
+                warps.sync();  // waits until the copies of every lane have landed: all of V is there
+                const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)),
+                                                   ldmatrix_lane(lane));
+                if constexpr (k8Bit) {
+                    if (kFormat == CacheFormat::kFp8 && !rows.template see_all<kWarpN>(present_now, first_key)) {
+                        silence_unseen_fp8<kWarpN>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
+                    }
+                    output_scale.follow<kWarpN>(rO, ring.value_scales(stage), lane);
+                    output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
+                    gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
+                } else {
+                    if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
+                        silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
+                    }
+                    gemm_pv<kDataType>(rO, rS, sV);
                 }
-                output_scale.follow<kWarpN>(rO, ring.value_scales(stage), lane);
-                output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
-                gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
-            } else {
-                if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
-                    silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
-                }
-                gemm_pv<kDataType>(rO, rS, sV);
+                warps.sync();  // waits until every lane has read V: it may be overwritten
             }
-            warps.sync();  // waits until every lane has read V: it may be overwritten
             if (warps.is_first()) loader.load_values(stage, next_key);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
@@ -283,8 +298,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
-        const Rows tile_rows{params, batch, kv_head, first_row};
-        const TileInHand& in_hand = shared.tile;
+        const Rows tile_rows{params, in_hand.batch, in_hand.tile_idx / params.row_tiles,
+                             in_hand.tile_idx % params.row_tiles * kBlockM};
         const TilePartials partials = tile_partials(params.schedule, in_hand.splits, in_hand.first_split,
                                                     in_hand.tile_idx, work.splits_per_cta());
         const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));

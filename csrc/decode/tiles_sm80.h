@@ -9,25 +9,15 @@ namespace fastattn {
 // values is 16 KB, of which at least half is in flight at any time: with two CTAs, 64 KB an SM, which covers the
 // latency of device memory at its full rate.
 //
-// The instructions that are executed for 16 keys, by the emulator's count (contiguous cache, all rows see all keys):
-//
-//   dims              64    128    256
-//   16-bit
-//     executed       351    419    573
-//   8-bit
-//     executed       366    493    910   int8
-//     executed       490    723   1380   fp8 before sm_89, by bits
-//     executed       344    440    824   fp8 from sm_89 on, by an instruction
-//
-// Memory brings 16 keys of an 8-bit cache in half of the time. So with 8 bits a warp takes 32 keys at a time up to 128
-// dims, over which the instructions of a step are spread, and with 64 dims there are three CTAs, whose rings are 8 KB,
-// 48 KB of them in flight.
+// tests/decode/test_cuda_decode.py says how many instructions are executed for 16 keys. Memory brings 16 keys of an
+// 8-bit cache in half of the time. So with 8 bits a warp takes 32 keys at a time up to 128 dims, over which the
+// instructions of a step are spread, and with 64 dims there are three CTAs, whose rings are 8 KB, 48 KB of them in
+// flight.
 //
 // kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each
-// for 16 rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 561,
-// 676 and 898 instructions for 16 keys of 16 bits, of which two tiles of 16 rows would execute twice what is above, and
-// load twice. With 64 rows, by four warps a ring, nothing would be gained: each warp executes as much for a key, and an
-// SM holds no more warps.
+// for 16 rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 1.6
+// times the instructions of one warp; two tiles of 16 rows would execute twice as many, and load twice. With 64 rows,
+// by four warps a ring, nothing would be gained: each warp executes as much for a key, and an SM holds no more warps.
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;
