@@ -54,7 +54,8 @@ struct CtaWorkTile {
     RowsOfCta rows;
     KeyTiles key_tiles;  // of this CTA's split
     TilePartials partials;
-    int32_t cta;  // as `partials` count them
+    int32_t cta;                              // as `partials` count them
+    int32_t first_nonfinite, last_nonfinite;  // keys that make_finite() took NaN or infinity from
 
     FASTATTN_DEVICE bool is_first_split() const { return partials.first == cta; }
 };
@@ -68,7 +69,7 @@ struct alignas(1024) ForwardStorageSm90 {
     uint16_t sV[Config::kStages][Config::ValueTile::kElements];
     RingBarriers<1> query;
     RingBarriers<Config::kStages> key, value;
-    GatherBarriers<Config::kStages> gathered_key, gathered_value;
+    StageBarriers<Config::kStages> gathered_key, gathered_value, finite_value;
     int32_t first_bits[Config::kStages];                    // of the tiles in the ring of keys: see ColumnBits
     int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
     LargestScores<4 * Config::kNumConsumers> largest_scores;
@@ -84,16 +85,17 @@ struct alignas(1024) ForwardStorageSm90 {
 // Named barriers; 0 is that of __syncthreads().
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
 
-// Called by one thread of the CTA. gathers: whether the gathering warps read the work tiles too.
+// Called by one thread of the CTA. gathers: whether the gathering warps read the work tiles; else one warp does.
 template <typename Config>
 FASTATTN_DEVICE void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 0));
+    shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));
     shared.query.init(kConsumerWarps);
     shared.key.init(kConsumerWarps * cluster_size);
-    shared.value.init(kConsumerWarps * cluster_size);
+    shared.value.init(kConsumerWarps * cluster_size + 1);  // and keep_values_finite()
     shared.gathered_key.init(kGatheringThreads);
     shared.gathered_value.init(kGatheringThreads);
+    shared.finite_value.init(1);
     ptx::fence_mbarrier_init();
 }
 FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {

@@ -14,7 +14,6 @@
 #include "device/ring.cuh"
 #include "device/store_rows.cuh"
 #include "device/tile_copy.cuh"
-#include "device/tma_nonfinite.cuh"
 #include "device/warpgroup_gemm.cuh"
 #include "scheduler/combine.cuh"
 
@@ -118,23 +117,40 @@ struct ForwardConsumerSm90 {
 
     FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // Separates NaN and infinity from the next tile of V, so that masked keys have no influence: see
-    // device/nonfinite.cuh. kTogether: each consumer looks at a third or half of the tile, and waits for the others;
-    // else at all of it.
-    template <bool kTogether, typename Sees>
-    FASTATTN_DEVICE void separate_nonfinite_values(float (&rO)[1][kTilesD][4], Sees&& sees) {
-        value_ring.wait_full();
-        uint16_t* sV = shared.sV[value_ring.stage];
-        constexpr int kThreads = kTogether ? Config::kConsumerThreads : kWarpgroupSize;
-        if (!ptx::bar_red_or(kTogether ? kAllConsumers : kOneConsumer + warpgroup, kThreads,
-                             tile_has_nonfinite<kDataType, ValueTile, kThreads>(sV, threadIdx.x % kThreads))) {
-            return;
+    // Waits until the next tile of V, which has landed, holds no NaN and infinity of keys that some rows do not see.
+    FASTATTN_DEVICE void wait_finite_value() const { value_ring.wait(shared.finite_value); }
+
+    // Adds what make_finite() took out of V to the rows that see it, from memory: sees(row, key) says which do. So an
+    // infinity stays infinite whatever its weight (device/nonfinite.cuh says why that is right); where P·V has added a
+    // value already, adding it again changes nothing.
+    template <typename Sees>
+    FASTATTN_DEVICE void add_nonfinite_values(const AttentionForwardParams& params, const CtaWorkTile& tile,
+                                              float (&rO)[1][kTilesD][4], Sees&& sees) const {
+        if (tile.last_nonfinite < 0) return;
+        const RowsOfCta& rows = tile.rows;
+        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // as in leave_in_fp32()
+        const int32_t own_row = rows.first_row + thread / kWarpSize * kMmaM + accumulator_row(own_lane);
+        const int32_t own_columns = params.value.head_dim - accumulator_column(own_lane);
+#pragma unroll 1
+        for (int32_t key = tile.first_nonfinite; key <= tile.last_nonfinite; ++key) {
+            const bool is_seen[2] = {sees(own_row, key), sees(own_row + 8, key)};
+            if (!is_seen[0] && !is_seen[1]) continue;
+            const uint16_t* gRow = rows.value_of(params, key);
+            if (gRow == nullptr) continue;
+            gRow += accumulator_column(own_lane);
+#pragma unroll
+            for (int d = 0; d < kTilesD; ++d) {
+                if (d * kMmaN >= own_columns) break;
+                const uint32_t pair = *reinterpret_cast<const uint32_t*>(gRow + d * kMmaN);
+                const uint32_t nonfinite = pair & nonfinite_mask<kDataType>(pair);
+                if (nonfinite == 0) continue;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
+                    rO[0][d][e] += is_seen[e / 2] ? value : 0.0f;
+                }
+            }
         }
-        const auto meet_all = [] { ptx::bar_sync(kAllConsumers, Config::kConsumerThreads); };
-        separate_nonfinite<kDataType>(rO, sV, SharedTile<ValueTile, Config::kBlockN, Config::kConsumerThreads>{sV},
-                                      sees, lane, meet_all);
-        ptx::fence_proxy_async_shared();
-        meet_all();  // waits until wgmma can read V as it is now
     }
 
     using PartialRowsOfTile = PartialRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2,

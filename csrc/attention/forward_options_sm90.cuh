@@ -56,11 +56,12 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (warp == 0) find_steps(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the steps are in shared memory
-        produce(shared, all_params, rank, cluster_size, warp, lane, [&](const RowsOfCta& rows, int32_t first_key) {
-            prefetch_bias(options.bias, rows.batch, rows.head, rows.first_row,
-                          min(rows.num_rows() - rows.first_row, Config::kBlockM), first_key,
-                          min(rows.keys.length - first_key, kBlockN), lane);
-        });
+        produce<kDataType>(shared, all_params, rank, cluster_size, warp, lane,
+                           [&](const RowsOfCta& rows, int32_t first_key) {
+                               prefetch_bias(options.bias, rows.batch, rows.head, rows.first_row,
+                                             min(rows.num_rows() - rows.first_row, Config::kBlockM), first_key,
+                                             min(rows.keys.length - first_key, kBlockN), lane);
+                           });
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -127,13 +128,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (grows) rescale(rO, factor);
 #pragma unroll
                 for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
-                // Missing pages are zeros. With a bias all tiles come here: consumers do not wait for each
-                // other.
-                if (num_left > tiles.num_full || scores.has_bias()) {
-                    consumer.template separate_nonfinite_values</*kTogether=*/false>(rO, [&](int, int half, int n) {
-                        return scores.sees(own_row + accumulator_row(lane) + 8 * half, first_key + n);
-                    });
-                }
+                consumer.wait_finite_value();
                 if (num_left == 1) break;
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP);
@@ -149,6 +144,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         }
 
         // Epilogue.
+        consumer.add_nonfinite_values(params, tile, rO, [&](int32_t row, int32_t key) {
+            // Made anew: the loop has no registers for it.
+            const HeadScores late(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
+            return late.sees(row, key);
+        });
         if (params.max_logits != nullptr) {
             shared.largest_scores.leave(params.max_logits + rows.head, /*factor=*/1.0f);
         }

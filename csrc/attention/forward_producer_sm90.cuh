@@ -8,7 +8,10 @@
 #include "attention/forward_work_sm90.h"
 #include "attention/key_tiles.cuh"
 #include "device/mask.cuh"
+#include "device/nonfinite.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ring.cuh"
+#include "device/tma_nonfinite.cuh"
 #include "host/tensor_map.h"
 #include "scheduler/key_splits.h"
 
@@ -59,14 +62,15 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
         const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(schedule));
         tile.partials = {partials.count, first_of_rank + partials.first, 1};
         tile.cta = first_of_rank + static_cast<int32_t>(cluster);
+        tile.first_nonfinite = INT32_MAX, tile.last_nonfinite = -1;
         walk.advance(is_split, rows.cluster_has_rows(), tiles.num_tiles());
     }
     shared.next_tile[ring.stage] = idx;
     ring.arrive_full();
 }
 
-// Calls begin(tile) for each work tile, then take(rows, key_tile) for each of its tiles of keys, in the order of the
-// consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
+// Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its tiles of keys, in the order
+// of the consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
 template <bool kTells, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int rank, int lane, Begin&& begin, Take&& take) {
@@ -80,10 +84,10 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
         const int idx = shared.next_tile[ring.stage];
         if (idx == kNoMoreTiles) return;
         // Reads shared memory again each time: the producer has few registers.
-        const CtaWorkTile& tile = shared.work_tiles[idx];
+        CtaWorkTile& tile = shared.work_tiles[idx];
         begin(tile);
         for (int32_t num_left = tile.key_tiles.num_tiles(); num_left > 0; --num_left) {
-            take(tile.rows, tile.key_tiles.tile(num_left));
+            take(tile, tile.key_tiles.tile(num_left), num_left > tile.key_tiles.num_full);
         }
         __syncwarp();  // waits until every lane has read the work tile
         if (kTells) {
@@ -139,17 +143,18 @@ FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const Att
         [&](const CtaWorkTile& tile) {
             if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
         },
-        [&](const RowsOfCta& rows, int32_t key_tile) {
+        [&](const CtaWorkTile& tile, int32_t key_tile, bool) {
+            const RowsOfCta& rows = tile.rows;
             const int32_t first_key = key_tile * Config::kBlockN;
             const bool has_box = own_row < rows_of_cta;
             const TokenLocation location = has_box ? rows.location_of(params, first_key + first_row) : TokenLocation{};
-            const auto fill = [&](const auto& ring, auto& stages, auto tile, const TensorMap& map) {
-                const uint32_t landed = ring.acquire_by_warp(tile.kBytes, lane);
-                const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * tile.kRowBytes;
+            const auto fill = [&](const auto& ring, auto& stages, auto layout, const TensorMap& map) {
+                const uint32_t landed = ring.acquire_by_warp(layout.kBytes, lane);
+                const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * layout.kRowBytes;
                 if (has_box && cluster_size == 1) {
-                    tile.load(sRows, map, location.block, rows.kv_head, location.row, landed);
+                    layout.load(sRows, map, location.block, rows.kv_head, location.row, landed);
                 } else if (has_box) {
-                    tile.load_into_both(sRows, map, location.block, rows.kv_head, location.row, landed);
+                    layout.load_into_both(sRows, map, location.block, rows.kv_head, location.row, landed);
                 }
             };
             if (lane == 0) tell_tile(shared, key_ring, key_tile);
@@ -158,6 +163,44 @@ FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const Att
             key_ring.advance();
             ahead(rows, first_key);
         });
+}
+
+// Takes NaN and infinity out of a tile of V, whose first key is first_key. Seldom called, and short of registers.
+template <DataType kDataType, typename ValueTile>
+FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& tile, int lane) {
+    __syncwarp();  // waits until every lane has searched its part: they are divided anew
+    constexpr int kPairsPerBlock = ValueTile::kBlockBytes / 4, kPairsPerRow = ValueTile::kRowBytes / 4;
+#pragma unroll 1
+    for (int i = lane; i < ValueTile::kBytes / 4; i += kWarpSize) {  // blocks of columns, in each row after row
+        uint32_t& pair = reinterpret_cast<uint32_t*>(sV)[i];
+        const uint32_t nonfinite = nonfinite_mask<kDataType>(pair);
+        if (nonfinite == 0) continue;
+        pair &= ~nonfinite;
+        const int32_t key = first_key + i % kPairsPerBlock / kPairsPerRow;
+        if (key >= tile.rows.keys.length) continue;  // nobody sees what stands behind the last key
+        atomicMin(&tile.first_nonfinite, key);
+        atomicMax(&tile.last_nonfinite, key);
+    }
+    ptx::fence_proxy_async_shared();
+}
+
+// Called by one warp for every tile of V: takes NaN and infinity out of those that some rows do not see in full, because
+// P·V multiplies hidden values by P = 0, which does not silence them. Rows that see them get them at the end, from
+// memory (ForwardConsumerSm90::add_nonfinite_values()). The warp empties stages too: consumers do not wait for it at
+// every tile, so that otherwise the ring could go round without it.
+template <DataType kDataType, typename Config>
+FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, Ring<Config::kStages> value_ring,
+                                        CtaWorkTile& tile, int32_t key_tile, bool is_masked, int lane) {
+    using ValueTile = typename Config::ValueTile;
+    constexpr int kUnroll = 4;  // the producer has few registers
+    value_ring.wait_full();
+    uint16_t* sV = shared.sV[value_ring.stage];
+    if (is_masked && __any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
+        make_finite<kDataType, ValueTile>(sV, key_tile * Config::kBlockN, tile, lane);
+    }
+    __syncwarp();  // waits until every lane is done with the tile
+    if (lane == 0) value_ring.arrive(shared.finite_value);
+    value_ring.release(lane);
 }
 
 }  // namespace fastattn

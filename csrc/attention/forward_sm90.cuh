@@ -2,9 +2,9 @@
 // FlashAttention-3 (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a
-// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead; the other
-// warpgroups, to which it gives registers, consume. Each of these owns 64 rows from start to end. Keys may lie in
-// pages: see paged_tiles_sm90.cuh.
+// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead, another one takes
+// NaN and infinity out of masked tiles of V (keep_values_finite()); the other warpgroups, to which it gives registers,
+// consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see paged_tiles_sm90.cuh.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   work   2        says which tile of rows           after its output
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         if (warp == 0) find_steps(shared, all_params, lane);
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         __syncwarp();  // waits until the steps are in shared memory
-        produce(shared, all_params, rank, cluster_size, warp, lane, [](const RowsOfCta&, int32_t) {});
+        produce<kDataType>(shared, all_params, rank, cluster_size, warp, lane, [](const RowsOfCta&, int32_t) {});
         __syncwarp();
         wait_for_cluster(cluster_size);  // as below
         return;
@@ -150,13 +150,6 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
-        const auto separate_nonfinite_values = [&](int32_t num_left) {
-            if (ptx::opaque(num_left) <= num_unmasked) return;  // asked anew, else a register keeps mask()'s answer
-            consumer.template separate_nonfinite_values</*kTogether=*/true>(rO, [&](int, int half, int key) {
-                const int32_t row = own_row + accumulator_row(lane) + 8 * half;
-                return rows.keys_of(row).has(tiles.tile(num_left) * kBlockN + key);
-            });
-        };
         // One tile of keys: its scores are computed beside P·V of the tile before.
         const auto full_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4]) {
             consumer.start_qk(rS);
@@ -180,7 +173,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 to_probabilities(rNextP);
             }
             consumer.release_value();
-            separate_nonfinite_values(num_left);
+            consumer.wait_finite_value();
         };
 
         if (num_tiles > 0) {
@@ -197,7 +190,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             mask(num_left, first_bit);
             start_softmax();
             to_probabilities(rP[0]);
-            separate_nonfinite_values(num_left--);
+            consumer.wait_finite_value();
+            --num_left;
             // Masked tiles, and one more where the number of others is odd.
             if constexpr (Config::kMasksInPlace) {
                 for (; num_left > num_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
@@ -229,6 +223,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         }
 
         // Epilogue.
+        consumer.add_nonfinite_values(params, tile, rO,
+                                      [&](int32_t row, int32_t key) { return rows.keys_of(row).has(key); });
         if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + rows.head, fabsf(scale));
         if (consumer.leaves_in_fp32(params, tile)) {
             consumer.leave_in_fp32(params, tile, rO, softmax);

@@ -146,6 +146,13 @@ struct RowsOfCta {
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
     }
 
+    // A key's row of V, or null where its page is missing.
+    FASTATTN_DEVICE const uint16_t* value_of(const AttentionForwardParams& params, int32_t key) const {
+        const TokenLocation location = location_of(params, key);
+        if (params.paged.block_table != nullptr && location.row == params.paged.page_size) return nullptr;
+        return row_pointer(params.value, location.block, kv_head, location.row);
+    }
+
     FASTATTN_DEVICE int32_t num_rows() const { return queries.length << log2_packed; }
     FASTATTN_DEVICE int32_t row_of(int32_t packed_row) const { return packed_row >> log2_packed; }
     FASTATTN_DEVICE int32_t head_of(int32_t packed_row) const { return head + (packed_row & ((1 << log2_packed) - 1)); }

@@ -6,8 +6,8 @@
 // so small or so odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with
 // cp.async:
 //
-//   warps 1 to 3   wait for `empty` → look up, copy → arrive at `landed` when the copies have landed
-//   warp 0         wait for `landed` → fence between the proxies → arrive at `full`; and Q, by TMA
+//   warps 1 to 3   wait for `empty` → look up, copy → arrive at `gathered` when the copies have landed
+//   warp 0         wait for `gathered` → fence between the proxies → arrive at `full` → take out NaN; and Q, by TMA
 //
 // The copies run on while the threads that have started them go on to the next stage; so another thread waits for them.
 //
@@ -95,13 +95,13 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
     GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> gathered_rows{warp, lane};
     for_tiles_of_cta</*kTells=*/false>(
         shared, all_params, /*rank=*/0, lane, [](const CtaWorkTile&) {},
-        [&](const RowsOfCta& rows, int32_t key_tile) {
-            gathered_rows.find(rows.page_table(params), key_tile * Config::kBlockN);
-            const auto fill = [&](const auto& ring, auto& stages, auto tile, const HeadsView<const uint16_t>& pages,
+        [&](const CtaWorkTile& tile, int32_t key_tile, bool) {
+            gathered_rows.find(tile.rows.page_table(params), key_tile * Config::kBlockN);
+            const auto fill = [&](const auto& ring, auto& stages, auto layout, const HeadsView<const uint16_t>& pages,
                                   const PageStrides& strides, const auto& gathered) {
                 ring.wait_empty();
-                gathered_rows.copy(tile, shared_address(stages[ring.stage]), pages, strides, rows.kv_head);
-                ptx::cp_async_mbarrier_arrive_noinc(shared_address(&gathered.landed[ring.stage]));
+                gathered_rows.copy(layout, shared_address(stages[ring.stage]), pages, strides, tile.rows.kv_head);
+                ptx::cp_async_mbarrier_arrive_noinc(shared_address(&gathered.done[ring.stage]));
             };
             fill(key_ring, shared.sK, typename Config::KeyTile{}, params.key, params.paged.key, shared.gathered_key);
             fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, params.value,
@@ -110,8 +110,13 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
         });
 }
 
+// A bias may hide any key.
+FASTATTN_DEVICE bool has_bias(const AttentionForwardParamsSm90& all_params) {
+    return all_params.attention.scores.bias.kind != BiasView::Kind::kNone;
+}
+
 // Called by one warp, whose first lane copies Q and tells the consumers which tiles have landed.
-template <typename Config>
+template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int lane) {
     Ring<1> query_ring(shared.query);
@@ -121,25 +126,39 @@ FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const 
         [&](const CtaWorkTile& tile) {
             if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
         },
-        [&](const RowsOfCta&, int32_t key_tile) {
-            if (lane != 0) return;
-            tell_tile(shared, key_ring, key_tile);
-            key_ring.publish(shared.gathered_key);
-            key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
+        [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
+            if (lane == 0) {
+                tell_tile(shared, key_ring, key_tile);
+                key_ring.publish(shared.gathered_key);
+                key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
+            }
+            keep_values_finite<kDataType>(shared, key_ring.at_same_stage(shared.value), tile, key_tile,
+                                          is_masked || has_bias(all_params), lane);
             key_ring.advance();
         });
 }
 
-// Called by the producer's warps 0 to 3. ahead: see produce_boxes(); not called where rows are gathered.
-template <typename Config, typename Ahead>
+// Called by all warps of the producer. ahead: see produce_boxes(); not called where rows are gathered.
+template <DataType kDataType, typename Config, typename Ahead>
 FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params, int rank,
                              int cluster_size, int warp, int lane, Ahead&& ahead) {
     if (all_params.key_box_rows > 0) {
-        if (warp == 0) produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
+        if (warp == 0) {
+            produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
+        } else if (warp == 1) {
+            Ring<Config::kStages> value_ring(shared.value);
+            for_tiles_of_cta</*kTells=*/false>(
+                shared, all_params, rank, lane, [](const CtaWorkTile&) {},
+                [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
+                    keep_values_finite<kDataType>(shared, value_ring, tile, key_tile, is_masked || has_bias(all_params),
+                                                  lane);
+                    value_ring.advance();
+                });
+        }
     } else if (warp > 0) {
         gather_rows(shared, all_params, warp - 1, lane);
     } else {
-        publish_gathered(shared, all_params, lane);
+        publish_gathered<kDataType>(shared, all_params, lane);
     }
 }
 

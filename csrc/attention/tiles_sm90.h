@@ -5,21 +5,9 @@ namespace fastattn {
 
 // Registers of a consumer: O is kValueDim / 2 of them, S kBlockN / 2, and P, which is two tiles of keys at a time,
 // kBlockN / 2 more. Warpgroups exchange what the CTA starts with: 168 for each of 384 threads, 128 for each of 512.
+// tests/machine_code/test_hopper_kernels.py says how many instructions a step may have.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileSm90;
-
-// Counts are of the SASS for sm_90a (nvcc 13.0), per warp and two steps of 64 rows by kBlockN keys, along the path that
-// is taken as long as rows have a reference that is not outgrown; all but one column are of unmasked steps. The machine
-// code is held to them by tests/machine_code/test_hopper_kernels.py. In a simulation of the machine code the ports of
-// the register file bind, for every head dim.
-//
-// Forward: head dim  instructions  :masked  HGMMA  MUFU.EX2  registers  shared-KB
-//                64           542      790     20        96        128         96
-//                96           698     1042     28       128        168        120
-//               128           721     1086     32       128        168        160
-//          192, 128           565      864     34        80        128        172
-//               192           633      953     36        96        168        192
-//               256           617      928     42        80        168        224
 
 // Three consumers use one copy, and cover each other's waits: here a softmax takes as long as the products. Two of them
 // with 128 keys would load half as much again from the L2 cache.
@@ -46,8 +34,7 @@ struct ForwardTileSm90<96, 96> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// Alone, the CTAs of an H100 would need more keys and values than its L2 cache delivers. That is so from here on: CTAs
-// come in pairs, and each copies half of a tile for both.
+// From here on CTAs come in pairs, and each copies half of a tile for both: half as many bytes leave the L2 cache.
 template <>
 struct ForwardTileSm90<128, 128> {
     static constexpr int kNumConsumers = 2;
@@ -96,8 +83,7 @@ struct ForwardTileSm90<256, 256> {
 };
 
 // The kernel with every option. P is one tile of keys at a time there, and a bias kBlockN / 2 registers more. With
-// these tiles nothing is in local memory up to 128 dims; above, a few numbers are, most of them where NaN is taken out
-// of values. Fewer keys a step would cure that and starve the tensor cores.
+// these tiles next to nothing is in local memory.
 template <int kHeadDim, int kValueDim>
 struct ForwardOptionsTileSm90 : ForwardTileSm90<kHeadDim, kValueDim> {
     static constexpr int kBlockN = kHeadDim <= 96 ? 96 : 64;  // with 128 dims, 80 keys and more spill in the loop
@@ -117,8 +103,7 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
 };
 
 // The backward kernel, whether it has options or not: kBlockM query rows a step; a consumer owns kKeyBlocks times 64
-// keys, each block with 64 registers of dK and dV for every 64 dims. In a simulation of the machine code, shared memory
-// and the ports of the register file bind.
+// keys, each block with 64 registers of dK and dV for every 64 dims. Shared memory binds.
 //
 // ptxas serialises the products of 128 rows by 128 keys with 64 dims, as registers are short; of dP before dV, so that
 // dV runs beside dS; and, with 64 dims, of P beside dQ.
@@ -135,14 +120,7 @@ struct BackwardTileSm90 {
 
 // The same with more than 128 dims: 64 query rows by 64 keys a step. The chains of values and of keys have
 // kScoreRegisters: 128 for a gradient of 256 dims, 48 for scores. That of queries has 32 for 64 dims of dQ.
-//
-// Counts of a full step (nvcc 13.0, bf16) of the three chains:
-//   head dim  instructions  HGMMA  shared-KB
-//   192, 128           700     40        186
-//        192           722     44        210
-//        256           756     64        226
-// The L2 cache binds: with 64 keys a tile, a step loads Q and dO and adds dQ, which is 512 bytes for each dim. More
-// keys do not fit into the registers of an SM.
+// Shared memory binds (in a simulation of the machine code).
 inline constexpr int kMostNarrowDims = 128;
 template <int kHeadDim, int kValueDim>
 struct BackwardWideTileSm90 {

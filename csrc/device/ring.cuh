@@ -27,15 +27,15 @@ struct RingBarriers {
     }
 };
 
-// Stands beside a ring whose stages may be filled by cp.async: one mbarrier for each stage, at which the threads that
-// copy arrive.
+// Stands beside a ring: one more mbarrier for each stage, which completes in every round of the ring, when so many
+// threads have copied their rows with cp.async, or looked through the tile.
 template <int kStages>
-struct GatherBarriers {
-    uint64_t landed[kStages];
+struct StageBarriers {
+    uint64_t done[kStages];
 
     // Called by one thread before any other uses the barriers.
     FASTATTN_DEVICE void init(int num_threads) {
-        for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&landed[stage]), num_threads);
+        for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&done[stage]), num_threads);
     }
 };
 
@@ -91,14 +91,23 @@ struct Ring {
 
     // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage,
     // and tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
-    FASTATTN_DEVICE void publish(const GatherBarriers<kStages>& gathered) const {
-        ptx::mbarrier_wait_parity(shared_address(&gathered.landed[stage]), phase);
+    FASTATTN_DEVICE void publish(const StageBarriers<kStages>& gathered) const {
+        wait(gathered);
         ptx::fence_proxy_async_shared();
         arrive_full();
     }
 
     // Producer: where a stage's bytes are to arrive, for copies started without acquire().
     FASTATTN_DEVICE uint32_t full_barrier() const { return full(); }
+
+    // Waits until all threads have arrived at this stage of `beside`.
+    FASTATTN_DEVICE void wait(const StageBarriers<kStages>& beside) const {
+        ptx::mbarrier_wait_parity(shared_address(&beside.done[stage]), phase);
+    }
+
+    FASTATTN_DEVICE void arrive(const StageBarriers<kStages>& beside) const {
+        ptx::mbarrier_arrive(shared_address(&beside.done[stage]));
+    }
 
     // Consumer: waits until the tile has landed.
     FASTATTN_DEVICE void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }

@@ -10,11 +10,12 @@
 namespace fastattn {
 
 // Returns whether one of kThreads threads finds NaN or infinity among its elements: times 0 they are NaN, which stays.
-template <DataType kDataType, typename Tile, int kThreads>
+// kUnroll: how many chunks of 16 bytes it reads at once, if not all of its own.
+template <DataType kDataType, typename Tile, int kThreads, int kUnroll = Tile::kBytes / kChunkBytes>
 FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;
     uint32_t sums[4] = {};
-#pragma unroll
+#pragma unroll kUnroll
     for (int i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
         if (kChunks % kThreads != 0 && i * kThreads + thread >= kChunks) break;
         const uint4 pairs = reinterpret_cast<const uint4*>(sTile)[i * kThreads + thread];
@@ -28,18 +29,5 @@ FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     // Zeros, of either sign, unless something was not finite.
     return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fff) != 0;
 }
-
-// A tile as separate_nonfinite() takes it, divided among kThreads threads.
-template <typename Tile, int kRows, int kThreads>
-struct SharedTile {
-    using Layout = Tile;
-    static constexpr int kNumRows = kRows;
-    uint16_t* sTile;
-
-    template <typename Function>
-    FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
-        Tile::for_pairs_of(sTile, threadIdx.x, kThreads, function);
-    }
-};
 
 }  // namespace fastattn

@@ -247,6 +247,26 @@ def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, 
         assert bool(out[sees].isnan().all())
 
 
+@each_kind
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(spoiled: float, page_size: int) -> None:
+    """With a page that is missing beside its own; no other number changes by a bit."""
+    arguments = paged.make(Case(lengths=((200,), (300,)), page_size=page_size, dims=(64, 64)))
+    arguments["window"] = CAUSAL
+    if page_size < 100:
+        arguments["block_table"][0, 200 // page_size] = -1
+    clean, clean_lse = run(arguments, PLAIN)
+    page = int(arguments["block_table"][0, 170 // page_size])
+    arguments["value"][page, 0, 170 % page_size, 5] = spoiled
+    out, lse = run(arguments, PLAIN)
+    sees = torch.arange(200, device=DEVICE) + 100 >= 170
+    group = out.shape[1] // arguments["value"].shape[1]
+    spoilt = out[sees, :group, 5]
+    assert bool(spoilt.isnan().all() if spoiled != spoiled else (spoilt == spoiled).all())
+    out[sees, :group, 5] = clean[sees, :group, 5]
+    assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
+
+
 @pytest.mark.slow
 @each_kind
 def test_views_are_read_where_they_lie(page_size: int) -> None:

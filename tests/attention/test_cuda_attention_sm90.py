@@ -6,6 +6,7 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -174,7 +175,7 @@ def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: tor
 @only_emulated
 @pytest.mark.parametrize("spoiled", ["nan", "inf"])
 def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
-    """A consumer cleans the tile of values in place; later the other CTA's producer copies over it."""
+    """The producer cleans the tile of values in place; later the other CTA's producer copies over it."""
     case = Case(window=CAUSAL, shape=(1, 4, 2, 200, 900), head_dims=(128, 128))
     problem, row = make_problem(case), 70
     with device.emulated(90, num_sms=4), launches.recorded() as found:
@@ -184,6 +185,49 @@ def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
             out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert all(launched.report.waits.get("cluster barrier", 0) > 0 for launched in found)
     assert torch.equal(out[:, :, :row], clean[:, :, :row])
+
+
+CASES_WITH_HIDDEN_KEYS = [
+    Case(window=CAUSAL, shape=(2, 4, 2, 300, 300), head_dims=(64, 64)),
+    Case(window=(40, 9), shape=(1, 2, 1, 250, 400), head_dims=(128, 128)),  # masked tiles at both ends
+    Case(window=CAUSAL, shape=(2, 16, 16, 5, 300), head_dims=(64, 40), dtype=torch.bfloat16),  # packed heads
+    Case(window=CAUSAL, shape=(1, 4, 2, 0, 0), lengths=((70, 30), (150, 200)), head_dims=(128, 72)),
+    Case(window=CAUSAL, shape=(1, 2, 1, 40, 2400), head_dims=(64, 64)),  # several CTAs share the keys
+    Case(window=CAUSAL, shape=(1, 2, 1, 200, 250), head_dims=(192, 128)),
+    Case(window=CAUSAL, shape=(1, 2, 1, 150, 250), head_dims=(256, 256), sinks=True),
+    Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 200, 300), head_dims=(128, 128)),
+    Case(window=(100, 30), softcap=3.0, shape=(1, 2, 1, 150, 300), head_dims=(96, 96)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "spoiled"),
+    in_turn([(case,) for case in CASES_WITH_HIDDEN_KEYS], [float("nan"), float("inf"), -float("inf")], each=2),
+    ids=str,
+)
+def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(case: Case, spoiled: float) -> None:
+    """Each in a column of its own; no other number changes by a bit."""
+    problem = make_problem(case)
+    clean = problem.value
+    keys = clean.shape[0 if case.lengths else 2]
+    at = torch.randint(keys, (8,), generator=torch.Generator().manual_seed(4)).tolist()
+    at[:2] = keys - 1, keys - case.shape[3] // 2 - 1
+    marks = torch.zeros_like(clean)
+    for column, key in enumerate(at):
+        marks[(key, 1, column) if case.lengths else (-1, -1, key, column)] = 1000
+    results = []
+    with device.emulated(90, num_sms=12) if EMULATED else contextlib.nullcontext():
+        for value in (clean, marks, torch.where(marks > 0, spoiled, clean)):
+            problem.value = value
+            with checked():
+                out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+            results.append((out, lse))
+    (expected, expected_lse), (weights, _), (found, lse) = results
+    sees = weights > 0
+    assert sees.any() and torch.equal(lse, expected_lse)
+    expected = torch.where(sees, spoiled, expected)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(posinf=-1e4, neginf=1e4), expected.nan_to_num(posinf=-1e4, neginf=1e4))
 
 
 def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
@@ -314,6 +358,20 @@ def test_order_of_warps_and_copies_has_no_influence(head_dims: Dims, dtype: torc
     case = Case(shape=(1, 4, 2, 400, 500), head_dims=head_dims, dtype=dtype, window=CAUSAL)
     first, again = run(case, seed=100), run(case, seed=1)
     assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
+
+
+@only_emulated
+def test_values_that_are_made_finite_pass_a_fence() -> None:
+    case = Case(window=CAUSAL, shape=(1, 1, 1, 300, 300), head_dims=(64, 64))
+    problem = make_problem(case)
+    problem.value[:, :, 170] = torch.nan
+    arguments = forward_arguments(case, problem)
+    fence = "fence.proxy.async.shared::cta;"
+    with checked():
+        torch.ops.fastattn.attention_forward(*arguments)
+    with cuda_runtime.replaced(fence, ""), pytest.raises(EmulatorError) as caught, checked():
+        torch.ops.fastattn.attention_forward(*arguments)
+    assert caught.value.kind == "proxy"
 
 
 @only_emulated

@@ -7,9 +7,7 @@ have completed, rows have a reference that is not outgrown, and values are finit
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 Instance = tuple[int, int, str]  # head dim, that of values, dtype
 # By both head dims.
@@ -37,6 +34,7 @@ REGISTERS = {  # of consumers, producer
     (192, 192): (232, 40),
     (256, 256): (240, 24),
 }
+CONSUMERS = {(64, 64): 3, (192, 128): 3}  # 2 with other dims
 MASKED_STEPS = {(192, 128): 1}  # in one round of the loop of tiles with masks; 2 with other dims
 # The least part of a step's exponentials that run beside its P·V; 0.9 with other dims. With these, no registers are
 # left to keep ptxas from moving the wait up among them: see forward_sm90.cuh.
@@ -44,9 +42,12 @@ BESIDE_PRODUCTS = {(192, 128): 0.25}
 FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
 OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
 # Of the kernel with options: accesses to local memory in its loop, and bytes of the stack. Other dims have none. With
-# 96 dims, a step puts an address aside where it has to load a bias key by key.
-LOCAL_OF_OPTIONS = {(96, 96): (2, 8), (256, 256): (9, 32)}
-MAX_STACK_BYTES = 32  # of a thread, for what the producer has no registers for; never in a main loop
+# 96 dims, a step puts an address aside at two places where it has to load a bias key by key; with 256, numbers of
+# options that are seldom used together, and the producer has 24 registers.
+LOCAL_OF_OPTIONS = {(96, 96): (4, 8), (256, 256): (10, 40)}
+# Of a thread, for what the producer has no registers for, once a work tile; never in a main loop. With 256 dims it has
+# 24 registers.
+MAX_STACK_BYTES = {(256, 256): 48}
 
 each_forward = pytest.mark.parametrize("instance", FORWARD, ids=str)
 each_with_options = pytest.mark.parametrize("instance", OPTIONS, ids=str)
@@ -75,9 +76,9 @@ def options_kernels() -> dict[Instance, KernelFacts]:
 
 
 def masked_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
-    """The opcodes of the shortest way through a loop on which every mask is set (R2P) and every tile of values is
-    searched for what is not finite (BAR.RED): nothing that seldom happens is on it."""
-    return kernel.shortest_round(body, ("R2P", "BAR.RED"))
+    """The opcodes of the shortest way through a loop on which every mask is set (R2P): nothing that seldom happens is
+    on it."""
+    return kernel.shortest_round(body, ("R2P",))
 
 
 def loops(kernel: KernelFacts) -> tuple[frozenset[int], frozenset[int]]:
@@ -89,20 +90,6 @@ def loops(kernel: KernelFacts) -> tuple[frozenset[int], frozenset[int]]:
 def two_full_steps(kernel: KernelFacts) -> list[str]:
     """Where rows have a reference that is not outgrown, and barriers have completed."""
     return kernel.shortest_round(loops(kernel)[1])
-
-
-def stated_counts() -> dict[tuple[int, int], dict[str, int]]:
-    """Head dims → column → number, of the table in tiles_sm90.h."""
-    lines = iter((CSRC / "attention" / "tiles_sm90.h").read_text().splitlines())
-    heading = next(line for line in lines if line.startswith("// Forward: head dim "))
-    columns = re.findall(r"\S+", heading.partition(": head dim ")[2])
-    rows = itertools.takewhile(lambda line: re.match(r"//\s+\d", line), lines)
-    found = {}
-    for row in rows:
-        *dims, rest = re.fullmatch(r"//\s+(\d+)(?:, (\d+))?((?:\s+\d+)+)", row).groups()  # one dim where both are equal
-        numbers = map(int, rest.split())
-        found[int(dims[0]), int(dims[1] or dims[0])] = dict(zip(columns, numbers, strict=True))
-    return found
 
 
 def test_every_instance_is_there() -> None:
@@ -127,7 +114,7 @@ def test_options_hardly_use_local_memory(instance: Instance) -> None:
 @each_forward
 def test_warpgroups_exchange_registers_as_planned(instance: Instance) -> None:
     kernel = forward_kernels()[instance]
-    assert kernel.registers == stated_counts()[instance[:2]]["registers"]
+    assert kernel.registers == 65536 // (128 * (CONSUMERS.get(instance[:2], 2) + 1)) // 8 * 8  # of each thread at first
     found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
     assert sorted(int(match[1], 16) for match in found if match) == sorted(REGISTERS[instance[:2]])
 
@@ -136,7 +123,7 @@ def test_warpgroups_exchange_registers_as_planned(instance: Instance) -> None:
 def test_local_memory_is_no_part_of_the_loops(instance: Instance) -> None:
     kernel = forward_kernels()[instance]
     assert kernel.local_in_loops == 0
-    assert kernel.stack_bytes <= MAX_STACK_BYTES
+    assert kernel.stack_bytes <= MAX_STACK_BYTES.get(instance[:2], 32)
 
 
 @each_forward
@@ -164,19 +151,10 @@ def test_the_producer_copies_with_tma(instance: Instance) -> None:
 
 
 @each_forward
-def test_main_loop_is_what_the_tile_table_states(instance: Instance) -> None:
-    stated = stated_counts()[instance[:2]]
-    kernel = forward_kernels()[instance]
-    full = two_full_steps(kernel)
-    for kind in ("HGMMA", "MUFU.EX2"):
-        assert sum(opcode.startswith(kind) for opcode in full) == stated[kind], kind
-    assert len(full) == pytest.approx(stated["instructions"], rel=0.03)
-    masked = masked_path(kernel, loops(kernel)[0])
-    of_two = 2 // MASKED_STEPS.get(instance[:2], 2)
-    assert of_two * len(masked) == pytest.approx(stated[":masked"], rel=0.03)
-    assert not [
-        opcode for opcode in full if opcode.startswith(("FMNMX", "FSEL", "FMUL", "SHFL"))
-    ]  # no maxima, no masks
+def test_a_full_step_has_an_exponential_for_each_score_and_no_maxima_and_masks(instance: Instance) -> None:
+    full = two_full_steps(forward_kernels()[instance])
+    assert sum(opcode.startswith("MUFU.EX2") for opcode in full) == BLOCK_N[instance[:2]]  # 64 rows, 128 lanes
+    assert not [opcode for opcode in full if opcode.startswith(("FMNMX", "FSEL", "FMUL", "SHFL"))]
 
 
 @each_forward
@@ -202,7 +180,7 @@ def test_a_step_is_short(instance: Instance) -> None:
     head_dims = instance[:2]
     full = two_full_steps(forward_kernels()[instance])
     per_128_keys = len(full) / 2 * 128 / BLOCK_N[head_dims]
-    most = {(64, 64): 400, (96, 96): 420, (128, 128): 420, (192, 128): 475, (192, 192): 460, (256, 256): 540}
+    most = {(64, 64): 355, (96, 96): 342, (128, 128): 355, (192, 128): 448, (192, 192): 418, (256, 256): 487}
     assert per_128_keys <= most[head_dims]
 
 
@@ -214,6 +192,6 @@ def test_a_masked_step_is_short(instance: Instance) -> None:
     path, steps = masked_path(kernel, loops(kernel)[0]), MASKED_STEPS.get(head_dims, 2)
     columns = BLOCK_N[head_dims] // 2  # of a lane in its two rows
     assert path.count("FSEL") == steps * columns
-    assert sum(opcode.startswith("BAR.RED") for opcode in path) == steps
-    most = {(64, 64): 530, (96, 96): 530, (128, 128): 560, (192, 128): 700, (192, 192): 640, (256, 256): 745}
+    assert not [opcode for opcode in path if opcode.startswith("BAR")]  # consumers do not wait for each other
+    most = {(64, 64): 485, (96, 96): 467, (128, 128): 481, (192, 128): 648, (192, 192): 546, (256, 256): 624}
     assert len(path) / steps * 128 / BLOCK_N[head_dims] <= most[head_dims]
