@@ -158,6 +158,7 @@ def _spoiled_values(
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "max_pages", "num_pages",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
     ]
 )  # fmt: skip
 def attention_forward_kernel(

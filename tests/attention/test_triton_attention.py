@@ -15,6 +15,7 @@ from attention_cases import DEVICE, DTYPES, SEED, Case, check, laid_out, make_pr
 from fastattn import reference
 from fastattn.triton_kernels import attention_backward as backward_module
 from fastattn.triton_kernels import attention_forward as forward_module
+from triton_compilations import num_compiled
 from turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
@@ -206,6 +207,19 @@ def test_packed_bounds_larger_than_the_tensors(monkeypatch: Any) -> None:
         assert torch.equal(tensor, actual[name]), name
 
 
+def test_training_compiles_once(monkeypatch: Any) -> None:
+    """Lengths, batches and heads change from batch to batch, and none of them is worth another kernel."""
+    kernels = (
+        forward_module.attention_forward_kernel,
+        *(getattr(backward_module, f"attention_backward_{name}_kernel") for name in ("rows", "query", "key_value")),
+    )
+    counts = []
+    for shape in ((1, 1, 1, 16, 32), (2, 4, 2, 17, 33), (3, 2, 1, 48, 1), (1, 16, 16, 5, 64)):
+        run_kernels(case := Case(shape=shape, head_dims=(32, 32)), make_problem(case), monkeypatch)
+        counts.append([num_compiled(kernel) for kernel in kernels])
+    assert counts[-1] == counts[0] and min(counts[0]) >= 1, counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
 def test_layouts(layout: str, monkeypatch: Any) -> None:
@@ -236,6 +250,7 @@ def test_large_scores(magnitude: float, monkeypatch: Any) -> None:
     check(Case(magnitude=magnitude, window=CAUSAL), monkeypatch)
 
 
+@pytest.mark.slow
 def test_one_dominant_key(monkeypatch: Any) -> None:
     case = Case(window=CAUSAL, shape=(1, 2, 1, 40, 50))
     problem = make_problem(case)
@@ -251,6 +266,7 @@ def test_strongly_negative_scores(monkeypatch: Any) -> None:
     check(case, monkeypatch, problem)
 
 
+@pytest.mark.slow
 def test_constant_rows(monkeypatch: Any) -> None:
     case = Case()
     problem = make_problem(case)

@@ -13,6 +13,7 @@ from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import attention_decode, split_kernel
 from fastattn.triton_kernels.decode_append import append_kernel
 from fastattn.triton_kernels.decode_combine import combine_kernel
+from triton_compilations import num_compiled
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
@@ -49,10 +50,6 @@ def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int
         decode_cases.same_bits_alone(case, run_kernel)
     finally:
         tiles.decode_splits.cache_clear()
-
-
-def num_compiled(kernel: Any) -> int:
-    return sum(len(kernels) for kernels, *_ in kernel.device_caches.values())
 
 
 def test_a_server_compiles_once() -> None:
