@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files whose time says when a step was done last.
 BASE   := $(VENV)/.base-installed
+DEMO   := $(VENV)/.demo-installed
 TOOLS  := $(VENV)/.tools-installed
 BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
@@ -35,7 +36,11 @@ $(BASE): pyproject.toml
 	$(PIP) install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
 	$(PIP) list --format freeze | grep -E '^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z-]+)==' > $(VENV)/constraints.txt
-	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group demo --group emulator
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group emulator
+	@touch $@
+
+$(DEMO): $(BASE)
+	$(PIP) install --quiet -c $(VENV)/constraints.txt --group demo
 	@touch $@
 
 $(TOOLS): $(BASE)
@@ -67,8 +72,9 @@ EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
-test: $(TOOLS) $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
-	$(EMULATOR)
+# pip mostly waits for the network: it installs what the tests need while the kernels compile.
+test: $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
+	@$(MAKE) --no-print-directory $(TOOLS) & $(EMULATOR); wait $$!
 	$(PYTEST) --core $(PYTEST_ARGS)
 
 test-all: $(TOOLS) library ## every test; PYTEST_ARGS="--rest 1/4" runs a quarter of what the core leaves out
@@ -84,11 +90,11 @@ KERNEL_TESTS := tests/all_kernels/test_each_kernel.py tests/attention/test_three
 test-cuda: $(TOOLS) $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
 	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)
 	@export PYTORCH_NO_CUDA_MEMORY_CACHING=1; \
-	for device in 0 1; do $(CUDA_PYTEST) --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
+	for device in 0 1; do $(CUDA_PYTEST) --core --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
 	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
 	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 
-demo: $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
+demo: $(DEMO) $(BUILT) ## a sentence model and a small decoder, plain and with fastattn
 	$(BIN)/python examples/demo.py
 
 BENCHMARKS := attention_forward attention_backward decode int8_matmul

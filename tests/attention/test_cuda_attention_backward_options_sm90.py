@@ -6,6 +6,7 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import fastattn
 import test_cuda_attention_backward as backward
 from attention_cases import SEED, Case, make_problem
-from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 from test_cuda_attention_backward_sm90 import (
     BLOCK_N,
@@ -50,13 +51,19 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(OPTIONS)), ids=[str(case) for case in OPTIONS])
-def test_each_option(index: int) -> None:
-    """Head dims and dtypes take turns, as do sums of dQ in any order and in one order."""
-    dtype = (torch.float16, torch.bfloat16)[index % 2]
-    head_dim = NARROW[index % 3]
-    case = replace(OPTIONS[index], dtype=dtype, head_dims=(head_dim, head_dim))
-    check(case, deterministic=index % 4 >= 2, seed=index)
+# Head dims and dtypes take turns, as do sums of dQ in any order and in one order.
+@pytest.mark.parametrize(
+    ("case", "deterministic"),
+    [
+        (replace(case, dtype=dtype, head_dims=(dim, dim)), deterministic)
+        for case, dtype, dim, deterministic in zip(
+            OPTIONS, itertools.cycle(DTYPES), itertools.cycle(NARROW), itertools.cycle((False, False, True, True))
+        )
+    ],
+    ids=str,
+)
+def test_each_option(case: Case, deterministic: bool) -> None:
+    check(case, deterministic=deterministic, seed=sum(case.shape))
 
 
 @pytest.mark.slow

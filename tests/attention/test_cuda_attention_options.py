@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import Case, compare, forward_arguments, make_problem
-from cuda_kernels import EMULATED, FAMILY, MARKS, checked, each_dtype, only_emulated
+from cuda_kernels import DTYPES, EMULATED, FAMILY, MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
+from turns import in_turn
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import launches
@@ -119,9 +121,11 @@ def test_packed(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "head_dim", "dtype"),
+    in_turn(itertools.product(PLAIN_CASES, (32, 64, 96, 128, 192, 256)), DTYPES),
+    ids=str,
+)
 def test_the_kernel_without_options(case: Case, head_dim: int, dtype: torch.dtype) -> None:
     case = replace(case, head_dims=(head_dim, head_dim), dtype=dtype)
     if not EMULATED:

@@ -188,15 +188,15 @@ def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
 
 
 CASES_WITH_HIDDEN_KEYS = [
-    Case(window=CAUSAL, shape=(2, 4, 2, 300, 300), head_dims=(64, 64)),
-    Case(window=(40, 9), shape=(1, 2, 1, 250, 400), head_dims=(128, 128)),  # masked tiles at both ends
+    Case(window=CAUSAL, shape=(1, 2, 2, 300, 300), head_dims=(64, 64)),
+    Case(window=(40, 9), shape=(1, 2, 2, 150, 400), head_dims=(128, 128)),  # masked tiles at both ends
     Case(window=CAUSAL, shape=(2, 16, 16, 5, 300), head_dims=(64, 40), dtype=torch.bfloat16),  # packed heads
     Case(window=CAUSAL, shape=(1, 4, 2, 0, 0), lengths=((70, 30), (150, 200)), head_dims=(128, 72)),
     Case(window=CAUSAL, shape=(1, 2, 1, 40, 2400), head_dims=(64, 64)),  # several CTAs share the keys
-    Case(window=CAUSAL, shape=(1, 2, 1, 200, 250), head_dims=(192, 128)),
-    Case(window=CAUSAL, shape=(1, 2, 1, 150, 250), head_dims=(256, 256), sinks=True),
-    Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 200, 300), head_dims=(128, 128)),
-    Case(window=(100, 30), softcap=3.0, shape=(1, 2, 1, 150, 300), head_dims=(96, 96)),
+    Case(window=CAUSAL, shape=(1, 2, 2, 200, 250), head_dims=(192, 128)),
+    Case(window=CAUSAL, shape=(1, 2, 2, 150, 250), head_dims=(256, 256), sinks=True),
+    Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 2, 150, 300), head_dims=(128, 128)),
+    Case(window=(100, 30), softcap=3.0, shape=(1, 2, 2, 150, 300), head_dims=(96, 96)),
 ]
 
 
@@ -355,7 +355,7 @@ def test_heads_are_packed_where_that_takes_fewer_tiles(shape: tuple[int, int, in
 @each_head_dim
 @each_dtype
 def test_order_of_warps_and_copies_has_no_influence(head_dims: Dims, dtype: torch.dtype) -> None:
-    case = Case(shape=(1, 4, 2, 400, 500), head_dims=head_dims, dtype=dtype, window=CAUSAL)
+    case = Case(shape=(1, 2, 2, 300, 400), head_dims=head_dims, dtype=dtype, window=CAUSAL)
     first, again = run(case, seed=100), run(case, seed=1)
     assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
 

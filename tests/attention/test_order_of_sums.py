@@ -14,13 +14,14 @@ import test_cuda_attention_backward as backward
 from attention_cases import Case
 from cuda_kernels import MARKS, only_emulated
 from kernel_device import ON_EMULATOR
+from turns import in_turn
 
 if ON_EMULATOR:
     from emulator import EmulatorError, cuda_runtime, device
 
 pytestmark = [*MARKS, only_emulated]
 
-SEEDS = range(4)
+SEEDS = range(3)
 CAUSAL = (-1, 0)
 KERNELS = "attention_backward_key_value"  # all for dK and dV, which add dQ up
 # Each has more than one tile of keys.
@@ -42,17 +43,17 @@ def any_order_is_found(seed: int) -> Iterator[None]:
     assert error.kind == "race" and "the order of the sum is not fixed" in str(error), (seed, error)
 
 
-@each_kernel
 @pytest.mark.parametrize(
-    ("group", "window"), itertools.product((1, 2), ((-1, -1), CAUSAL)), ids=["", "causal", "gqa", "gqa-causal"]
+    ("arch", "head_dim", "shape"), in_turn(EACH, list(itertools.product((1, 2), ((-1, -1), CAUSAL))), each=2), ids=str
 )
 def test_deterministic_gradients_are_added_up_in_one_order(
-    arch: int, head_dim: int, group: int, window: tuple[int, int]
+    arch: int, head_dim: int, shape: tuple[int, tuple[int, int]]
 ) -> None:
     with device.emulated(arch):
-        backward.check(case_of(head_dim, group, window), deterministic=True, ordered_sums=True, seed=head_dim)
+        backward.check(case_of(head_dim, *shape), deterministic=True, ordered_sums=True, seed=head_dim)
 
 
+@pytest.mark.slow
 @each_kernel
 def test_other_gradients_are_added_up_in_any_order(arch: int, head_dim: int) -> None:
     with device.emulated(arch):
@@ -61,21 +62,21 @@ def test_other_gradients_are_added_up_in_any_order(arch: int, head_dim: int) -> 
                 backward.run(case_of(head_dim), ordered_sums=True, seed=seed)
 
 
-@each_kernel
+FAULTS = {
+    "no release": ("red.release.gpu.global.add.s32", "red.relaxed.gpu.global.add.s32"),
+    "no acquire": ("ld.acquire.gpu.global.s32", "ld.relaxed.gpu.global.s32"),
+    "no wait until it is written": ("cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
+    "no wait": ("cp.async.bulk.wait_group 0;", ""),
+}
+ON_HOPPER = [(arch, head_dim) for arch, head_dim in EACH if arch == 90]
+
+
 @pytest.mark.parametrize(
-    ("instruction", "instead"),
-    [
-        ("red.release.gpu.global.add.s32", "red.relaxed.gpu.global.add.s32"),
-        ("ld.acquire.gpu.global.s32", "ld.relaxed.gpu.global.s32"),
-        ("cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"),
-        ("cp.async.bulk.wait_group 0;", ""),
-    ],
-    ids=["no release", "no acquire", "no wait until it is written", "no wait"],
+    ("arch", "head_dim", "fault"),
+    [*in_turn(EACH, list(FAULTS)[:2]), *in_turn(ON_HOPPER, list(FAULTS)[2:])],
 )
-def test_an_order_that_a_fault_opens_is_found(arch: int, head_dim: int, instruction: str, instead: str) -> None:
-    if arch == 80 and "bulk" in instruction:
-        pytest.skip("sm_80 has no bulk copies")
-    with device.emulated(arch), cuda_runtime.replaced(instruction, instead, KERNELS):
+def test_an_order_that_a_fault_opens_is_found(arch: int, head_dim: int, fault: str) -> None:
+    with device.emulated(arch), cuda_runtime.replaced(*FAULTS[fault], KERNELS):
         for seed in SEEDS:
             with any_order_is_found(seed):
                 backward.run(case_of(head_dim), deterministic=True, seed=seed)

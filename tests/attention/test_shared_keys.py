@@ -80,7 +80,7 @@ def test_packed_sequences_of_unlike_lengths(lengths: tuple[tuple[int, ...], ...]
 
 
 def test_more_packed_sequences_than_lanes() -> None:
-    case = Case(lengths=((1,) * 70, (9,) * 50 + (3000,) + (1,) * 19), shape=(1, 1, 1, 0, 0), head_dims=(64, 64))
+    case = Case(lengths=((1,) * 70, (9,) * 50 + (1100,) + (1,) * 19), shape=(1, 1, 1, 0, 0), head_dims=(64, 64))
     check(case, num_sms=36)
 
 
@@ -192,7 +192,7 @@ def test_parts_of_any_number_on_sm_80(rows: int, num_sms: int) -> None:
 
 @only_emulated
 def test_tiles_stay_whole_on_sm_80() -> None:
-    check(Case(shape=(1, 8, 1, 300, 1500), head_dims=(64, 64)), num_sms=4, is_cut=False, architecture=80)
+    check(Case(shape=(1, 4, 1, 300, 1200), head_dims=(64, 64)), num_sms=2, is_cut=False, architecture=80)
 
 
 @each_architecture

@@ -36,18 +36,24 @@ BACKENDS = ("cuda", "triton", "torch")
 CAUSAL = (-1, 0)
 
 # Of a structure, Triton compiles one kernel of each kind: what it does not specialise on is drawn. Together they have
-# every option with every other that it can meet. Gradients of a bias that is broadcast are sums of thousands of terms
-# that cancel, of which a 16-bit composite is no measure: they stand in test_cuda_attention_backward.py.
+# every option with every other that it can meet, and the first three have every option. Gradients of a bias that is
+# broadcast are sums of thousands of terms that cancel, of which a 16-bit composite is no measure: they stand in
+# test_cuda_attention_backward.py.
 STRUCTURES = [
-    Case(window=CAUSAL, head_dims=(64, 64), dtype=torch.bfloat16, grad_lse=True),
-    Case(window=(40, 9), softcap=8.0, sinks=True, dropout=0.2, alibi="batch", grad_lse=True),
     Case(mask="float", window=CAUSAL, softcap=20.0, sinks=True, dropout=0.3, head_dims=(40, 24)),
+    Case(window=(40, 9), softcap=8.0, sinks=True, dropout=0.2, alibi="batch", grad_lse=True),
+    Case(lengths=((1,), (1,)), window=CAUSAL, alibi="head", head_dims=(128, 96), dtype=torch.bfloat16),
+    Case(window=CAUSAL, head_dims=(64, 64), dtype=torch.bfloat16, grad_lse=True),
     Case(mask="inf", window=(50, -1), dtype=torch.bfloat16, head_dims=(20, 33), grad_lse=True),
     Case(mask="bool", mask_shape=(1, 0, 1, 1), window=(-1, 30), dropout=0.1, sinks=True, softcap=5.0),
     Case(mask="bool", mask_shape=(0, 1, 0, 1), window=CAUSAL, first_row=0, head_dims=(32, 64)),
     Case(lengths=((1,), (1,)), window=(30, 3), softcap=4.0, sinks=True, dropout=0.4, grad_lse=True),
-    Case(lengths=((1,), (1,)), window=CAUSAL, alibi="head", head_dims=(128, 96), dtype=torch.bfloat16),
 ]
+each_structure = pytest.mark.parametrize(
+    "structure",
+    [*STRUCTURES[:3], *(pytest.param(structure, marks=pytest.mark.slow) for structure in STRUCTURES[3:])],
+    ids=[str(structure) for structure in STRUCTURES],
+)
 # Odd sizes beyond 1 are not specialised.
 ODD = st.integers(1, 60).map(lambda half: 2 * half + 1)
 HEADS = st.sampled_from([(2, 1), (3, 1), (3, 3), (4, 2)])  # query heads, size of a group
@@ -61,8 +67,9 @@ def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch)
 
 
+@each_structure
 @settings(
-    max_examples=MORE or 20,
+    max_examples=MORE or 3,
     derandomize=not MORE,
     database=None,
     deadline=None,
@@ -71,7 +78,6 @@ def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @given(
     data=st.data(),
-    structure=st.sampled_from(STRUCTURES),
     heads=HEADS,
     layout=st.sampled_from(["bhsd", "bshd"]),
     magnitude=st.sampled_from([1.0, 1.0, 10.0]),
@@ -103,7 +109,10 @@ def test_they_agree(
         compare(case, problem, found, names=found)
 
 
-@pytest.mark.parametrize("lengths", [None, ((30, 0, 75), (20, 9, 68))], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param(None, id="dense"), pytest.param(((30, 0, 75), (20, 9, 68)), id="packed", marks=pytest.mark.slow)],
+)
 def test_dropout_masks_are_equal_bit_for_bit(lengths: Any) -> None:
     """Uniform probabilities: one-hot values show the mask in the output, one row of ones in dO shows it in dV."""
     keys = 72

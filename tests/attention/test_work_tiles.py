@@ -25,7 +25,8 @@ SCHEDULERS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("arch", "head_dims", "num_rows", "block_n", "kernel"), SCHEDULERS)
 def test_no_cta_holds_two_tiles_while_another_has_none(
     arch: int, head_dims: tuple[int, int], num_rows: int, block_n: int, kernel: str, seed: int

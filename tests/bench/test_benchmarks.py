@@ -268,6 +268,7 @@ def test_the_schema_names_what_is_wrong(tmp_path: Path) -> None:
 # --- plots and the page ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_plot_is_drawn(tmp_path: Path) -> None:
     from matplotlib.image import imread
 

@@ -74,6 +74,7 @@ def broken(workplace: Workplace, deadline: float) -> Result:
     raise OSError("disk full")
 
 
+@pytest.mark.slow
 def test_each_stage_runs_whatever_became_of_the_others(workplace: Workplace, capsys: pytest.CaptureFixture) -> None:
     stages = [
         stage("bad", "import sys; print('what went wrong'); sys.exit(1)"),
@@ -147,6 +148,7 @@ def test_skipped(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_cost_the_test_that_had_them(workplace: Workplace, tmp_path: Path) -> None:
     (tmp_path / "test_dying.py").write_text(DYING_TESTS)
     (tmp_path / "test_no_import.py").write_text("import no_such_module")
@@ -248,6 +250,7 @@ def with_cases(workplace: Workplace, tmp_path: Path) -> Workplace:
     return workplace
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_sanitizer(with_cases: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"""
 if tool == "memcheck": print({MEMCHECK_LOG!r}); sys.exit(86)
@@ -324,6 +327,7 @@ def benchmark_document() -> dict[str, Any]:
     return {**document("attention_forward", rows), "complete": False}
 
 
+@pytest.mark.slow
 def test_what_is_brought_out(workplace: Workplace, tmp_path: Path) -> None:
     workplace.results.mkdir()
     workplace.logs.mkdir()
@@ -386,6 +390,7 @@ def test_what_is_missing_is_said_in_a_line(changes: dict[str, Any], words: str) 
     assert machine.missing({**FACTS, "packages": {"pytest": True}}, "pytest", "ninja") == "not installed: ninja"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
     command = ["make", "--silent", "gpu-check", f"OUT={tmp_path / 'out'}", f"PYTHON={sys.executable}"]

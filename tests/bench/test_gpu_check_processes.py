@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.evidence.processes import Command, descendants, run_together
 from benchmarks.evidence.stages import FAILED, PASSED, TIMED_OUT, status_of
 
@@ -60,6 +62,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_at_the_deadline_all_children_are_killed(tmp_path: Path) -> None:
     start = time.monotonic()
     outcome = run_together([command(tmp_path, HANGS)], start + 8)[0]
@@ -75,6 +78,7 @@ def test_children_do_not_outlive_a_command_that_ends(tmp_path: Path) -> None:
     assert have_ended(int((tmp_path / "log.log").read_text()))
 
 
+@pytest.mark.slow
 def test_a_command_that_is_asked_to_end_may_write_and_is_out_of_time(tmp_path: Path) -> None:
     code = """
 import signal, sys, time

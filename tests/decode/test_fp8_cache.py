@@ -153,7 +153,7 @@ def test_scales_of_any_magnitude(magnitude: float, backend: str) -> None:
 @each_decoding
 @pytest.mark.parametrize(
     ("dims", "dtype", "whose"),
-    in_turn(itertools.product([(64, 64), (128, 128), (256, 256), (16, 128), (192, 16)], DTYPES), FP8_SCALES, each=2),
+    in_turn(itertools.product([(64, 64), (128, 128), (256, 256), (16, 128), (192, 16)], DTYPES), FP8_SCALES),
     ids=str,
 )
 def test_each_instance(dims: tuple[int, int], dtype: torch.dtype, whose: str, backend: str) -> None:

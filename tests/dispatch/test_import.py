@@ -44,6 +44,7 @@ print(hasattr(fastattn, "nothing"), hasattr(fastattn.integrations, "nothing"))
     assert lines == ["", "merge_attention flash_attn_func", "True True", "False False"]
 
 
+@pytest.mark.slow
 def test_the_triton_kernels_import_triton_and_none_of_the_others() -> None:
     pytest.importorskip("triton")
     code = f"""
@@ -110,6 +111,7 @@ class TestAfterImport:
         assert type(imported.__spec__.loader).__name__ == "SourceFileLoader"
 
 
+@pytest.mark.slow
 def test_int8_weights_are_gathered_whoever_imports_first() -> None:
     """torch makes one of DTensor's operators in Python, when it is imported: that may be after fastattn."""
     code = """

@@ -406,6 +406,7 @@ def a_rank_that_is_missing_is_an_error_that_names_the_call(rank: int, mesh: Devi
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_on_ranks(world_size: int) -> None:
     checks = (

@@ -375,6 +375,7 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     checks = (
         rows_come_back,
@@ -389,6 +390,7 @@ def test_on_two_ranks() -> None:
     ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)
 
 
+@pytest.mark.slow
 def test_on_four_ranks() -> None:
     checks = (
         rows_come_back,

@@ -158,6 +158,7 @@ def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     pytest.importorskip("transformers")
     checks = (

@@ -3,6 +3,7 @@ does."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -111,5 +112,6 @@ def two_stages_are_one_process(rank: int, mesh: DeviceMesh) -> None:
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_stages_are_one_process() -> None:
     ranks.run(__name__, two_stages_are_one_process.__name__, emulated=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ PLACES = {"dims": 0, "dtype": 0, "seed": 0}
 
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> None:
-    facts = [facts_of(case, PLACES, [], pairwise) for case in CASES]
+    facts = [facts_of(case, PLACES, pairwise) for case in CASES]
     kept = covering(CASES, facts)
     assert {case["dims"] for case in kept} == {8, 64, 96} and {case["dtype"] for case in kept} == {"h", "b"}
     assert {case["seed"] for case in kept} == {0}
@@ -32,14 +33,28 @@ def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> Non
 
 
 def test_values_that_do_not_compare_are_told_apart_by_their_place() -> None:
-    facts = [facts_of({"case": object()}, {"case": place}, [], False) for place in range(4)]
+    facts = [facts_of({"case": object()}, {"case": place}, False) for place in range(4)]
     assert covering(range(4), facts) == [0, 1, 2, 3]
 
 
-def test_values_that_were_given_together_are_one() -> None:
-    cases = [{"m": 16, "dtype": "h"}, {"m": 16, "dtype": "b"}, {"m": 32, "dtype": "h"}, {"m": 32, "dtype": "b"}]
-    for rows, expected in (([], 2), ([("m", "dtype")], 4)):
-        assert len(covering(cases, [facts_of(case, {"m": 0, "dtype": 0}, rows, False) for case in cases])) == expected
+@dataclasses.dataclass(frozen=True)
+class Options:
+    dropout: float = 0.0
+    window: int = -1
+    seed: int = 0
+
+
+@pytest.mark.parametrize("make", [Options, dict], ids=["dataclass", "dict"])
+@pytest.mark.parametrize(("pairwise", "expected"), [(False, 2), (True, 4)])
+def test_entries_of_a_value_are_values_of_their_own(make: Callable[..., Any], pairwise: bool, expected: int) -> None:
+    """For instances, the whole is one value."""
+    cases = [{"case": make(dropout=dropout, window=window)} for dropout in (0.0, 0.5) for window in (-1, 8)]
+    facts = [facts_of(case, {"case": place}, pairwise) for place, case in enumerate(cases)]
+    assert len(covering(cases, facts)) == expected
+
+
+def test_a_seed_within_a_value_is_no_fact() -> None:
+    assert facts_of({"case": Options(seed=1)}, {"case": 0}, False) == facts_of({"case": Options()}, {"case": 1}, False)
 
 
 class Config:

@@ -199,20 +199,22 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("granularity", ["channel", 64])
+@pytest.mark.parametrize("num_sms, outputs, depth", [(1, 256, 128), (2, 384, 3328)], ids=["whole", "in ranges"])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_tile_whole_and_in_ranges(block: int, granularity: str | int, dtype: torch.dtype) -> None:
+def test_every_tile(
+    block: int, num_sms: int, outputs: int, depth: int, granularity: str | int, dtype: torch.dtype
+) -> None:
     """Two tiles for two resident CTAs, which are whole; three for four, in ranges that go on from one to the next."""
     m = block - 3
-    for num_sms, outputs, depth, ctas in ((1, 256, 128, 2), (2, 384, 3328, 4)):
-        weight, scale = quantised(outputs, depth, granularity, seed=m)
-        transposed = quantised(depth, outputs, "channel", seed=m)
-        x, bias = normal(m, depth, seed=1, dtype=dtype), normal(outputs, seed=2, dtype=dtype)
-        residual = normal(m, outputs, seed=3, dtype=dtype)
-        with running(num_sms, seed=block) as found:
-            int8_cases.check_forward(int8_matmul, x, weight, scale, bias, residual, "gelu")
-            int8_cases.check_grad_input(grads, x, *transposed)
-        assert blocks_of(found) == [block] * len(found)
-        assert [launched.grid[0] for launched in found] == [ctas] * len(found)
+    weight, scale = quantised(outputs, depth, granularity, seed=m)
+    transposed = quantised(depth, outputs, "channel", seed=m)
+    x, bias = normal(m, depth, seed=1, dtype=dtype), normal(outputs, seed=2, dtype=dtype)
+    residual = normal(m, outputs, seed=3, dtype=dtype)
+    with running(num_sms, seed=block) as found:
+        int8_cases.check_forward(int8_matmul, x, weight, scale, bias, residual, "gelu")
+        int8_cases.check_grad_input(grads, x, *transposed)
+    assert blocks_of(found) == [block] * len(found)
+    assert [launched.grid[0] for launched in found] == [2 * num_sms] * len(found)
 
 
 @only_emulated

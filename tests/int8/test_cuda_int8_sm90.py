@@ -106,7 +106,7 @@ def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_granularities_and_sums_of_any_length(granularity: str | int, dtype: torch.dtype) -> None:
     """From one step to many, more than a ring has stages."""
-    for block, steps in itertools.product((64, 128), (2, 4, 6, 10, 26)):
+    for block, steps in ((64, 2), (128, 4), (64, 6), (128, 10), (64, 26), (128, 26)):
         k = steps * STEP
         weight, scale = quantised(130, k, granularity, seed=steps)
         check(block, normal(70, k, seed=1, dtype=dtype), weight, scale, seed=steps)

@@ -276,6 +276,7 @@ def check_sharded_arguments(rank: int, mesh: DeviceMesh) -> None:
             torch.testing.assert_close(actual.full_tensor(), wanted)
 
 
+@pytest.mark.slow
 def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""
     checks = (check_ddp, check_fsdp, check_fsdp_policies, check_tensor_parallel, check_fused_gate_up)
@@ -283,6 +284,7 @@ def test_ranks_compute_what_one_does() -> None:
     ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)
 
 
+@pytest.mark.slow
 def test_four_ranks_compute_what_one_does() -> None:
     checks = (check_fsdp, check_tensor_parallel, check_fused_gate_up)
     ranks.run(__name__, *(check.__name__ for check in checks), world_size=4, emulated=False)

@@ -15,6 +15,7 @@ from fastattn.triton_kernels import int8_matmul as kernels
 from fastattn.triton_kernels import tiles
 from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE
+from turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
@@ -26,8 +27,7 @@ def grad_input(*arguments: Tensor) -> Tensor:
     return kernels.int8_matmul_grad_input(*arguments, bias_grad=False)[0]
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("m", [1, 17, 65, 130])
+@pytest.mark.parametrize(("granularity", "m"), in_turn([(each,) for each in GRANULARITIES], [1, 17, 65, 130], each=2))
 def test_forward_and_gradient(granularity: str | int, m: int) -> None:
     weight, scale = quantised(80, 256, granularity, seed=m)
     check_forward(normal(m, 256, seed=m + 1), weight, scale)

@@ -297,6 +297,7 @@ def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:
         overrides.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu" or not HAS_KERNELS, reason="two processes of the emulator, with kernels")
 def test_ranks_compute_what_one_does() -> None:
     """One pair of processes for all checks: starting them takes longer than what they do."""

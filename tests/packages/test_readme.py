@@ -19,6 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
+@pytest.mark.slow
 def test_the_snippets_run_in_order_as_a_new_user_would_run_them(tmp_path: Path) -> None:
     assert len(SNIPPETS) >= 6
     script = tmp_path / "readme.py"

@@ -1,11 +1,13 @@
 """Chooses the tests of ``make test``: few cases of each function, which together have every value of each parameter.
 
 Not a test module. A case is a set of *facts*: that a parameter has a value; for tests of instances (`PAIRWISE` words in
-the name), that two parameters have two values. What is kept has all facts of all cases.
+the name), that two parameters have two values. Where a value is a dataclass or a dict, each of its entries is a
+parameter. What is kept has all facts of all cases.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
@@ -29,23 +31,29 @@ def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]]) -> list[T
     return [cases[index] for index in sorted(chosen)]
 
 
-def facts_of(
-    parameters: dict[str, Any], indices: dict[str, int], rows: Iterable[tuple[str, ...]], is_pairwise: bool
-) -> frozenset[Hashable]:
+def facts_of(parameters: dict[str, Any], indices: dict[str, int], is_pairwise: bool) -> frozenset[Hashable]:
     """Returns what one case tests.
 
-    ``indices``: the place of each value in its list, for values that do not compare. ``rows``: names of parameters
-    whose values were given together, which are one value here. A seed is no fact: another one repeats the test.
+    ``indices``: the place of each value in its list, for values that do not compare. A seed is no fact: another one
+    repeats the test.
     """
-    single = {name: (name,) for name in parameters}
-    for names in rows:
-        single |= dict.fromkeys(names, names)
-    values = [
-        (names, tuple(_comparable(parameters[name], indices[name]) for name in names))
-        for names in sorted(set(single.values()))
-        if names != ("seed",)
-    ]
-    return frozenset(itertools.combinations(values, 2) if is_pairwise and len(values) > 1 else values)
+    facts = {
+        (name, *entry)
+        for name, value in parameters.items()
+        for entry in ([(_comparable(value, indices[name]),)] if is_pairwise else _entries(value, indices[name]))
+        if "seed" not in (name, entry[0])
+    }
+    return frozenset(itertools.combinations(sorted(facts, key=str), 2) if is_pairwise and len(facts) > 1 else facts)
+
+
+def _entries(value: Any, index: int) -> Iterable[tuple[Hashable, ...]]:
+    """Yields the names and values of what a dataclass or a dict holds; of other values, the value."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict) and value:
+        yield from ((str(name), _comparable(each, index)) for name, each in value.items())
+    else:
+        yield (_comparable(value, index),)
 
 
 def _comparable(value: Any, index: int) -> Hashable:
@@ -60,12 +68,6 @@ def _function(item: Any) -> tuple[str, str]:
     return item.parent.nodeid, getattr(item, "originalname", item.name)
 
 
-def _rows_of(item: Any) -> list[tuple[str, ...]]:
-    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    names = [tuple(each.replace(",", " ").split()) if isinstance(each, str) else tuple(each) for each in given]
-    return [row for row in names if set(row) <= set(item.callspec.params)]
-
-
 def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: none that is marked ``slow``, and few of each function."""
     functions: dict[tuple[str, str], list[Any]] = {}
@@ -78,7 +80,7 @@ def core_of(items: Iterable[Any]) -> list[Any]:
             chosen += cases
             continue
         is_pairwise = any(word in name for word in PAIRWISE)
-        facts = [facts_of(case.callspec.params, case.callspec.indices, _rows_of(case), is_pairwise) for case in cases]
+        facts = [facts_of(case.callspec.params, case.callspec.indices, is_pairwise) for case in cases]
         chosen += covering(cases, facts) if any(facts) else cases[:1]
     return chosen
 

@@ -245,7 +245,7 @@ class PagedKVCache:
 
 @dataclass(frozen=True, eq=False)
 class _NewTokens(StepCache):
-    """What steps and chunks have in common.
+    """Holds what steps and chunks have in common.
 
     The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are unchanged.
     Layers may attend in any order, and more than once: a layer then writes its tokens again. As soon as one of the
