@@ -21,7 +21,7 @@ ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --form
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install library test test-all test-cuda demo bench gpu-check hub-kernel docs lint clean clean-cache
+.PHONY: help install library emulated test test-all test-cuda demo bench gpu-check hub-kernel docs lint clean clean-cache
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -39,7 +39,7 @@ $(BASE): pyproject.toml
 	$(PIP) install --quiet -c $(VENV)/constraints.txt --group build --group emulator
 	@touch $@
 
-$(DEMO): $(BASE)
+$(DEMO): $(BASE) | $(BUILT)
 	$(PIP) install --quiet -c $(VENV)/constraints.txt --group demo
 	@touch $@
 
@@ -72,9 +72,12 @@ EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
+emulated: $(BUILT)
+	MAKEFLAGS= $(EMULATOR)
+
 # pip mostly waits for the network: it installs what the tests need while the kernels compile.
 test: $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_ARGS="tests/int8 -k swiglu" narrows it
-	@$(MAKE) --no-print-directory $(TOOLS) & $(EMULATOR); wait $$!
+	@$(MAKE) --silent --jobs 2 $(TOOLS) emulated
 	$(PYTEST) --core $(PYTEST_ARGS)
 
 test-all: $(TOOLS) library ## every test; PYTEST_ARGS="--rest 1/4" runs a quarter of what the core leaves out
@@ -90,7 +93,7 @@ KERNEL_TESTS := tests/all_kernels/test_each_kernel.py tests/attention/test_three
 test-cuda: $(TOOLS) $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
 	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)
 	@export PYTORCH_NO_CUDA_MEMORY_CACHING=1; \
-	for device in 0 1; do $(CUDA_PYTEST) --core --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
+	for device in 0 1; do $(CUDA_PYTEST) -m "not slow" --cuda-device $$device $(KERNEL_TESTS) & jobs="$${jobs:-} $$!"; done; \
 	for job in $$jobs; do wait $$job || failed=1; done; exit $${failed:-0}
 	$(CUDA_PYTEST) -n auto --dist loadgroup tests/cuda_torch tests/packages/test_private_names.py $(PYTEST_ARGS)
 

@@ -15,6 +15,8 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,14 +29,13 @@ from fastattn.triton_kernels.attention_backward_rows import attention_backward_r
 from fastattn.triton_kernels.attention_backward_slopes import attention_backward_slopes_kernel, slopes_splits
 from fastattn.triton_kernels.attention_launch import (
     Arguments,
+    Scores,
     attention_constexprs,
     broadcast_strides,
+    contiguous,
     is_crowded,
     launch,
     lse_strides,
-    packed_lengths,
-    score_arguments,
-    score_options,
     strides,
 )
 from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, ceil_div
@@ -79,14 +80,12 @@ def attention_backward(
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
     else:
         grads = [empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
-    grad_query, grad_key, grad_value = grads
-    of_options = _gradients(
-        (grad_query, grad_key, grad_value), False, grad_out, grad_lse, query, key, value, out, lse, bias, alibi_slopes,
-        sinks, dropout_seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, first_row, first_key,
-        first_head, softcap, dropout_p, bias_grad, slopes_grad,
+    scores = Scores(
+        query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
     )  # fmt: skip
-    return grad_query, grad_key, grad_value, *of_options
+    of_options = _gradients(grads, False, grad_out, grad_lse, out, lse, scores, bias_grad, slopes_grad)
+    return grads[0], grads[1], grads[2], *of_options
 
 
 def attention_backward_add(
@@ -119,74 +118,46 @@ def attention_backward_add(
 ) -> Tensor:
     """Launches the kernels of the op ``attention_backward_add``, which adds the gradients of query, key and value to
     the given fp32 ones. Returns grad_slopes, or ``[0]`` unless ``slopes_grad``."""
-    _, _, grad_slopes = _gradients(
-        (grad_query, grad_key, grad_value), True, grad_out, grad_lse, query, key, value, out, lse, None, alibi_slopes,
-        None, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
-        first_row, first_key, first_head, softcap, dropout_p, False, slopes_grad,
+    scores = Scores(
+        query, key, value, None, alibi_slopes, None, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
     )  # fmt: skip
+    grads = [grad_query, grad_key, grad_value]
+    _, _, grad_slopes = _gradients(grads, True, grad_out, grad_lse, out, lse, scores, False, slopes_grad)
     return grad_slopes
 
 
 def _gradients(
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: Sequence[Tensor],
     adds: bool,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    first_head: int,
-    softcap: float,
-    dropout_p: float,
+    scores: Scores,
     bias_grad: bool,
     slopes_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes the gradients of query, key and value into ``grads``, or adds them; returns those of bias, sinks and
     slopes."""
-    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
-    if cu_seqlens_q is not None:
-        batch = cu_seqlens_q.numel() - 1
-        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, None, max_seqlen_q, max_seqlen_k)
-    else:
-        batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
+    query, key, bias, sinks = scores.query, scores.key, scores.bias, scores.sinks
+    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], scores.value.shape[-1]
+    batch, (max_seqlen_q, max_seqlen_k) = scores.batch(), scores.longest()
     grad_query, grad_key, grad_value = grads
     additive = bias is not None and bias.is_floating_point()
     grad_bias = query.new_zeros(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
 
-    query, key, value, grad_out, out = (readable(t) for t in (query, key, value, grad_out, out))
-    lse = lse.contiguous()
+    grad_out, out, lse = readable(grad_out), readable(out), lse.contiguous()
     delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
-    options = score_options(
-        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, first_row, first_key,
-        softcap, dropout_p,
-    )  # fmt: skip
+    options = scores.options()
     grad_bias_b, grad_bias_h, grad_bias_m, grad_bias_n = broadcast_strides(grad_bias if grad_bias.dim() == 4 else None)
     arguments: Arguments = {
-        **score_arguments(
-            query, key, value, bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
-            first_row, first_key, first_head, softcap, dropout_p,
-        ),
+        **scores.arguments(),
         "ADDS": adds,
         "grad_out": grad_out,
         "output": out,
         "lse": lse,
-        "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
+        "grad_lse": contiguous(grad_lse),
         "GRAD_LSE": grad_lse is not None,
         "delta": delta,
         "row_shift": row_shift,
@@ -206,7 +177,7 @@ def _gradients(
         "stride_dbias_m": grad_bias_m,
         "stride_dbias_n": grad_bias_n,
         "num_batches": batch,
-    }  # fmt: skip
+    }
     arch = kernel_facts(query.device).arch
 
     def with_tile(kernel: BackwardKernel) -> Arguments:
@@ -247,7 +218,7 @@ def _gradients(
         grad = (sinks - head_last).exp() * -delta_last
         grad_sinks = torch.where(head_last == -torch.inf, 0.0, grad).sum((0, 1))
 
-    slopes = alibi_slopes if slopes_grad else None
+    slopes = scores.alibi_slopes if slopes_grad else None
     grad_slopes = query.new_zeros((0,) if slopes is None else slopes.shape, dtype=torch.float32)
     if slopes is not None and lse.numel() > 0:
         complete = with_tile("query")

@@ -23,7 +23,7 @@ from fastattn.triton_kernels.attention_common import (
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
     ]
 )  # fmt: skip
 def attention_backward_bias_kernel(

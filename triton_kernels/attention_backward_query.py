@@ -66,7 +66,7 @@ def _query_tile(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
     ]
 )  # fmt: skip
 def attention_backward_query_kernel(

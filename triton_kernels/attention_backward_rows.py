@@ -58,7 +58,7 @@ def _renormalise(
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "query_offset",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
     ]
 )  # fmt: skip
 def attention_backward_rows_kernel(

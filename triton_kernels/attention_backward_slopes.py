@@ -37,7 +37,7 @@ def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "num_splits",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
     ]
 )  # fmt: skip
 def attention_backward_slopes_kernel(

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
-from fastattn.layout import empty_like_heads, readable
+from fastattn.layout import empty_like_heads
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
@@ -41,13 +41,12 @@ from fastattn.triton_kernels.attention_common import (
     visible_keys,
 )
 from fastattn.triton_kernels.attention_launch import (
+    Scores,
     attention_constexprs,
+    contiguous,
     is_crowded,
     launch,
     lse_strides,
-    packed_lengths,
-    score_arguments,
-    score_options,
     strides,
 )
 from fastattn.triton_kernels.attention_pages import load_paged_rows, locate_keys, paged_length
@@ -158,7 +157,7 @@ def _spoiled_values(
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "max_pages", "num_pages",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads", "group_size",
+        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
     ]
 )  # fmt: skip
 def attention_forward_kernel(
@@ -331,33 +330,28 @@ def attention_forward(
     fp32 ``[Hq]``, or ``[0]`` where they are not wanted). Programs never share the keys of a row, so results are always
     ``batch_invariant``.
     """
+    scores = Scores(
+        query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
+        block_table,
+    )  # fmt: skip
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     out_dtype = torch.float32 if exact_out else query.dtype
     if cu_seqlens_q is not None:
-        batch = cu_seqlens_q.numel() - 1
-        max_seqlen_q, max_seqlen_k = packed_lengths(query, key, block_table, max_seqlen_q, max_seqlen_k)
         out = query.new_zeros(query.shape[0], num_heads, value_dim, dtype=out_dtype)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:
-        batch, max_seqlen_q, max_seqlen_k = query.shape[0], query.shape[2], key.shape[2]
         out = empty_like_heads(query, value_dim, out_dtype)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_logit = lse.new_full((num_heads if return_max_logit else 0,), -float("inf"))
     if lse.numel() == 0:
         return out, lse, max_logit
-    options = score_options(
-        bias, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, window_left, window_right, first_row, first_key,
-        softcap, dropout_p,
-    )  # fmt: skip
+    options = scores.options()
     crowded = is_crowded(options) or block_table is not None
     tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, crowded)
     arguments = {
-        **score_arguments(
-            readable(query), readable(key), readable(value), bias, alibi_slopes, sinks, dropout_seed,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right,
-            first_row, first_key, first_head, softcap, dropout_p,
-        ),
-        "block_table": None if block_table is None else block_table.contiguous(),
+        **scores.arguments(),
+        "block_table": contiguous(block_table),
         "max_pages": 0 if block_table is None else block_table.shape[1],
         "num_pages": 0 if block_table is None else key.shape[0],
         "NEGATE": scale < 0,
@@ -369,7 +363,7 @@ def attention_forward(
         **strides("o", out),
         **lse_strides(lse),
         **attention_constexprs(tile, head_dim, value_dim, **options),
-    }  # fmt: skip
-    num_programs = ceil_div(max_seqlen_q, tile.block_m) * batch * num_heads
+    }
+    num_programs = ceil_div(scores.longest()[0], tile.block_m) * scores.batch() * num_heads
     launch(attention_forward_kernel, num_programs, arguments)
     return out, lse, max_logit

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastattn.layout import readable
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.tiles import AttentionTile, padded_head_dim
 
@@ -49,14 +50,6 @@ def attention_constexprs(
     }
 
 
-def packed_lengths(
-    query: Tensor, key: Tensor, block_table: Tensor | None, max_seqlen_q: int, max_seqlen_k: int
-) -> tuple[int, int]:
-    """Returns a packed call's longest lengths, bounded by its tensors, so that no grid or window sum overflows."""
-    num_keys = key.shape[0] if block_table is None else block_table.shape[1] * key.shape[2]
-    return min(max_seqlen_q, query.shape[0]), min(max_seqlen_k, num_keys)
-
-
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
@@ -71,96 +64,114 @@ def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
         kernel[(num_programs,)](**arguments_of(kernel, arguments))
 
 
-def score_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    first_head: int,
-    softcap: float,
-    dropout_p: float,
-) -> Arguments:
-    """Returns the arguments that all attention kernels share: those that decide the scores and which of them count."""
-    packed = cu_seqlens_q is not None
-    offset = _query_offset(first_row, first_key)
-    left, right, _, _ = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
-    threshold, factor = dropout_arguments(dropout_p)
-    bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias,
-        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
-        "sinks": None if sinks is None else sinks.contiguous(),
-        "dropout_seed": dropout_seed,
-        "cu_seqlens_q": None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        "cu_seqlens_k": None if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
-        **strides("q", query),
-        **strides("k", key),
-        **strides("v", value),
-        "stride_bias_b": bias_b,
-        "stride_bias_h": bias_h,
-        "stride_bias_m": bias_m,
-        "stride_bias_n": bias_n,
-        "stride_slope_b": alibi_slopes.shape[1] if alibi_slopes is not None and alibi_slopes.shape[0] > 1 else 0,
-        "num_heads": query.shape[1],
-        "group_size": query.shape[1] // max(1, key.shape[1]),
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "total_q": query.shape[0] if packed else 0,
-        "total_k": key.shape[0] if packed else 0,
-        "scale": scale,
-        "window_left": left,
-        "window_right": right,
-        "softcap": softcap,
-        "dropout_threshold": threshold,
-        "dropout_factor": factor,
-        "query_offset": 0 if offset is None else offset,
-        "dropout_row": first_row or 0,
-        "dropout_key": first_key,
-        "dropout_head": first_head,
-    }
+class Scores(NamedTuple):
+    """Holds the arguments that attention's operators share: what decides the scores, and which of them count.
 
+    Shapes are those of `attention_forward`.
+    """
 
-def score_options(
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    softcap: float,
-    dropout_p: float,
-) -> Arguments:
-    """Returns the keyword arguments of `attention_constexprs` for a call."""
-    offset = _query_offset(first_row, first_key)
-    _, _, left, right = window_arguments(window_left, window_right, max_seqlen_q, max_seqlen_k, offset)
-    return {
-        "left": left,
-        "right": right,
-        "placed": first_row is not None,
-        "softcap": softcap > 0,
-        "alibi": alibi_slopes is not None,
-        "bias": bias_kind(bias),
-        "sinks": sinks is not None,
-        "dropout": dropout_p > 0,
-    }
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_seed: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    window_left: int
+    window_right: int
+    first_row: int | None
+    first_key: int
+    first_head: int
+    softcap: float
+    dropout_p: float
+    block_table: Tensor | None = None
+
+    def batch(self) -> int:
+        """Returns the number of sequences."""
+        return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
+
+    def longest(self) -> tuple[int, int]:
+        """Returns the most queries and keys of a sequence, bounded by the tensors, so that no grid or window sum
+        overflows."""
+        if self.cu_seqlens_q is None:
+            return self.query.shape[2], self.key.shape[2]
+        num_keys = self.key.shape[0] if self.block_table is None else self.block_table.shape[1] * self.key.shape[2]
+        return min(self.max_seqlen_q, self.query.shape[0]), min(self.max_seqlen_k, num_keys)
+
+    def options(self) -> Arguments:
+        """Returns the keyword arguments of `attention_constexprs`."""
+        _, _, left, right = self._window()
+        return {
+            "left": left,
+            "right": right,
+            "placed": self.first_row is not None,
+            "softcap": self.softcap > 0,
+            "alibi": self.alibi_slopes is not None,
+            "bias": bias_kind(self.bias),
+            "sinks": self.sinks is not None,
+            "dropout": self.dropout_p > 0,
+        }
+
+    def arguments(self) -> Arguments:
+        """Returns the arguments that all attention kernels share."""
+        query, key, value = readable(self.query), readable(self.key), readable(self.value)
+        bias, slopes, packed = self.bias, self.alibi_slopes, self.cu_seqlens_q is not None
+        max_seqlen_q, max_seqlen_k = self.longest()
+        left, right, _, _ = self._window()
+        threshold, factor = dropout_arguments(self.dropout_p)
+        bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "bias": bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias,
+            "alibi_slopes": contiguous(slopes),
+            "sinks": contiguous(self.sinks),
+            "dropout_seed": self.dropout_seed,
+            "cu_seqlens_q": contiguous(self.cu_seqlens_q),
+            "cu_seqlens_k": contiguous(self.cu_seqlens_k),
+            **strides("q", query),
+            **strides("k", key),
+            **strides("v", value),
+            "stride_bias_b": bias_b,
+            "stride_bias_h": bias_h,
+            "stride_bias_m": bias_m,
+            "stride_bias_n": bias_n,
+            "stride_slope_b": slopes.shape[1] if slopes is not None and slopes.shape[0] > 1 else 0,
+            "num_heads": query.shape[1],
+            "group_size": query.shape[1] // max(1, key.shape[1]),
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "total_q": query.shape[0] if packed else 0,
+            "total_k": key.shape[0] if packed else 0,
+            "scale": self.scale,
+            "window_left": left,
+            "window_right": right,
+            "softcap": self.softcap,
+            "dropout_threshold": threshold,
+            "dropout_factor": factor,
+            "query_offset": 0 if self.first_row is None else self.first_row - self.first_key,
+            "dropout_row": self.first_row or 0,
+            "dropout_key": self.first_key,
+            "dropout_head": self.first_head,
+        }
+
+    def _window(self) -> tuple[int, int, bool, bool]:
+        """Returns (left, right, LEFT, RIGHT). A side that reaches past every key is unbounded, so sums of positions fit
+        into 32 bits."""
+        max_seqlen_q, max_seqlen_k = self.longest()
+        # The most that a row stands behind the first key, and before the last.
+        behind = before = max_seqlen_q + max_seqlen_k
+        if self.first_row is not None:  # row i stands at key i + offset
+            offset = self.first_row - self.first_key
+            behind, before = max_seqlen_q - 1 + offset, max_seqlen_k - 1 - offset
+        left, right = 0 <= self.window_left < behind, 0 <= self.window_right < before
+        return self.window_left if left else 0, self.window_right if right else 0, left, right
 
 
 def is_crowded(options: Arguments) -> bool:
@@ -174,6 +185,11 @@ def bias_kind(bias: Tensor | None) -> int:
     if bias is None:
         return NO_BIAS.value
     return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Returns the tensor, or a contiguous copy; None for None."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:
@@ -199,23 +215,6 @@ def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
     if tensor is None:
         return 0, 0, 0, 0
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _query_offset(first_row: int | None, first_key: int) -> int | None:
-    """Returns the offset by which row i stands at key i + offset, or None if the last row stands at the last key."""
-    return None if first_row is None else first_row - first_key
-
-
-def window_arguments(
-    window_left: int, window_right: int, max_seqlen_q: int, max_seqlen_k: int, offset: int | None
-) -> tuple[int, int, bool, bool]:
-    """Returns (left, right, LEFT, RIGHT). A side that reaches past every key is unbounded, so sums of positions fit
-    into 32 bits."""
-    behind = before = max_seqlen_q + max_seqlen_k  # the most that a row stands behind the first key, before the last
-    if offset is not None:
-        behind, before = max_seqlen_q - 1 + offset, max_seqlen_k - 1 - offset
-    left, right = 0 <= window_left < behind, 0 <= window_right < before
-    return window_left if left else 0, window_right if right else 0, left, right
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:

@@ -91,10 +91,9 @@ def test_append_to_cache(int8: bool, backend: str) -> None:
     append_cases.check_caches(arguments, expected)
 
 
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_merge_attention_and_its_gradients(packed: bool, backend: str) -> None:
-    if backend == "cuda":
-        pytest.skip("Triton alone has it")
     merge_cases.check(merge_cases.problem((40, 2, 64) if packed else (1, 2, 40, 64)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -13,13 +14,15 @@ import append_cases
 import attention_cases
 import decode_cases
 import fastattn
-from cuda_kernels import DTYPES, EMULATED, MARKS, checked, only_emulated
+import instances
+from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, checked, only_emulated
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
     from emulator import device
 
 pytestmark = MARKS
 
+HOPPER_DIMS = sorted({row[:2] for row in instances.rows_of("attention/instances/forward_sm90.cu")})
 CACHES = ({}, {"int8": True}, {"fp8": "heads"})
 INSTANCES = list(itertools.product((64, 128, 256), DTYPES, range(len(CACHES))))
 each_instance = pytest.mark.parametrize(("dim", "dtype", "cache"), INSTANCES, ids=str)
@@ -47,10 +50,10 @@ def test_every_instance_of_append(dim: int, dtype: torch.dtype, cache: int) -> N
     append_cases.check_caches(arguments, expected)
 
 
-def check_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
+def check_attention(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
     """Forward and backward."""
     case = attention_cases.Case(
-        shape=(1, 2, 2, 20, 70), head_dims=(dim, dim), window=(-1, 0), softcap=softcap, dtype=dtype
+        shape=(1, 2, 2, 20, 70), head_dims=head_dims, window=(-1, 0), softcap=softcap, dtype=dtype
     )
     problem = attention_cases.make_problem(case)
     with checked():
@@ -62,7 +65,14 @@ def check_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
     ("dim", "softcap", "dtype"), itertools.product((32, 64, 96, 128, 192, 256), (0.0, 9.0), DTYPES), ids=str
 )
 def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
-    check_attention(dim, softcap, dtype)
+    check_attention((dim, dim), softcap, dtype)
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize(("head_dims", "softcap", "dtype"), itertools.product(HOPPER_DIMS, (0.0, 9.0), DTYPES), ids=str)
+def test_every_instance_of_attention_on_hopper(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
+    with device.emulated(90) if EMULATED else contextlib.nullcontext():
+        check_attention(head_dims, softcap, dtype)
 
 
 @only_emulated
@@ -71,4 +81,4 @@ def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtyp
 def test_every_instance_for_little_shared_memory(dim: int, dtype: torch.dtype) -> None:
     """There is no room for large tiles of keys."""
     with device.emulated(80, shared_memory_bytes=99 << 10):
-        check_attention(dim, 0.0, dtype)
+        check_attention((dim, dim), 0.0, dtype)

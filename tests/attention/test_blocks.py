@@ -46,6 +46,8 @@ pytestmark = [
 ARCHITECTURES = (80, 90) if EMULATED else (None,)
 KERNELS = [*((f"cuda {arch}" if arch else "cuda") for arch in ARCHITECTURES), "triton"]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+# Triton's operators take arguments that their callers have checked.
+each_checking_kernel = pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "triton"])
 CAUSAL = (-1, 0)
 
 PLACES = [
@@ -116,18 +118,19 @@ EXACT = [
     Case(head_dims=(128, 128), shape=(1, 4, 4, 700, 200)),
     Case(head_dims=(64, 64), lengths=((30, 0, 70), (90, 50, 40)), shape=(1, 4, 2, 0, 0)),
 ]
-ONE_PATH = EXACT[:2] + EXACT[-1:]
+ONE_PATH = EXACT[:2] + EXACT[-1:]  # the others differ in the paths of CUDA C++ kernels
 
 
 @pytest.mark.slow
-@each_kernel
-@pytest.mark.parametrize("case", EXACT, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [(kernel, case) for kernel in KERNELS for case in (ONE_PATH if kernel == "triton" else EXACT)],
+    ids=str,
+)
 def test_rounded_once_they_are_what_the_rounding_operators_give(
     kernel: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: what is written in float32, and added to zeros, is what is rounded otherwise."""
-    if kernel == "triton" and case not in ONE_PATH:
-        pytest.skip("what differs there are paths of the CUDA C++ kernels")
     problem = make_problem(case)
     generator = torch.Generator().manual_seed(case.shape[3])
     with launching(kernel, monkeypatch, num_sms=13) as ops:
@@ -178,10 +181,8 @@ def test_dropout_of_a_block_is_a_block_of_dropout() -> None:
     assert torch.equal(part, whole[:, 3:5, 17:37, 22:52])
 
 
-@each_kernel
+@each_checking_kernel
 def test_refused_places(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel == "triton":
-        pytest.skip("its operators take checked arguments")
     with launching(kernel, monkeypatch) as ops:
         for wrong, message in (
             ({"first_key": 2, "dropout": 0.1}, "first_key must be a multiple of 4 where there is dropout, got 2"),
@@ -193,7 +194,7 @@ def test_refused_places(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 ops.attention_forward(*forward_arguments(case, make_problem(case)))
 
 
-@each_kernel
+@each_checking_kernel
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -203,8 +204,6 @@ def test_refused_places(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_refused_sums(kernel: str, wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernel == "triton":
-        pytest.skip("its operators take checked arguments")
     case = Case(head_dims=(64, 64))
     problem = make_problem(case)
     with launching(kernel, monkeypatch) as ops:

@@ -36,8 +36,8 @@ BACKENDS = ("cuda", "triton", "torch")
 CAUSAL = (-1, 0)
 
 # Of a structure, Triton compiles one kernel of each kind: what it does not specialise on is drawn. Together they have
-# every option with every other that it can meet, and the first three have every option. Gradients of a bias that is
-# broadcast are sums of thousands of terms that cancel, of which a 16-bit composite is no measure: they stand in
+# every option with every other that it can meet, and the first three every option but a bool mask. Gradients of a bias
+# that is broadcast are sums of thousands of terms that cancel, of which a 16-bit composite is no measure: they stand in
 # test_cuda_attention_backward.py.
 STRUCTURES = [
     Case(mask="float", window=CAUSAL, softcap=20.0, sinks=True, dropout=0.3, head_dims=(40, 24)),
@@ -46,7 +46,6 @@ STRUCTURES = [
     Case(window=CAUSAL, head_dims=(64, 64), dtype=torch.bfloat16, grad_lse=True),
     Case(mask="inf", window=(50, -1), dtype=torch.bfloat16, head_dims=(20, 33), grad_lse=True),
     Case(mask="bool", mask_shape=(1, 0, 1, 1), window=(-1, 30), dropout=0.1, sinks=True, softcap=5.0),
-    Case(mask="bool", mask_shape=(0, 1, 0, 1), window=CAUSAL, first_row=0, head_dims=(32, 64)),
     Case(lengths=((1,), (1,)), window=(30, 3), softcap=4.0, sinks=True, dropout=0.4, grad_lse=True),
 ]
 each_structure = pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_structure
 @settings(
-    max_examples=MORE or 3,
+    max_examples=MORE or 4,  # of which the first is always the smallest
     derandomize=not MORE,
     database=None,
     deadline=None,

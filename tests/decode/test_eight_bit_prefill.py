@@ -165,10 +165,9 @@ def dequantize_arguments(case: Case) -> Dequantization:
 
 
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
-@pytest.mark.parametrize(
-    ("cache", "dtype", "backend"), itertools.product(FORMATS, DTYPES, BACKENDS), indirect=["backend"], ids=str
-)
-def test_each_token_is_rounded_once_and_nothing_else_is_written(
+@each_backend
+@pytest.mark.parametrize(("cache", "dtype"), itertools.product(FORMATS, DTYPES), ids=str)
+def test_each_instance_rounds_each_token_once_and_writes_nothing_else(
     case: Case, dtype: torch.dtype, cache: dict[str, Any], backend: str
 ) -> None:
     case = replace(case, **cache, dtype=dtype, lengths=(0, 31, 144, HUGE, -3), dims=(128, 40))

@@ -13,7 +13,7 @@ import torch
 
 import fastattn
 import proof
-from covering import covering, facts_of
+from covering import covering, facts_of, pairs_of
 from cuda_kernels import EMULATED, HAS_KERNELS
 from oracle import check_against_oracle
 
@@ -22,19 +22,25 @@ CASES = [{"dims": dims, "dtype": dtype, "seed": seed} for dims in (8, 64, 96) fo
 PLACES = {"dims": 0, "dtype": 0, "seed": 0}
 
 
-@pytest.mark.parametrize("pairwise", [False, True])
-def test_every_value_is_kept_and_for_instances_every_pair(pairwise: bool) -> None:
-    facts = [facts_of(case, PLACES, pairwise) for case in CASES]
-    kept = covering(CASES, facts)
-    assert {case["dims"] for case in kept} == {8, 64, 96} and {case["dtype"] for case in kept} == {"h", "b"}
-    assert {case["seed"] for case in kept} == {0}
-    pairs = {(case["dims"], case["dtype"]) for case in kept}
-    assert len(kept) == len(pairs) == (6 if pairwise else 3)
+def test_every_value_is_kept_and_for_instances_every_pair() -> None:
+    values = covering(CASES, [facts_of(case, PLACES) for case in CASES])
+    pairs = covering(CASES, [pairs_of(case, PLACES, []) for case in CASES])
+    for kept, expected in ((values, 3), (pairs, 6)):
+        assert {case["dims"] for case in kept} == {8, 64, 96} and {case["dtype"] for case in kept} == {"h", "b"}
+        assert {case["seed"] for case in kept} == {0}
+        assert len(kept) == len({(case["dims"], case["dtype"]) for case in kept}) == expected
 
 
 def test_values_that_do_not_compare_are_told_apart_by_their_place() -> None:
-    facts = [facts_of({"case": object()}, {"case": place}, False) for place in range(4)]
+    facts = [facts_of({"case": object()}, {"case": place}) for place in range(4)]
     assert covering(range(4), facts) == [0, 1, 2, 3]
+
+
+def test_values_of_instances_that_were_given_together_are_one() -> None:
+    cases = [{"m": m, "dtype": dtype} for m in (16, 32) for dtype in "hb"]
+    places = {"m": 0, "dtype": 0}
+    assert len(covering(cases, [facts_of(case, places) for case in cases])) == 2
+    assert len(covering(cases, [pairs_of(case, places, [("m", "dtype")]) for case in cases])) == 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +51,16 @@ class Options:
 
 
 @pytest.mark.parametrize("make", [Options, dict], ids=["dataclass", "dict"])
-@pytest.mark.parametrize(("pairwise", "expected"), [(False, 2), (True, 4)])
-def test_entries_of_a_value_are_values_of_their_own(make: Callable[..., Any], pairwise: bool, expected: int) -> None:
+def test_entries_of_a_value_are_values_of_their_own(make: Callable[..., Any]) -> None:
     """For instances, the whole is one value."""
     cases = [{"case": make(dropout=dropout, window=window)} for dropout in (0.0, 0.5) for window in (-1, 8)]
-    facts = [facts_of(case, {"case": place}, pairwise) for place, case in enumerate(cases)]
-    assert len(covering(cases, facts)) == expected
+    places = [{"case": place} for place in range(4)]
+    assert len(covering(cases, [facts_of(*each) for each in zip(cases, places, strict=True)])) == 2
+    assert len(covering(cases, [pairs_of(*each, []) for each in zip(cases, places, strict=True)])) == 4
 
 
 def test_a_seed_within_a_value_is_no_fact() -> None:
-    assert facts_of({"case": Options(seed=1)}, {"case": 0}, False) == facts_of({"case": Options()}, {"case": 1}, False)
+    assert facts_of({"case": Options(seed=1)}, {"case": 0}) == facts_of({"case": Options()}, {"case": 1})
 
 
 class Config:

@@ -56,7 +56,7 @@ def check(tokens: int, *arguments: Tensor, num_sms: int = 2, seed: int = SEED) -
 def test_every_tile(block: int) -> None:
     """A few tokens, one and more of a tile; columns and a sum that are one and more of a tile and of a step."""
     sizes = [(3, 128, 16), (block, 64, 256), (block + 1, 192, 272), (2 * block - 1, 320, 544)]
-    dtypes = (DTYPES[0], DTYPES[0], DTYPES[1], DTYPES[1])
+    dtypes = (DTYPES[0], DTYPES[1], DTYPES[1], DTYPES[0])
     for (m, n, k), granularity, dtype in zip(sizes, ("channel", 64, "tensor", 32), dtypes, strict=True):
         weight, scale = quantised(n, k, granularity, seed=m)
         check(block, normal(m, n, seed=1, dtype=dtype), weight, scale, seed=n)
@@ -104,7 +104,8 @@ def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9, 14, 26])
 def test_every_number_of_steps(steps: int) -> None:
     """More than a ring has stages too, and where the last step is not whole."""
-    for granularity, dtype in zip(("channel", "tensor", 32), (*DTYPES, DTYPES[steps % 2]), strict=True):
+    turns = itertools.cycle(DTYPES[:: 1 if steps % 2 else -1])
+    for granularity, dtype in zip(("channel", "tensor", 32), turns, strict=False):
         n = steps * STEP - 30
         weight, scale = quantised(n, 96, granularity, seed=steps)
         check(64, normal(9, n, seed=1, dtype=dtype), weight, scale, seed=steps)

@@ -93,7 +93,7 @@ def argument_types(
             types[name] = "*fp32:16"
         elif name in FLOATS:
             types[name] = "fp32"
-        elif name.startswith("stride") and head_dim % 16 == 0:
+        elif name.startswith("stride") and head_dim % 16 == 0 and name not in kernel.do_not_specialize:
             types[name] = "i32:16"
         else:
             types[name] = "i32"

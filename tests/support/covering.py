@@ -1,8 +1,8 @@
 """Chooses the tests of ``make test``: few cases of each function, which together have every value of each parameter.
 
-Not a test module. A case is a set of *facts*: that a parameter has a value; for tests of instances (`PAIRWISE` words in
-the name), that two parameters have two values. Where a value is a dataclass or a dict, each of its entries is a
-parameter. What is kept has all facts of all cases.
+Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
+counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
+have two values. What is kept has all facts of all cases.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
+PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -31,19 +33,36 @@ def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]]) -> list[T
     return [cases[index] for index in sorted(chosen)]
 
 
-def facts_of(parameters: dict[str, Any], indices: dict[str, int], is_pairwise: bool) -> frozenset[Hashable]:
-    """Returns what one case tests.
+def facts_of(parameters: dict[str, Any], indices: dict[str, int]) -> frozenset[Hashable]:
+    """Returns what one case tests: the values of its parameters, or of their entries.
 
     ``indices``: the place of each value in its list, for values that do not compare. A seed is no fact: another one
     repeats the test.
     """
-    facts = {
+    return frozenset(
         (name, *entry)
         for name, value in parameters.items()
-        for entry in ([(_comparable(value, indices[name]),)] if is_pairwise else _entries(value, indices[name]))
+        for entry in _entries(value, indices[name])
         if "seed" not in (name, entry[0])
-    }
-    return frozenset(itertools.combinations(sorted(facts, key=str), 2) if is_pairwise and len(facts) > 1 else facts)
+    )
+
+
+def pairs_of(
+    parameters: dict[str, Any], indices: dict[str, int], rows: Iterable[tuple[str, ...]]
+) -> frozenset[Hashable]:
+    """Returns what one case of a test of instances tests: each two of its values, or its only one.
+
+    ``rows``: names of parameters whose values were given together, which are one value here.
+    """
+    single = {name: (name,) for name in parameters}
+    for names in rows:
+        single |= dict.fromkeys(names, names)
+    values = [
+        (names, tuple(_comparable(parameters[name], indices[name]) for name in names))
+        for names in sorted(set(single.values()))
+        if names != ("seed",)
+    ]
+    return frozenset(itertools.combinations(values, 2) if len(values) > 1 else values)
 
 
 def _entries(value: Any, index: int) -> Iterable[tuple[Hashable, ...]]:
@@ -68,6 +87,12 @@ def _function(item: Any) -> tuple[str, str]:
     return item.parent.nodeid, getattr(item, "originalname", item.name)
 
 
+def _rows_of(item: Any) -> list[tuple[str, ...]]:
+    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [tuple(each.replace(",", " ").split()) if isinstance(each, str) else tuple(each) for each in given]
+    return [row for row in names if set(row) <= set(item.callspec.params)]
+
+
 def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: none that is marked ``slow``, and few of each function."""
     functions: dict[tuple[str, str], list[Any]] = {}
@@ -75,12 +100,17 @@ def core_of(items: Iterable[Any]) -> list[Any]:
         if item.get_closest_marker("slow") is None:
             functions.setdefault(_function(item), []).append(item)
     chosen: list[Any] = []
-    for (_, name), cases in functions.items():
+    for (module, name), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
-        is_pairwise = any(word in name for word in PAIRWISE)
-        facts = [facts_of(case.callspec.params, case.callspec.indices, is_pairwise) for case in cases]
+        specs = [case.callspec for case in cases]
+        if Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE):
+            facts = [
+                pairs_of(each.params, each.indices, _rows_of(case)) for each, case in zip(specs, cases, strict=True)
+            ]
+        else:
+            facts = [facts_of(each.params, each.indices) for each in specs]
         chosen += covering(cases, facts) if any(facts) else cases[:1]
     return chosen
 

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import importlib
 import multiprocessing
+import os
 import socket
 import warnings
 
@@ -29,11 +30,21 @@ def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.set_forkserver_preload(list(_PRELOADED))
-    arguments = (port, module, checks, world_size, emulated)
+    # The process that ranks are forks of has the environment of its start, which may have been for another test.
+    arguments = (port, module, checks, world_size, emulated, dict(os.environ))
     torch.multiprocessing.start_processes(_run, arguments, nprocs=world_size, start_method="forkserver")
 
 
-def _run(rank: int, port: int, module: str, checks: tuple[str, ...], world_size: int, emulated: bool) -> None:
+def _run(
+    rank: int,
+    port: int,
+    module: str,
+    checks: tuple[str, ...],
+    world_size: int,
+    emulated: bool,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     faulthandler.enable()  # where a rank dies of a signal, it says where it was
     with contextlib.ExitStack() as stack:
         if emulated:
