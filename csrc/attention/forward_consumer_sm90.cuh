@@ -135,8 +135,9 @@ struct ForwardConsumerSm90 {
         for (int32_t key = tile.first_nonfinite; key <= tile.last_nonfinite; ++key) {
             const bool is_seen[2] = {sees(own_row, key), sees(own_row + 8, key)};
             if (!is_seen[0] && !is_seen[1]) continue;
-            const uint16_t* gRow = rows.value_of(params, key);
-            if (gRow == nullptr) continue;
+            const TokenLocation location = rows.location_of(params, key);
+            if (!location.is_present()) continue;
+            const uint16_t* gRow = row_pointer(params.value, location.block, rows.kv_head, location.row);
             gRow += accumulator_column(own_lane);
 #pragma unroll
             for (int d = 0; d < kTilesD; ++d) {

@@ -147,7 +147,8 @@ FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const Att
             const RowsOfCta& rows = tile.rows;
             const int32_t first_key = key_tile * Config::kBlockN;
             const bool has_box = own_row < rows_of_cta;
-            const TokenLocation location = has_box ? rows.location_of(params, first_key + first_row) : TokenLocation{};
+            const TokenLocation location =
+                has_box ? rows.mapped_location(params, first_key + first_row) : TokenLocation{};
             const auto fill = [&](const auto& ring, auto& stages, auto layout, const TensorMap& map) {
                 const uint32_t landed = ring.acquire_by_warp(layout.kBytes, lane);
                 const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * layout.kRowBytes;
@@ -184,18 +185,20 @@ FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& t
     ptx::fence_proxy_async_shared();
 }
 
-// Called by one warp for every tile of V: takes NaN and infinity out of those that some rows do not see in full, because
-// P·V multiplies hidden values by P = 0, which does not silence them. Rows that see them get them at the end, from
-// memory (ForwardConsumerSm90::add_nonfinite_values()). The warp empties stages too: consumers do not wait for it at
-// every tile, so that otherwise the ring could go round without it.
+// Called by one warp for every tile of V. Takes NaN and infinity out of tiles that some rows do not see in full: P·V
+// multiplies hidden values by P = 0, which does not silence them. Rows that see these values get them at the end, from
+// memory (ForwardConsumerSm90::add_nonfinite_values()). Consumers do not wait for this warp at every tile, so it empties
+// stages as they do: the ring must not go round without it.
 template <DataType kDataType, typename Config>
-FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, Ring<Config::kStages> value_ring,
-                                        CtaWorkTile& tile, int32_t key_tile, bool is_masked, int lane) {
+FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
+                                        Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,
+                                        bool is_masked, int lane) {
     using ValueTile = typename Config::ValueTile;
     constexpr int kUnroll = 4;  // the producer has few registers
     value_ring.wait_full();
     uint16_t* sV = shared.sV[value_ring.stage];
-    if (is_masked && __any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
+    const bool may_hide = is_masked || bias.kind != BiasView::Kind::kNone;  // a mask, or -inf, may hide any key
+    if (may_hide && __any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
         make_finite<kDataType, ValueTile>(sV, key_tile * Config::kBlockN, tile, lane);
     }
     __syncwarp();  // waits until every lane is done with the tile

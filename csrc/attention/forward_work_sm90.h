@@ -139,18 +139,16 @@ struct RowsOfCta {
         return {params.paged, batch, params.key.batch, keys.length};
     }
 
-    // Where the maps of K and V have a key. One that is absent lies behind the last row, where TMA copies zeros.
+    // Where K and V have a key; absent if its page is missing.
     FASTATTN_DEVICE TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
         if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
-        const TokenLocation location = page_table(params).find(key);
-        return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
+        return page_table(params).find(key);
     }
 
-    // A key's row of V, or null where its page is missing.
-    FASTATTN_DEVICE const uint16_t* value_of(const AttentionForwardParams& params, int32_t key) const {
+    // Where the maps of K and V have a key: an absent one behind the last row, where TMA copies zeros.
+    FASTATTN_DEVICE TokenLocation mapped_location(const AttentionForwardParams& params, int32_t key) const {
         const TokenLocation location = location_of(params, key);
-        if (params.paged.block_table != nullptr && location.row == params.paged.page_size) return nullptr;
-        return row_pointer(params.value, location.block, kv_head, location.row);
+        return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
     }
 
     FASTATTN_DEVICE int32_t num_rows() const { return queries.length << log2_packed; }

@@ -110,11 +110,6 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
         });
 }
 
-// A bias may hide any key.
-FASTATTN_DEVICE bool has_bias(const AttentionForwardParamsSm90& all_params) {
-    return all_params.attention.scores.bias.kind != BiasView::Kind::kNone;
-}
-
 // Called by one warp, whose first lane copies Q and tells the consumers which tiles have landed.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
@@ -132,8 +127,8 @@ FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const 
                 key_ring.publish(shared.gathered_key);
                 key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
             }
-            keep_values_finite<kDataType>(shared, key_ring.at_same_stage(shared.value), tile, key_tile,
-                                          is_masked || has_bias(all_params), lane);
+            keep_values_finite<kDataType>(shared, all_params.attention.scores.bias,
+                                          key_ring.at_same_stage(shared.value), tile, key_tile, is_masked, lane);
             key_ring.advance();
         });
 }
@@ -150,8 +145,8 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
             for_tiles_of_cta</*kTells=*/false>(
                 shared, all_params, rank, lane, [](const CtaWorkTile&) {},
                 [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
-                    keep_values_finite<kDataType>(shared, value_ring, tile, key_tile, is_masked || has_bias(all_params),
-                                                  lane);
+                    keep_values_finite<kDataType>(shared, all_params.attention.scores.bias, value_ring, tile, key_tile,
+                                                  is_masked, lane);
                     value_ring.advance();
                 });
         }

@@ -4,6 +4,7 @@
 // Why this is right:
 // - Finding them. Each thread looks at the chunks that it has copied itself, after its own wait for these copies: no
 //   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that share it.
+//   In Hopper's forward kernel, a warp of the producer looks at the whole tile instead (keep_values_finite()).
 // - Rows that do not see a key get 0 * (a finite number) from it: nothing.
 // - Rows that see it. With weights P >= 0, the numbers of a column that are not finite decide whether its sum is NaN or
 //   infinite; the weights and the finite numbers beside them have no say. Adding each of them with the weight 1
