@@ -1,5 +1,5 @@
 // The kernels of this library, as the host finds and starts them. Every instance (a .cu file, compiled for one
-// combination of values in instances.json) adds a row to its kernel's table when the library is loaded.
+// combination of values in instances.json) adds rows to its kernel's table when the library is loaded.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct KernelSize {
     constexpr int32_t cost() const { return head_dim + value_dim; }  // as the products of attention grow with them
 };
 
-// For what one instance is compiled.
+// For what a kernel is compiled.
 struct KernelKey {
     int32_t architecture;  // that it is written for
     KernelSize size;
@@ -162,14 +162,22 @@ struct Registration {
     }
 };
 
-// Does the same for a source that is compiled once for both dtypes: the headers of a translation unit take seconds.
-// Calls add(std::integral_constant<DataType, …>) for each dtype.
+// The values of one name for which a source is compiled at once.
+template <auto... kValues>
+struct Values {};
+
+// Does the same for a source that is compiled at once for both dtypes, and for several values of one name: the headers
+// of a translation unit take seconds. Calls add(dtype) or add(dtype, value) for each, with std::integral_constants.
 struct Registrations {
     template <typename Add>
     explicit Registrations(Add&& add) {
         add(std::integral_constant<DataType, DataType::kFloat16>{});
         add(std::integral_constant<DataType, DataType::kBFloat16>{});
     }
+
+    template <auto... kValues, typename Add>
+    Registrations(Values<kValues...>, Add&& add)
+        : Registrations([&](auto dtype) { (add(dtype, std::integral_constant<decltype(kValues), kValues>{}), ...); }) {}
 };
 
 }  // namespace fastattn

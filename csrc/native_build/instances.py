@@ -6,32 +6,41 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from native_build.errors import BuildError
 from native_build.targets import TARGETS, Target
 
-# The values of this name, always these: the kernels of both are compiled at once.
-COMPILED_TOGETHER, BOTH_DTYPES = "DTYPE", ["kFloat16", "kBFloat16"]
+# A name that is no macro, and its values, always these: each source compiles the kernels of both.
+DTYPE, BOTH_DTYPES = "DTYPE", ["kFloat16", "kBFloat16"]
 
 
 @dataclass(frozen=True)
 class Instance:
-    """Describes one compilation of a kernel's source: what csrc/instances.json says of it, and one choice of values."""
+    """Describes one compilation of a source, of one kernel or several: what csrc/instances.json says of it."""
 
     source: str  # in csrc
     architecture: str
     code: tuple[str, ...]
     ptx: tuple[str, ...]  # from which that is made: of the architecture, and what the table embeds of later ones
-    values: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()  # of its macros; values that are compiled at once are one, "16,32"
     kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # all values of each kernel that it makes
 
     @property
     def name(self) -> str:
-        """Returns, for example, ``forward_options_sm80.HEAD_DIM_32.PAGED_false``."""
-        return ".".join([Path(self.source).stem, *(f"{name}_{value}" for name, value in self.values)])
+        """Returns, for example, ``split_sm80.HEAD_DIM_64.BLOCK_M_16-32.CACHE_kInt8``."""
+        return self._named(self.values).replace(",", "-")
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """Returns the names of its kernels, without their dtypes: ``split_sm80.HEAD_DIM_64.BLOCK_M_16.CACHE_kInt8``."""
+        named = (self._named([each for each in kernel if each[0] != DTYPE]) for kernel in self.kernels)
+        return list(dict.fromkeys(named))
+
+    def _named(self, values: Iterable[tuple[str, str]]) -> str:
+        return ".".join([Path(self.source).stem, *(f"{name}_{value}" for name, value in values)])
 
     @property
     def object_path(self) -> Path:
@@ -45,7 +54,8 @@ class Instance:
 
     @property
     def defines(self) -> list[str]:
-        return [f"-DFASTATTN_{name}={value}" for name, value in self.values]
+        """Returns nvcc's options. It ends a value at a comma, unless a backslash precedes it."""
+        return [f"-DFASTATTN_{name}={value}".replace(",", r"\,") for name, value in self.values]
 
     def gencodes(self, code: Sequence[str] | None = None) -> list[str]:
         """Returns nvcc's -gencode for ``code``, by default the instance's own.
@@ -60,12 +70,19 @@ class Instance:
 
 
 def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
-    """Returns (name, text in C++) for each value of a key of the instance table, or for each list of several names."""
+    """Returns (name, text in C++) for each value of a key of the instance table, or for each list of several names.
+
+    A list under one name is one value, with commas.
+    """
     each = names.split()
     lists = [value if isinstance(value, list) else [value] for value in values]
+    if not all(lists) or any(isinstance(one, list) for value in lists for one in value):
+        raise BuildError(f"instances.json: {names!r} has an empty list, or lists in a list.")
+    texts = [[str(each).lower() if isinstance(each, bool) else str(each) for each in value] for value in lists]
+    if len(each) == 1:
+        return [[(names, ",".join(text))] for text in texts]
     if wrong := [value for value in lists if len(value) != len(each)]:
         raise BuildError(f"instances.json: {names!r} has {len(each)} names, and {wrong[0]} as a value.")
-    texts = ([str(each).lower() if isinstance(each, bool) else str(each) for each in value] for value in lists)
     return [list(zip(each, text, strict=True)) for text in texts]
 
 
@@ -78,7 +95,7 @@ def all_instances(csrc: Path) -> list[Instance]:
         axes = {names: values for names, values in row.items() if names not in ("source", "architecture", "code")}
         if unknown := [names for names in axes if not re.fullmatch("[A-Z][A-Z0-9_]*( [A-Z][A-Z0-9_]*)*", names)]:
             raise BuildError(f"instances.json: {source} has an unknown key, {unknown[0]!r}.")
-        if row.get(COMPILED_TOGETHER, BOTH_DTYPES) != BOTH_DTYPES:
+        if row.get(DTYPE, BOTH_DTYPES) != BOTH_DTYPES:
             raise BuildError(f"instances.json: {source} must have DTYPE {BOTH_DTYPES}, or none.")
         if architecture not in table["architectures"]:
             raise BuildError(f"instances.json: {source} is for an unknown architecture, {architecture!r}.")
@@ -89,15 +106,17 @@ def all_instances(csrc: Path) -> list[Instance]:
             raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
         own = f"compute_{architecture}"
         ptx = (own, *(name for name in code if name.startswith("compute_") and name != own))
-        together: dict[tuple[tuple[str, str], ...], list[tuple[tuple[str, str], ...]]] = {}
+        if DTYPE in axes:
+            axes[DTYPE] = [BOTH_DTYPES]
         for choice in itertools.product(*(named_values(*axis) for axis in axes.items())):
-            kernel = tuple(itertools.chain(*choice))
-            together.setdefault(tuple(each for each in kernel if each[0] != COMPILED_TOGETHER), []).append(kernel)
-        for values, kernels in together.items():
-            instances.append(Instance(source, architecture, code, ptx, values, tuple(kernels)))
-    paths = Counter(instance.object_path for instance in instances)
-    if repeated := [path for path, count in paths.items() if count > 1]:
-        raise BuildError(f"instances.json: {repeated[0].with_suffix('')} is there twice.")
+            values = tuple(itertools.chain(*choice))
+            kernels = itertools.product(*([(name, each) for each in text.split(",")] for name, text in values))
+            macros = tuple(value for value in values if value[0] != DTYPE)
+            instances.append(Instance(source, architecture, code, ptx, macros, tuple(kernels)))
+    kernels_of_all = Counter((each.source, kernel) for each in instances for kernel in each.kernels)
+    if repeated := [kernel for kernel, count in kernels_of_all.items() if count > 1]:
+        source, kernel_values = repeated[0]
+        raise BuildError(f"instances.json: {source} with {dict(kernel_values)} is there twice.")
     sources = {instance.source for instance in instances}
     if left_out := {str(path.relative_to(csrc)) for path in csrc.glob("*/instances/*.cu")} - sources:
         raise BuildError(f"instances.json: there is no row for {sorted(left_out)[0]}.")

@@ -56,8 +56,8 @@ def write_if_changed(path: Path, text: str) -> None:
 class NativeBuild:
     """Decides what a native library becomes. ``toolkit`` is None in a build without CUDA kernels.
 
-    Every library takes its kernels and most other objects from the same ``output``, where each is compiled once: the
-    object of a kernel has PTX alone, with the lines of its source, and a second one has ``code`` of the instance in its
+    Every library takes its kernels and most other objects from the same ``output``, where each is compiled once: an
+    instance's object has PTX alone, with the lines of its source, and a second one has ``code`` of the instance in its
     place. ``variant`` is the folder in ``output`` of the library and of what it shares with no other.
 
     With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is a library for the tests' emulator,
@@ -103,9 +103,9 @@ class NativeBuild:
         }
 
     def ninja_file(self) -> str:
-        """Returns build.ninja: one edge per source file, one per kernel with machine code, one that links them.
+        """Returns build.ninja: one edge per source file, one per instance with machine code, one that links them.
 
-        Its outputs are relative to ``output``. It has an edge for every kernel, also of those that the library lacks:
+        Its outputs are relative to ``output``. It has an edge for every instance, also of those that the library lacks:
         ninja would at times forget which headers the others were made from.
         """
         include: list[str | Path] = ["-I", self.source]

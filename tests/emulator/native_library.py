@@ -28,7 +28,7 @@ _is_imported = False  # fastattn, with this library
 
 
 def kernels_named(patterns: Sequence[str]) -> list[Instance]:
-    """The kernels that one of the patterns names; all of them where there is no pattern.
+    """Returns the instances with a kernel that one of the patterns names; all of them where there is no pattern.
 
     A kernel's name is its source's and its values: ``forward_options_sm80.HEAD_DIM_32.PAGED_false``. A pattern is the
     beginning of a name up to a dot, or a whole one, and may hold ``*``. Raises ValueError where one names no kernel.
@@ -36,7 +36,7 @@ def kernels_named(patterns: Sequence[str]) -> list[Instance]:
     every = all_instances(ROOT / "csrc")
     found: dict[Instance, None] = {}
     for pattern in patterns or ["*"]:
-        named = [each for each in every if fnmatch.fnmatchcase(f"{each.name}.", f"{pattern}.*")]
+        named = [each for each in every if fnmatch.filter([f"{name}." for name in each.kernel_names], f"{pattern}.*")]
         if not named:
             raise ValueError(f"no kernel is named {pattern}; csrc/instances.json has the names and values")
         found.update(dict.fromkeys(named))

@@ -1,16 +1,17 @@
-// dK and dV on large tiles of keys; compiled with FASTATTN_HEAD_DIM.
+// dK and dV on large tiles of keys; compiled with FASTATTN_HEAD_DIM, a list.
 #include "attention/backward_key_value_large_sm80.cuh"
 
 namespace fastattn {
 
-static const Registrations registrations([](auto dtype) {
+static const Registrations registrations(Values<FASTATTN_HEAD_DIM>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
+    constexpr int32_t kHeadDim = value;
     attention_backward_key_value_kernels().add(
-        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/false,
-                  BackwardLargeTileSm80<FASTATTN_HEAD_DIM>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
-        kernel_name("attention_backward_key_value_large_sm80", {FASTATTN_HEAD_DIM, kDataType}),
-        tile_facts<BackwardLargeTileSm80<FASTATTN_HEAD_DIM>>(),
-        launch_attention_backward_key_value_large_sm80<FASTATTN_HEAD_DIM, kDataType>);
+        KernelKey{80, kHeadDim, kDataType, /*variant=*/false,
+                  BackwardLargeTileSm80<kHeadDim>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
+        kernel_name("attention_backward_key_value_large_sm80", {kHeadDim, kDataType}),
+        tile_facts<BackwardLargeTileSm80<kHeadDim>>(),
+        launch_attention_backward_key_value_large_sm80<kHeadDim, kDataType>);
 });
 
 }  // namespace fastattn

@@ -1,15 +1,15 @@
-// The append by slots; compiled with FASTATTN_HEAD_DIM and FASTATTN_CACHE, the cache's format.
+// The append by slots; compiled with FASTATTN_HEAD_DIM, a list, and FASTATTN_CACHE, the cache's format.
 #include "decode/append_sm80.cuh"
 
 namespace fastattn {
 
-static const Registrations registrations([](auto dtype) {
+static const Registrations registrations(Values<FASTATTN_HEAD_DIM>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
+    constexpr int32_t kHeadDim = value;
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
-    decode_append_kernels(kFormat).add(
-        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, std::nullopt},
-        kernel_name("decode_append_sm80", {FASTATTN_HEAD_DIM, kDataType, name_of(kFormat)}), TileFacts{},
-        launch_decode_append_sm80<FASTATTN_HEAD_DIM, kDataType, kFormat>);
+    decode_append_kernels(kFormat).add(KernelKey{80, kHeadDim, kDataType, std::nullopt},
+                                       kernel_name("decode_append_sm80", {kHeadDim, kDataType, name_of(kFormat)}),
+                                       TileFacts{}, launch_decode_append_sm80<kHeadDim, kDataType, kFormat>);
 });
 
 }  // namespace fastattn

@@ -1,13 +1,13 @@
-// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, the rows of a tile, and FASTATTN_CACHE, the
+// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, a list of rows of a tile, and FASTATTN_CACHE, the
 // cache's format.
 #include "decode/split_sm80.cuh"
 
 namespace fastattn {
 
-static const Registrations registrations([](auto dtype) {
+static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
+    constexpr int32_t kRows = value;
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
-    constexpr int kRows = FASTATTN_BLOCK_M;
     using Config = DecodeConfigSm80<kRows, FASTATTN_HEAD_DIM, kFormat>;
     decode_split_kernels(kFormat).add(
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/kRows > kFewRows,

@@ -1,14 +1,15 @@
-// The int8 matmul with int8 activations; compiled with FASTATTN_BLOCK_M.
+// The int8 matmul with int8 activations; compiled with FASTATTN_BLOCK_M, a list.
 #include "int8_matmul/gemm_s8_sm80.cuh"
 
 namespace fastattn {
 
-static const Registrations registrations([](auto dtype) {
+static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
-    int8_matmul_s8_kernels().add(KernelKey{80, FASTATTN_BLOCK_M, kDataType, /*variant=*/std::nullopt},
-                                 kernel_name("int8_matmul_s8_sm80", {FASTATTN_BLOCK_M, kDataType}),
-                                 int8_tile_facts<Int8MatmulS8TileSm80<FASTATTN_BLOCK_M>>(),
-                                 launch_int8_matmul_s8_sm80<FASTATTN_BLOCK_M, kDataType>);
+    constexpr int32_t kBlockM = value;
+    int8_matmul_s8_kernels().add(KernelKey{80, kBlockM, kDataType, /*variant=*/std::nullopt},
+                                 kernel_name("int8_matmul_s8_sm80", {kBlockM, kDataType}),
+                                 int8_tile_facts<Int8MatmulS8TileSm80<kBlockM>>(),
+                                 launch_int8_matmul_s8_sm80<kBlockM, kDataType>);
 });
 
 }  // namespace fastattn

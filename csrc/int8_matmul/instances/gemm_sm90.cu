@@ -1,15 +1,15 @@
-// The int8 matmul for Hopper; compiled with FASTATTN_BLOCK_M and FASTATTN_GROUPED.
+// The int8 matmul for Hopper; compiled with FASTATTN_BLOCK_M, a list, and FASTATTN_GROUPED.
 #include "int8_matmul/gemm_sm90.cuh"
 
 namespace fastattn {
 
-static const Registrations registrations([](auto dtype) {
+static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
-    int8_matmul_kernels().add(
-        KernelKey{90, FASTATTN_BLOCK_M, kDataType, /*variant=*/FASTATTN_GROUPED},
-        kernel_name("int8_matmul_sm90", {FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
-        cluster_tile_facts<Int8MatmulTileSm90<FASTATTN_BLOCK_M>>(),
-        launch_int8_matmul_sm90<FASTATTN_BLOCK_M, kDataType, FASTATTN_GROUPED>);
+    constexpr int32_t kBlockM = value;
+    int8_matmul_kernels().add(KernelKey{90, kBlockM, kDataType, /*variant=*/FASTATTN_GROUPED},
+                              kernel_name("int8_matmul_sm90", {kBlockM, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
+                              cluster_tile_facts<Int8MatmulTileSm90<kBlockM>>(),
+                              launch_int8_matmul_sm90<kBlockM, kDataType, FASTATTN_GROUPED>);
 });
 
 }  // namespace fastattn
