@@ -136,7 +136,8 @@ def matmul(case: Int8Case, gpu: Gpu) -> Geometry | None:
     outputs, depth = (case.k, case.n) if case.gradient else (case.n, case.k)
     output_side, depth_side = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
     has_groups, sizes = case.group is not None, (case.m, outputs, depth)
-    kernel = native.int8_matmul_kernel(op, gpu.arch, gpu.num_sms, case.torch_dtype, has_groups, False, *sizes)
+    product = native.Int8Product(op, case.torch_dtype, has_groups, False, *sizes)
+    kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
     if kernel is None or "_sm80" not in kernel:
         return None
     dealt = native.dealt_int8_matmul(op, gpu.arch, gpu.num_sms, has_groups, *sizes)

@@ -176,9 +176,9 @@ class CudaGpu:
 
     def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
         """Returns the seconds that the library predicts for the call, or None if it predicts none."""
-        asked = "int8_matmul", self.arch, self.num_sms, torch.bfloat16, False, False, *case
+        product = native.Int8Product("int8_matmul", torch.bfloat16, False, False, *case)
         with self._forced(kernel):
-            ways = native.int8_ways(*asked)
+            ways = native.int8_ways(product, self.arch, self.num_sms)
         microseconds = ways.get(native.DEQUANTISED if kernel is None else kernel.name)
         return None if microseconds is None else microseconds * 1e-6
 

@@ -23,7 +23,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -305,50 +305,37 @@ DEQUANTISED = "dequantise + cuBLAS"  # the way in which cuBLAS computes the prod
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
-def int8_matmul_kernel(
-    op: str,
-    arch: int,
-    num_sms: int,
-    dtype: torch.dtype,
-    has_groups: bool,
-    has_epilogue: bool,
-    tokens: int,
-    outputs: int,
-    depth: int,
-) -> str | None:
-    """Returns the name of the kernel that computes one of ``_INT8_OPS``, or ``DEQUANTISED``.
+class Int8Product(NamedTuple):
+    """Describes a product with int8 weights: ``[tokens, outputs]`` sums of ``depth`` products each."""
 
-    The result is ``[tokens, outputs]`` sums of ``depth`` products. ``int8_matmul_s8`` is the matmul with int8
-    activations. ``has_groups`` says that the weights have scales for groups along K. ``has_epilogue`` says that
-    something follows the product, or that the input gradient comes with that of a bias.
-    """
-    traits = _int8_traits(op, dtype, has_groups, has_epilogue)
-    sizes = tokens, outputs, depth
-    return _text(_LIBRARY.fastattn_int8_matmul_kernel(_INT8_OPS.index(op), arch, num_sms, *traits, *sizes))
+    op: str
+    """One of ``_INT8_OPS``; ``int8_matmul_s8`` is the matmul with int8 activations."""
+    dtype: torch.dtype
+    has_groups: bool
+    """The weights have scales for groups along K."""
+    has_epilogue: bool
+    """Something follows the product, or the input gradient comes with that of a bias."""
+    tokens: int
+    outputs: int
+    depth: int
 
-
-def _int8_traits(op: str, dtype: torch.dtype, has_groups: bool, has_epilogue: bool) -> tuple[bool, bool, bool, bool]:
-    """Returns the fields of Int8Traits of csrc/api/kernel_choice.h: whether it is bfloat16, has groups, is plain, and
-    sums over tokens."""
-    is_gradient = op == "int8_matmul_grad_input"
-    is_plain = is_gradient or (op == "int8_matmul" and not has_epilogue)
-    return dtype == torch.bfloat16, has_groups, is_plain, is_gradient and has_epilogue
+    def arguments(self, arch: int, num_sms: int) -> tuple[int, ...]:
+        """Returns what the library's queries take: after the GPU the fields of Int8Traits of
+        csrc/api/kernel_choice.h, then the sizes."""
+        is_gradient = self.op == "int8_matmul_grad_input"
+        is_plain = is_gradient or (self.op == "int8_matmul" and not self.has_epilogue)
+        traits = self.dtype == torch.bfloat16, self.has_groups, is_plain, is_gradient and self.has_epilogue
+        return _INT8_OPS.index(self.op), arch, num_sms, *traits, self.tokens, self.outputs, self.depth
 
 
-def int8_ways(
-    op: str,
-    arch: int,
-    num_sms: int,
-    dtype: torch.dtype,
-    has_groups: bool,
-    has_epilogue: bool,
-    tokens: int,
-    outputs: int,
-    depth: int,
-) -> dict[str, float]:
+def int8_matmul_kernel(product: Int8Product, arch: int, num_sms: int) -> str | None:
+    """Returns the name of the kernel that computes the product, or ``DEQUANTISED``."""
+    return _text(_LIBRARY.fastattn_int8_matmul_kernel(*product.arguments(arch, num_sms)))
+
+
+def int8_ways(product: Int8Product, arch: int, num_sms: int) -> dict[str, float]:
     """Returns the predicted microseconds of the ways of which `int8_matmul_kernel` chooses the fastest."""
-    traits = _int8_traits(op, dtype, has_groups, has_epilogue)
-    ways = _LIBRARY.fastattn_int8_ways(_INT8_OPS.index(op), arch, num_sms, *traits, tokens, outputs, depth)
+    ways = _LIBRARY.fastattn_int8_ways(*product.arguments(arch, num_sms))
     if ways.kernel is None:
         return {}
     found = {ways.kernel.decode(): ways.kernel_microseconds}

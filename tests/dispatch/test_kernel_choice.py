@@ -141,7 +141,8 @@ def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> 
         ops.int8_matmul_grad_input(torch.randn(tokens, 256).half(), weight.data, weight.scale, False)
         ops.int8_matmul(x, weight.data, weight.scale, None, None, "none", True)
     sums = (("int8_matmul", 256, 128), ("int8_matmul_grad_input", 128, 256), ("int8_matmul_s8", 256, 128))
-    named = [native.int8_matmul_kernel(op, arch, 2, torch.float16, False, False, tokens, *sizes) for op, *sizes in sums]
+    products = [native.Int8Product(op, torch.float16, False, False, tokens, *sizes) for op, *sizes in sums]
+    named = [native.int8_matmul_kernel(product, arch, num_sms=2) for product in products]
     multiplying = [name for name in launched_names(found) if not name.startswith("int8_quantize_tokens_sm80<")]
     assert multiplying == named  # before Hopper's kernel for int8 activations another makes these
     assert [call.kernel for call in calls] == named[:1]
@@ -216,7 +217,8 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.attention_forward_kernel(80, 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
         assert native.decode_kernel(75, 64 << 10, 64, dtype, "16-bit", rows=1) is None
-        assert native.int8_matmul_kernel("int8_matmul", 75, 40, dtype, False, False, 1, 64, 64) is None
+        product = native.Int8Product("int8_matmul", dtype, False, False, 1, 64, 64)
+        assert native.int8_matmul_kernel(product, arch=75, num_sms=40) is None
     assert native.dealt_int8_matmul("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
     assert native.dealt_decode(native.NativeDeviceFacts(75, 40, 0, 64 << 10), 64, "16-bit", 1, 1, 1, 64).ctas == 0
 

@@ -126,9 +126,9 @@ def test_few_tokens_are_not_dequantised(arch: int, num_sms: int) -> None:
     """However small the layer: it would move five bytes for one."""
     for tokens, outputs, depth in itertools.product((1, 4, 16), SMALL_AND_LARGE, SMALL_AND_LARGE):
         for op, has_groups in itertools.product(("int8_matmul", "int8_matmul_grad_input"), (False, True)):
-            sizes = tokens, outputs, depth
-            kernel = native.int8_matmul_kernel(op, arch, num_sms, torch.bfloat16, has_groups, False, *sizes)
-            assert kernel in native.KERNELS, (op, has_groups, *sizes, kernel)
+            product = native.Int8Product(op, torch.bfloat16, has_groups, False, tokens, outputs, depth)
+            kernel = native.int8_matmul_kernel(product, arch, num_sms)
+            assert kernel in native.KERNELS, (product, kernel)
 
 
 SMALL_AND_LARGE = (64, 128, 256, 768, 1024, 2048, 4096, 14336)
@@ -140,17 +140,15 @@ def test_a_matmul_of_each_block_is_counted() -> None:
         ("int8_matmul", 4, (2048, 16384, 8192)),
         ("int8_matmul_grad_input", 4, (512, 16384, 8192)),
     ):
-        tokens, outputs, depth = sizes
-        whole, part = (
-            native.int8_ways(op, 90, 132, torch.bfloat16, False, False, tokens, each, depth)[native.DEQUANTISED]
-            for each in (outputs, outputs // count)
-        )
+        product = native.Int8Product(op, torch.bfloat16, False, False, *sizes)
+        block = product._replace(outputs=product.outputs // count)
+        whole, part = (native.int8_ways(each, 90, 132)[native.DEQUANTISED] for each in (product, block))
         assert whole == pytest.approx(count * part)
 
 
 def test_the_bias_gradient_costs_a_kernel_beside_cublas() -> None:
-    op, sizes = "int8_matmul_grad_input", (4096, 4096, 4096)
-    alone, with_bias = (native.int8_ways(op, 90, 132, torch.bfloat16, True, bias, *sizes) for bias in (False, True))
+    product = native.Int8Product("int8_matmul_grad_input", torch.bfloat16, True, False, 4096, 4096, 4096)
+    alone, with_bias = (native.int8_ways(product._replace(has_epilogue=bias), 90, 132) for bias in (False, True))
     read = 2 * 4096 * 4096 / 4.8e12 * 1e6
     assert with_bias[native.DEQUANTISED] >= alone[native.DEQUANTISED] + read
     (kernel,) = alone.keys() - {native.DEQUANTISED}
@@ -163,7 +161,8 @@ def test_the_fastest_way_is_taken_and_told() -> None:
     weight = fastattn.quantize_int8(torch.randn(1024, 1024), granularity=64)
     few, many = torch.randn(8, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
     with device.emulated(90, num_sms=132), fastattn.use_backend("cuda"):
-        ways = native.int8_ways("int8_matmul", 90, 132, torch.bfloat16, True, False, 4096, 1024, 1024)
+        product = native.Int8Product("int8_matmul", torch.bfloat16, True, False, 4096, 1024, 1024)
+        ways = native.int8_ways(product, 90, 132)
         assert min(ways, key=lambda way: ways[way]) == native.DEQUANTISED and len(ways) == 2
         explained = fastattn.explain(fastattn.int8_linear, many, weight)
         assert explained.kernel == native.DEQUANTISED and "µs" not in str(explained)
@@ -216,7 +215,7 @@ def test_a_mapped_gradient_is_recorded_as_what_runs() -> None:
     with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), fastattn.record() as calls:
         torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(x, bias)
     expected = [
-        native.int8_matmul_kernel(op, 90, 4, torch.float16, False, has_bias, 120, 64, 64)
+        native.int8_matmul_kernel(native.Int8Product(op, torch.float16, False, has_bias, 120, 64, 64), 90, num_sms=4)
         for op, has_bias in (("int8_matmul", True), ("int8_matmul_grad_input", False))
     ]
     assert [call.kernel for call in calls] == expected

@@ -20,7 +20,8 @@ each_layer = pytest.mark.parametrize("outputs, depth", [(4096, 4096), (14336, 40
 
 
 def fastest(gpu: tuple[int, int], op: str, has_groups: bool, *sizes: int) -> float:
-    return min(native.int8_ways(op, *gpu, torch.bfloat16, has_groups, False, *sizes).values())
+    product = native.Int8Product(op, torch.bfloat16, has_groups, False, *sizes)
+    return min(native.int8_ways(product, *gpu).values())
 
 
 @each_layer

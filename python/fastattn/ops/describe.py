@@ -294,8 +294,8 @@ def _int8_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[str,
     has_epilogue = not features.isdisjoint(follows)
     if sizes.is_input_gradient:
         op, has_epilogue = "int8_matmul_grad_input", False
-    traits = request.dtype, "group scales" in features, has_epilogue
-    return _with_tile(native.int8_matmul_kernel(op, gpu.arch, gpu.num_sms, *traits, *shape), request)
+    product = native.Int8Product(op, request.dtype, "group scales" in features, has_epilogue, *shape)
+    return _with_tile(native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms), request)
 
 
 # What the CUDA C++ kernels for int8 activations go with.
@@ -324,12 +324,12 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
     if columns > native.INT8_SUM_DEPTH:
         return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {native.INT8_SUM_DEPTH}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
-        op, sizes = ("int8_matmul_s8", gpu.arch, gpu.num_sms), (tokens, rows, columns)
-        has_groups = "group scales" in request.features
-        kernel = native.int8_matmul_kernel(*op, request.dtype, has_groups, False, *sizes)
+        op, has_groups, sizes = "int8_matmul_s8", "group scales" in request.features, (tokens, rows, columns)
+        product = native.Int8Product(op, request.dtype, has_groups, False, *sizes)
+        kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
         if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
             return None
-        ctas = native.dealt_int8_matmul(*op, has_groups, *sizes).ctas
+        ctas = native.dealt_int8_matmul(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "

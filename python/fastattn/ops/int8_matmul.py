@@ -84,10 +84,16 @@ def backward_kernel(backend: str, backward: Int8Backward) -> str:
         return "int8_matmul.grad_input_kernel"
     grad_out, (outputs, depth), gpu = backward.grad_out, backward.weight.shape, kernel_facts(backward.weight.device)
     samples = mapped_size(grad_out)
-    sizes = samples * math.prod(grad_out.shape[:-1]), depth, outputs
-    traits = grad_out.dtype, backward.scale.shape[1] > 1, backward.bias_grad and samples == 1
-    name = native.int8_matmul_kernel("int8_matmul_grad_input", gpu.arch, gpu.num_sms, *traits, *sizes)
-    return name or "no kernel"
+    product = native.Int8Product(
+        "int8_matmul_grad_input",
+        grad_out.dtype,
+        has_groups=backward.scale.shape[1] > 1,
+        has_epilogue=backward.bias_grad and samples == 1,
+        tokens=samples * math.prod(grad_out.shape[:-1]),
+        outputs=depth,
+        depth=outputs,
+    )
+    return native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms) or "no kernel"
 
 
 def _fake_matmul(given: Any) -> Tensor:
