@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
-from fastattn.layout import empty_like_heads, readable
+from fastattn.layout import contiguous, empty_like_heads, readable
 from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
@@ -32,7 +32,6 @@ from fastattn.triton_kernels.attention_launch import (
     Scores,
     attention_constexprs,
     broadcast_strides,
-    contiguous,
     is_crowded,
     launch,
     lse_strides,

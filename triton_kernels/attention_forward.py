@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
-from fastattn.layout import empty_like_heads
+from fastattn.layout import contiguous, empty_like_heads
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
@@ -43,7 +43,6 @@ from fastattn.triton_kernels.attention_common import (
 from fastattn.triton_kernels.attention_launch import (
     Scores,
     attention_constexprs,
-    contiguous,
     is_crowded,
     launch,
     lse_strides,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.layout import readable
+from fastattn.layout import contiguous, readable
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.tiles import AttentionTile, padded_head_dim
 
@@ -185,11 +185,6 @@ def bias_kind(bias: Tensor | None) -> int:
     if bias is None:
         return NO_BIAS.value
     return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value
-
-
-def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Returns the tensor, or a contiguous copy; None for None."""
-    return None if tensor is None else tensor.contiguous()
 
 
 def strides(letter: str, tensor: Tensor) -> dict[str, int]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import FEATURE_OF_CACHE
-from fastattn.layout import empty_like_heads, readable
+from fastattn.layout import contiguous, empty_like_heads, readable
 from fastattn.quantization import FP8
 
 from .decode_append import launch_append
@@ -354,7 +354,7 @@ def attention_decode_out(
         split_lse = query.new_empty((splits.num_splits, *lse.shape), dtype=torch.float32)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous().view(-1, num_heads)
-    sinks = None if sinks is None else sinks.contiguous()
+    sinks = contiguous(sinks)
 
     split_kernel[(batch * kv_heads * splits.num_splits * m_blocks,)](
         query,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastattn.activations import result_columns
 from fastattn.dispatch.device import kernel_facts
-from fastattn.layout import sum_over_tokens
+from fastattn.layout import contiguous, sum_over_tokens
 
 from .device_math import tanh
 from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
@@ -312,7 +312,7 @@ def int8_matmul(
     x = _rows(x, k)
     m = x.shape[0]
     weight, scale = _rows(weight, k), scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    bias = contiguous(bias)
     residual = None if residual is None else _rows(residual, columns)
     residual_stride = 0 if residual is None else residual.stride(0)
     group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # one group is a channel

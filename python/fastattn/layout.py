@@ -49,6 +49,11 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor if reason_to_copy(tensor) is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Returns ``tensor`` itself where it is contiguous, else a copy; None for None."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def has_aligned_rows(matrix: Tensor) -> bool:
     """Returns whether the rows of ``matrix [N, K]`` are contiguous, share no memory, and start at multiples of the
     alignment from its first element."""
