@@ -71,6 +71,7 @@ FAULTS = {
 ON_HOPPER = [(arch, head_dim) for arch, head_dim in EACH if arch == 90]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "head_dim", "fault"),
     [*in_turn(EACH, list(FAULTS)[:2]), *in_turn(ON_HOPPER, list(FAULTS)[2:])],

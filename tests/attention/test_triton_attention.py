@@ -382,7 +382,11 @@ def another_order() -> contextlib.AbstractContextManager[None]:
     return options.launching(seed=SEED, workers=1)
 
 
-@pytest.mark.parametrize("case", [OPTIONS[1], OPTIONS[17], OPTIONS[28], OPTIONS[30]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [OPTIONS[1], OPTIONS[30], *(pytest.param(OPTIONS[i], marks=pytest.mark.slow) for i in (17, 28))],
+    ids=str,
+)
 def test_same_inputs_same_bits(case: Case, monkeypatch: Any) -> None:
     """In another order of CTAs, warps and copies too, which on the emulator is another seed."""
     problem = make_problem(case)

@@ -263,6 +263,7 @@ def test_it_is_known_by_name(whose: str, backend: str) -> None:
     assert fastattn.explain(fastattn.attention_with_kv_cache, **arguments).kernel == kernels[backend]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "cuda"], indirect=True)
 @each_scales
 def test_opcheck(whose: str, backend: str) -> None:
@@ -273,6 +274,7 @@ def test_opcheck(whose: str, backend: str) -> None:
     torch.library.opcheck(ops.attention_decode.default, (), arguments, test_utils=checks)
 
 
+@pytest.mark.slow
 @each_scales
 def test_it_compiles(whose: str, backend: str) -> None:
     torch._dynamo.reset()
