@@ -13,8 +13,8 @@ from pathlib import Path
 from native_build.errors import BuildError
 from native_build.targets import TARGETS, Target
 
-# A name that is no macro, and its values, always these: each source compiles the kernels of both.
-DTYPE, BOTH_DTYPES = "DTYPE", ["kFloat16", "kBFloat16"]
+# A name that is no macro, and its values, always these: a source compiles the kernels of both at once.
+DTYPE, BOTH_DTYPES = "DTYPE", [["kFloat16", "kBFloat16"]]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,6 @@ def all_instances(csrc: Path) -> list[Instance]:
             raise BuildError(f"instances.json: {source} has unknown code, {unknown[0]!r}.")
         own = f"compute_{architecture}"
         ptx = (own, *(name for name in code if name.startswith("compute_") and name != own))
-        if DTYPE in axes:
-            axes[DTYPE] = [BOTH_DTYPES]
         for choice in itertools.product(*(named_values(*axis) for axis in axes.items())):
             values = tuple(itertools.chain(*choice))
             kernels = itertools.product(*([(name, each) for each in text.split(",")] for name, text in values))

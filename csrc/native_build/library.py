@@ -80,7 +80,7 @@ class NativeBuild:
 
     @property
     def code(self) -> dict[str, list[str]]:
-        """Maps each architecture that kernels are written for to what is embedded for them, or for some of them."""
+        """Maps each architecture to the code that its kernels have, or that some of them have."""
         found: dict[str, dict[str, None]] = {}
         for instance in self.instances:
             found.setdefault(instance.architecture, {}).update(dict.fromkeys(instance.code))

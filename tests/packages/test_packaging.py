@@ -419,7 +419,7 @@ def test_values_under_several_names_go_together(tmp_path):
 
 
 def test_both_dtypes_are_compiled_at_once(tmp_path):
-    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "DTYPE": ["kFloat16", "kBFloat16"], "CAUSAL": [True]}])
+    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "DTYPE": [["kFloat16", "kBFloat16"]], "CAUSAL": [True]}])
     instances = all_instances(csrc)
     assert [instance.defines for instance in instances] == [
         [f"-DFASTATTN_HEAD_DIM={dim}", "-DFASTATTN_CAUSAL=true"] for dim in (64, 128)
@@ -430,7 +430,7 @@ def test_both_dtypes_are_compiled_at_once(tmp_path):
 
 
 def test_a_list_under_one_name_is_compiled_at_once(tmp_path):
-    csrc = _table(tmp_path, [{"BLOCK_M": [[16, 32], [64]], "DTYPE": ["kFloat16", "kBFloat16"]}])
+    csrc = _table(tmp_path, [{"BLOCK_M": [[16, 32], [64]], "DTYPE": [["kFloat16", "kBFloat16"]]}])
     instances = all_instances(csrc)
     assert [instance.defines for instance in instances] == [[r"-DFASTATTN_BLOCK_M=16\,32"], ["-DFASTATTN_BLOCK_M=64"]]
     assert [instance.name for instance in instances] == ["forward_sm80.BLOCK_M_16-32", "forward_sm80.BLOCK_M_64"]
