@@ -2,7 +2,6 @@
 // warps work together.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -17,6 +16,7 @@
 #include "device/warpgroup_gemm.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
+#include "host/min_max.h"
 #include "host/params.h"
 #include "host/tensor_map.h"
 #include "scheduler/row_splits.h"

@@ -2,7 +2,6 @@
 // work together.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/forward_work_sm90.h"
@@ -16,6 +15,7 @@
 #include "device/warpgroup_gemm.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
+#include "host/min_max.h"
 #include "host/tensor_map.h"
 #include "scheduler/key_splits.h"
 #include "scheduler/partial_tree.h"

@@ -2,10 +2,10 @@
 // split of them.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/key_tiles.cuh"
+#include "host/min_max.h"
 #include "scheduler/key_splits.h"
 #ifdef __CUDACC__
 #include "attention/partial_rows.cuh"

@@ -1,7 +1,6 @@
 // The work tiles of the forward kernels for Hopper: which query rows a cluster and its CTAs take.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <numeric>
 
@@ -9,6 +8,7 @@
 #include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
 #include "host/launch.h"
+#include "host/min_max.h"
 #include "host/params.h"
 #include "host/tensor_map.h"
 #include "scheduler/key_splits.h"

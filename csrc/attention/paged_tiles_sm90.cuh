@@ -15,7 +15,6 @@
 // last row, or from copies of no bytes.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/forward_producer_sm90.cuh"
@@ -25,6 +24,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/opaque.cuh"
+#include "host/min_max.h"
 
 namespace fastattn {
 

@@ -23,8 +23,6 @@
 // HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
-#include <algorithm>
-
 #include "decode/cache_tokens.cuh"
 #include "decode/decode.h"
 #include "decode/eight_bit_gemm.cuh"
@@ -39,6 +37,7 @@
 #include "device/shared_memory.h"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
+#include "host/min_max.h"
 #include "scheduler/combine.cuh"
 #include "scheduler/decode_splits.cuh"
 

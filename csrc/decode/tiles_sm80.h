@@ -1,7 +1,7 @@
 // Tiles of flash-decoding for sm_80.
 #pragma once
 
-#include <algorithm>
+#include "host/min_max.h"
 
 namespace fastattn {
 

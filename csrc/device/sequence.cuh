@@ -1,10 +1,10 @@
 // Which rows of packed tensors belong to a sequence, and which keys a row of it sees.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "host/host_device.h"
+#include "host/min_max.h"
 #include "host/params.h"
 
 namespace fastattn {

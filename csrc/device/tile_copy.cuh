@@ -1,13 +1,13 @@
 // Copies tiles [kRows, kHeadDim] of 16-bit elements: a CTA into swizzled shared memory, and a warp out of it.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/swizzle.cuh"
+#include "host/min_max.h"
 
 namespace fastattn {
 

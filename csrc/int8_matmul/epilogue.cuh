@@ -1,11 +1,11 @@
 // From the sums of a matmul to its result: scale → bias → activation → residual, and the one rounding.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "host/min_max.h"
 #include "int8_matmul/int8_matmul.h"
 #include "scheduler/arrivals.cuh"
 #include "scheduler/stream_k.h"

@@ -9,13 +9,13 @@
 // those that come later find the work done. So it is one kernel for any number of tokens.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "device/fragment.cuh"
 #include "device/ptx/approx.cuh"
 #include "host/host_device.h"
+#include "host/min_max.h"
 #include "int8_matmul/int8_matmul.h"
 #include "scheduler/launch_counter.cuh"
 

@@ -1,9 +1,9 @@
 // Tiles of the int8 matmul kernels for sm_90a. instances.json lists the rows for which they exist.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
+#include "host/min_max.h"
 #include "scheduler/stream_k.h"
 
 namespace fastattn {

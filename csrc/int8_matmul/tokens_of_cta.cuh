@@ -10,11 +10,11 @@
 // and their fence, the count, the wait, and the tokens and their scales from L2.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "device/fragment.cuh"
 #include "device/swizzle.cuh"
+#include "host/min_max.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/quantize_tokens.cuh"
 

@@ -17,10 +17,10 @@
 // the way, so that few of them ever lie in memory: see slots_per_cta.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "host/decode_params.h"
+#include "host/min_max.h"
 #include "scheduler/partial_tree.h"
 #include "scheduler/work_tile.h"
 

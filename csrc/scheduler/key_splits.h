@@ -12,10 +12,10 @@
 // anew.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "host/host_device.h"
+#include "host/min_max.h"
 #include "host/params.h"
 #include "scheduler/partial_tree.h"
 #ifdef __CUDACC__

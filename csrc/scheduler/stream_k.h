@@ -15,11 +15,11 @@
 // computes a tile.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
 #include "host/host_device.h"
+#include "host/min_max.h"
 #include "host/sm_rates.h"
 
 namespace fastattn {

@@ -2,10 +2,10 @@
 // pass.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "host/host_device.h"
+#include "host/min_max.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -51,8 +51,7 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
     const int64_t group_size = query.heads / std::max(key.heads, 1);
     const int64_t walked_bytes = std::max<int64_t>(1, int64_t{8} * query.rows * query.head_dim * group_size);
     const int64_t all_heads = int64_t{key.batch} * key.heads;
-    return static_cast<int32_t>(
-        std::clamp<int64_t>(l2_budget(l2_bytes) / walked_bytes, 1, std::max<int64_t>(1, all_heads)));
+    return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(l2_budget(l2_bytes) / walked_bytes, all_heads)));
 }
 
 // In ordered addition, so many CTAs at least are at the same head, one a step behind the other, unless L2 holds what all

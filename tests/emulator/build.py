@@ -29,6 +29,7 @@ SOURCES = Path(__file__).parent / "src"
 TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
 BINDINGS = SOURCES / "bindings.cpp"  # glue that takes long to optimise
 RUNTIME = SOURCES / "runtime"
+PRECOMPILED = "precompiled.h"  # parsing headers is most of what compiling the other sources takes
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
 
 # Libraries that are linked against the emulated CUDA runtime name it so. The version of its symbols keeps them apart
@@ -67,7 +68,7 @@ def rules(library: Path, torch_library: Path) -> str:
     import pybind11
     import torch
 
-    includes = f"-I{SOURCES} -I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
+    includes = f"-I{BUILD} -I{SOURCES} -I{pybind11.get_include()} -I{sysconfig.get_path('include')}"
     sources = set(SOURCES.rglob("*.cpp")) - {TORCH_SOURCE}
     found = toolkit()
     if found:
@@ -78,6 +79,7 @@ def rules(library: Path, torch_library: Path) -> str:
     versions = f"Python {platform.python_version()}, pybind11 {pybind11.__version__}, torch {torch.__version__}"
     toolkit_version = f"nvcc {found.version}" if found else "no nvcc"
     about = f"{version_of(*shlex.split(cxx))}, {versions}, {toolkit_version}, {cpu()}"
+    headers = BUILD / f"{PRECOMPILED}.gch"
     lines = [
         f"cxx = {cxx}",
         f"cached = {shell([os.path.realpath(sys.executable), '-I', CACHED])}",
@@ -89,6 +91,12 @@ def rules(library: Path, torch_library: Path) -> str:
         "  description = emulator: C++ $in",
         "  depfile = $out.d",
         "  deps = gcc",
+        "rule precompile",
+        "  command = $cxx $flags $includes -MMD -MF $out.d -x c++-header $in -o $out",
+        "  description = emulator: C++ headers",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        f"build {headers}: precompile {SOURCES / PRECOMPILED}",
         "rule link",
         "  command = $cxx -shared -pthread $in $options -o $out",
         "  description = emulator: link $out",
@@ -96,9 +104,11 @@ def rules(library: Path, torch_library: Path) -> str:
     objects = []
     for source in sorted(sources):
         objects.append(BUILD / source.relative_to(SOURCES).with_suffix(".o"))
-        lines.append(f"build {objects[-1]}: compile {source}")
         if source == BINDINGS:
-            lines.append("  flags = $flags -O1")
+            lines += [f"build {objects[-1]}: compile {source}", "  flags = $flags -O1"]
+        else:
+            # The compiler finds the headers beside this name, with .gch after it.
+            lines += [f"build {objects[-1]}: compile {source} | {headers}", f"  flags = $flags -include {PRECOMPILED}"]
     lines += [
         f"build {library}: link {' '.join(map(str, objects))} | {BUILD / 'exports.map'}",
         f"  options = -Wl,-soname,{SONAME} -Wl,--version-script={BUILD / 'exports.map'}",
