@@ -34,7 +34,7 @@ if not HAS_GPU:
 
 # What a test module imports, or the fixture that it uses, if it runs fastattn's kernels.
 _KERNELS = re.compile(
-    r"^(from|import) .*\b(kernel_device|cuda_kernels|(append|attention|decode|int8|merge)_cases)\b"
+    r"^(from|import) .*\b(kernel_device|cuda_kernels|(append|attention|decode|int8|merge|paged)_cases)\b"
     r"|^from benchmarks\.machine_code\b|\bemulated_gpu\b",
     re.MULTILINE,
 )
@@ -42,8 +42,9 @@ _KERNELS = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastattn")
-    group.addoption("--core", action="store_true", help="few cases of each test, which prove every kernel and option")
-    group.addoption("--rest", metavar="K/N", help="what --core leaves out: the K-th of N parts of it, from 1")
+    group.addoption("--few", action="store_true", help="few cases of each test, with every value of each parameter")
+    group.addoption("--core", action="store_true", help="of these the ones that are not slow, which prove every kernel")
+    group.addoption("--rest", metavar="K/N", help="what --core or --few leaves out: the K-th of N parts of it")
     group.addoption(
         "--kernels",
         metavar="PATTERN,…",
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
     # machine, and test processes that run side by side leave each other their cores.
     torch.set_num_threads(1)
-    if config.option.core and not HAS_GPU:
+    if (config.option.core or config.option.few) and not config.option.rest and not HAS_GPU:
         from proof import Gate
 
         config.pluginmanager.register(Gate(config, TESTS.parent / "triton_kernels"))
@@ -108,12 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not _runs_kernels(item.path) and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
-    if config.option.core or config.option.rest:
-        from covering import core_of, part_of
+    if config.option.core or config.option.few or config.option.rest:
+        from covering import core_of, few_of, part_of
 
-        core = set(core_of(items))
-        rest = [item for item in items if item not in core]
-        kept = core if config.option.core else set(part_of(rest, config.option.rest))
+        kept = set(few_of(items) if config.option.few else core_of(items))
+        if config.option.rest:
+            kept = set(part_of([item for item in items if item not in kept], config.option.rest))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

@@ -1,6 +1,6 @@
 """Every option that a backend's kernels take, through the public functions, against the oracle.
 
-Few calls have many options each; `proof.Gate` counts which. test_three_backends.py has most options of attention.
+Few calls have many options each; `proof.Gate` counts which. test_three_backends.py has more options of attention.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import attention_cases
 import decode_cases
 import fastattn
 import int8_cases
+import paged_cases
 from cuda_kernels import HAS_KERNELS, NO_KERNELS, checked
 from fastattn import reference
 from fastattn.functional.int8_weight import Int8Weight
@@ -41,11 +42,29 @@ def decode(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, 
     return fastattn.attention_with_kv_cache(**arguments, **options, return_lse=True)
 
 
-def test_attention_with_a_bool_mask(backend: str) -> None:
-    case = attention_cases.Case(shape=(1, 2, 1, 33, 47), head_dims=(32, 32), mask="bool", dtype=torch.bfloat16)
+ATTENTION = {
+    "bool mask": attention_cases.Case(head_dims=(32, 32), mask="bool", dtype=torch.bfloat16),
+    "packed": attention_cases.Case(head_dims=(32, 32), lengths=((33, 5), (47, 63)), window=(40, 9), alibi="batch"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, backend: str) -> None:
+    case = ATTENTION[name]
     problem = attention_cases.make_problem(case)
     found = attention_cases.run_public(case, problem, backend)
     attention_cases.compare(case, problem, found, names=found)
+
+
+def test_pages_and_the_largest_score(backend: str) -> None:
+    arguments = paged_cases.make(paged_cases.Case())
+    found = fastattn.attention_varlen(**arguments, return_lse=True, return_max_logit=True)
+    arguments["return_max_logit"] = True
+    wide = {name: each.double() if name in ("query", "key", "value") else each for name, each in arguments.items()}
+    exact = reference.attention_varlen(**wide)
+    composite = reference.attention_varlen(**arguments, compute_dtype=arguments["query"].dtype)
+    for name, *values in zip(("out", "lse", "max logit"), found, exact, composite, strict=True):
+        check_against_oracle(name, *values)
 
 
 DECODE = {
@@ -56,6 +75,7 @@ DECODE = {
         "int8 pages", page_size=16, capacity=208, dims=(64, 64), int8=True, new=2, queries=2, rotary_dim=16
     ),
     "fp8": decode_cases.Case("fp8", dims=(128, 128), fp8="heads", new=1, dtype=torch.bfloat16, splits=2),
+    "prompt": decode_cases.Case("prompt", dims=(64, 64), queries=70, new=70, heads=(8, 2), capacity=144, int8=True),
 }
 
 

@@ -19,7 +19,7 @@ import fastattn
 import test_attention_paged as paged
 from cuda_kernels import EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
-from test_attention_paged import CAUSAL, HUGE, Case
+from paged_cases import CAUSAL, HUGE, Case, make
 
 if EMULATED:
     from emulator import EmulatorError, cuda_runtime, device, launches
@@ -50,7 +50,7 @@ def check(arguments: dict[str, Any], kernel: str) -> tuple[Tensor, Tensor]:
 
 
 def check_case(case: Case) -> tuple[Tensor, Tensor]:
-    return check(paged.make(case), kernel_of(case))
+    return check(make(case), kernel_of(case))
 
 
 def run(arguments: dict[str, Any], kernel: str = PLAIN, **launching: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def test_one_page_holds_a_sequence(head_dims: tuple[int, int]) -> None:
     is_full = HEAD_DIMS.index(head_dims) % 2 == 0
     window, dtype = ((-1, -1), torch.float16) if is_full else (CAUSAL, torch.bfloat16)
     case = whole(replace(LARGE, dims=head_dims, options=(("window", window),), dtype=dtype))
-    check(only_first_page(paged.make(case)), PLAIN)
+    check(only_first_page(make(case)), PLAIN)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tu
     """Two heads of a key head, then two tiles of rows; rows that are gathered are not shared."""
     case = Case(page_size=page_size, dims=head_dims, lengths=((256, 140), (330, 290)), options=())
     for heads in ((2, 1), (1, 1)):
-        arguments = paged.make(replace(case, heads=heads))
+        arguments = make(replace(case, heads=heads))
         with device.emulated(90, num_sms=4), launches.recorded() as found:
             if heads == (1, 1):
                 arguments["block_table"][1, 100 // page_size] = -1
@@ -193,7 +193,7 @@ def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
 def test_pages_out_of_range_are_absent(page_size: int, head_dims: tuple[int, int], kernel: str) -> None:
     """In full tiles and in masked ones: neither read nor counted, and the other keys stay where they are."""
     case = Case(page_size=page_size, lengths=((210, 20, 9), (500, 96, 48)), dims=head_dims)
-    arguments = paged.make(replace(case, alibi=kernel == OPTIONS, sinks=False))
+    arguments = make(replace(case, alibi=kernel == OPTIONS, sinks=False))
     for window in ((-1, -1), CAUSAL):
         broken = arguments["block_table"].clone()
         broken[0, 0], broken[0, 300 // page_size], broken[1, 32 // page_size] = HUGE, -1, arguments["key"].shape[0]
@@ -204,14 +204,14 @@ def test_pages_out_of_range_are_absent(page_size: int, head_dims: tuple[int, int
 
 def test_one_page_that_does_not_exist() -> None:
     case = whole(LARGE)
-    arguments = only_first_page(paged.make(case))
+    arguments = only_first_page(make(case))
     arguments["block_table"][1] = len(arguments["key"])
     out, _ = check(arguments, PLAIN)
     assert bool((out[200:233] == 0).all())
 
 
 def test_lengths_and_tables_in_device_memory_are_not_trusted() -> None:
-    arguments = paged.make(Case(lengths=((20, 13, 7, 5), (50, 30, 8, 20))))
+    arguments = make(Case(lengths=((20, 13, 7, 5), (50, 30, 8, 20))))
     for broken in ([0, HUGE, -HUGE - 1, HUGE, 2], [5, 5, -9, 100, 20]):
         arguments["cu_seqlens_k"] = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
         arguments["max_seqlen_k"] = HUGE
@@ -221,7 +221,7 @@ def test_lengths_and_tables_in_device_memory_are_not_trusted() -> None:
 
 def test_few_pages() -> None:
     """A pool without pages, a table without columns, pages without rows, and bounds below the lengths."""
-    arguments = paged.make(Case())
+    arguments = make(Case())
     short = check(arguments | {"max_seqlen_k": 30, "max_seqlen_q": 9}, PLAIN)
     assert not bool(short[0].isnan().any())
     empty = {name: arguments[name][:0] for name in ("key", "value")}
@@ -236,7 +236,7 @@ def test_few_pages() -> None:
 @pytest.mark.parametrize("spoiled, kernel", [(torch.nan, PLAIN), (torch.inf, OPTIONS)])
 def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, kernel: str) -> None:
     case = Case(lengths=((200,), (300,)), page_size=page_size, dims=(128, 128), alibi=kernel == OPTIONS)
-    arguments = paged.make(case)
+    arguments = make(case)
     clean = run(arguments, kernel)
     page = int(arguments["block_table"][0, 170 // page_size])
     arguments["key"][page, :, 170 % page_size] = arguments["value"][page, :, 170 % page_size] = spoiled
@@ -251,7 +251,7 @@ def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, 
 @pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
 def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(spoiled: float, page_size: int) -> None:
     """With a page that is missing beside its own; no other number changes by a bit."""
-    arguments = paged.make(Case(lengths=((200,), (300,)), page_size=page_size, dims=(64, 64)))
+    arguments = make(Case(lengths=((200,), (300,)), page_size=page_size, dims=(64, 64)))
     arguments["window"] = CAUSAL
     if page_size < 100:
         arguments["block_table"][0, 200 // page_size] = -1
@@ -270,7 +270,7 @@ def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(spoiled: float,
 @pytest.mark.slow
 @each_kind
 def test_views_are_read_where_they_lie(page_size: int) -> None:
-    arguments = paged.make(Case(page_size=page_size, dims=(128, 128)))
+    arguments = make(Case(page_size=page_size, dims=(128, 128)))
     expected = run(arguments)
     key, value = arguments["key"], arguments["value"]
     pages, heads, rows, dim = key.shape
@@ -287,7 +287,7 @@ def test_views_are_read_where_they_lie(page_size: int) -> None:
 def test_pages_that_are_the_same_memory() -> None:
     """A stride of 0 between pages: the tensor map has one, and a page that does not exist is absent nevertheless."""
     for page_size in SOME_SIZES:
-        arguments = paged.make(Case(page_size=page_size, lengths=((20, 9), (130, 60))))
+        arguments = make(Case(page_size=page_size, lengths=((20, 9), (130, 60))))
         for name in ("key", "value"):
             pages = arguments[name]
             arguments[name] = torch.randn_like(pages[:1]).expand(pages.shape)
@@ -303,7 +303,7 @@ def test_pages_that_are_the_same_memory() -> None:
 @pytest.mark.parametrize("page_size, head_dim", [(1, 64), (8, 256), (16, 128), (128, 64)])
 def test_order_of_warps_and_copies_has_no_influence(page_size: int, head_dim: int) -> None:
     case = Case(dims=(head_dim, head_dim), page_size=page_size, lengths=((140, 20), (290, 90)))
-    arguments = paged.make(case)
+    arguments = make(case)
     arguments["block_table"][1, 3 if page_size < 30 else 0] = -1
     first, again = run(arguments, seed=100), run(arguments, seed=1)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
@@ -323,7 +323,7 @@ def test_order_of_warps_and_copies_has_no_influence(page_size: int, head_dim: in
     ids=["copies are not waited for", "no fence between the proxies"],
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
-    arguments = paged.make(Case(page_size=5, lengths=((20,), (130,)), options=()))
+    arguments = make(Case(page_size=5, lengths=((20,), (130,)), options=()))
     arguments["key"], arguments["value"] = arguments["key"].nan_to_num(), arguments["value"].nan_to_num()
     with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
         run(arguments)
@@ -345,7 +345,7 @@ def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> No
     lines = (SOURCES / source).read_text().splitlines()
     (line,) = (number for number, text in enumerate(lines, 1) if "__syncwarp();" in text and comment in text)
     place = f" {line} {lines[line - 1].index('__syncwarp') + 1}\n"
-    arguments = paged.make(Case(page_size=5, lengths=((420, 120, 300), (430, 150, 300)), options=()))
+    arguments = make(Case(page_size=5, lengths=((420, 120, 300), (430, 150, 300)), options=()))
     with (
         device.emulated(90, num_sms=2),
         cuda_runtime.replaced(f"{place}bar.warp.sync -1;", place),
@@ -359,7 +359,7 @@ def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> No
 def test_the_table_is_read_within_a_sequence_alone() -> None:
     """Also where a tile reaches beyond its keys: entries behind them may lie outside of the table."""
     for page_size in SOME_SIZES:
-        arguments = paged.make(Case(page_size=page_size, lengths=((9,), (4 * page_size,)), options=()))
+        arguments = make(Case(page_size=page_size, lengths=((9,), (4 * page_size,)), options=()))
         exact = arguments["block_table"][:, :4].clone()
         check(arguments | {"block_table": exact}, PLAIN)
 
@@ -368,7 +368,7 @@ def test_the_table_is_read_within_a_sequence_alone() -> None:
 @pytest.mark.parametrize("head_dim", [96, 128])  # whose rows in shared memory have 64 and 128 bytes
 @pytest.mark.parametrize(("page_size", "gathers"), [(1, True), (5, True), (12, True), (8, False), (128, False)])
 def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool, head_dim: int) -> None:
-    arguments = paged.make(Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((64,), (256,)), options=()))
+    arguments = make(Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((64,), (256,)), options=()))
     with launches.recorded() as found:
         run(arguments)
     (launched,) = found
@@ -383,7 +383,7 @@ def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool, head_dim: 
 @each_dtype
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) -> None:
-    arguments = paged.make(Case(dims=(72, 72), dtype=dtype)) | {"softcap": softcap}
+    arguments = make(Case(dims=(72, 72), dtype=dtype)) | {"softcap": softcap}
     name = f"{OPTIONS if softcap else PLAIN}<96, {str(dtype).removeprefix('torch.')}>"
     explained = fastattn.explain(fastattn.attention_varlen, **arguments)
     assert (explained.backend, explained.kernel, explained.copied) == ("cuda", name, {})
@@ -400,7 +400,7 @@ def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) 
 def test_ctas_share_keys_in_pages(options: tuple[tuple[str, Any], ...], dims: tuple[int, int], page_size: int) -> None:
     """Few rows over many keys: each CTA takes a part of them, and a page is missing in one of the parts."""
     case = Case(lengths=((40, 3), (2000, 30)), page_size=page_size, dims=dims, options=options)
-    arguments = paged.make(case)
+    arguments = make(case)
     check_with_parts(arguments, kernel_of(case))
     arguments["block_table"][0, 1000 // page_size] = -1
     check_with_parts(arguments, kernel_of(case))

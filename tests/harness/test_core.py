@@ -13,7 +13,7 @@ import torch
 
 import fastattn
 import proof
-from covering import covering, facts_of, pairs_of
+from covering import core_of, covering, facts_of, few_of, pairs_of
 from cuda_kernels import EMULATED, HAS_KERNELS
 from oracle import check_against_oracle
 
@@ -61,6 +61,31 @@ def test_entries_of_a_value_are_values_of_their_own(make: Callable[..., Any]) ->
 
 def test_a_seed_within_a_value_is_no_fact() -> None:
     assert facts_of({"case": Options(seed=1)}, {"case": 0}) == facts_of({"case": Options()}, {"case": 1})
+
+
+def item(function: str, path: str = "tests/decode/test_any.py", slow: bool = False, **params: Any) -> SimpleNamespace:
+    """Returns what `core_of` asks of a pytest item."""
+    spec = SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
+    return SimpleNamespace(
+        originalname=function,
+        parent=SimpleNamespace(nodeid=path),
+        path=Path(path),
+        callspec=spec,
+        get_closest_marker=lambda name: "marker" if name == "slow" and slow else None,
+        iter_markers=lambda name: [],
+    )
+
+
+def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too() -> None:
+    kept = [
+        item("test_both", backend="cuda"),
+        item("test_triton_alone", backend="triton"),
+        *(item("test_both", "tests/all_kernels/test_any.py", backend=backend) for backend in ("cuda", "triton")),
+    ]
+    left_out = [item("test_both", backend="triton"), item("test_slow", slow=True)]
+    items = [*kept, *left_out]
+    assert [each for each in items if each in core_of(items)] == kept
+    assert [each for each in items if each in few_of(items)] == items
 
 
 class Config:

@@ -19,6 +19,7 @@ import torch
 T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
+PROVES_TRITON = "all_kernels"
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -84,7 +85,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _function(item: Any) -> tuple[str, str]:
-    return item.parent.nodeid, getattr(item, "originalname", item.name)
+    return item.parent.nodeid, getattr(item, "originalname", None) or item.name
+
+
+def _backend(item: Any) -> Any:
+    return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
 
 
 def _rows_of(item: Any) -> list[tuple[str, ...]]:
@@ -94,13 +99,27 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
 
 
 def core_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test``: none that is marked ``slow``, and few of each function."""
-    functions: dict[tuple[str, str], list[Any]] = {}
+    """Returns the pytest items of ``make test``: few of each function, and none that is marked ``slow``.
+
+    Tests of several backends are there without Triton's cases, which compile for seconds: `PROVES_TRITON` has some with
+    each of its kernels and options.
+    """
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
+    return few_of(
+        item
+        for item in quick
+        if _backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others
+    )
+
+
+def few_of(items: Iterable[Any]) -> list[Any]:
+    """Returns the pytest items of ``make test-all``: those of `core_of`, and few of each function's slow ones."""
+    functions: dict[tuple[str, str, bool], list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            functions.setdefault(_function(item), []).append(item)
+        functions.setdefault((*_function(item), item.get_closest_marker("slow") is None), []).append(item)
     chosen: list[Any] = []
-    for (module, name), cases in functions.items():
+    for (module, name, _), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
