@@ -117,8 +117,13 @@ struct ForwardConsumerSm90 {
 
     FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // Waits until the next tile of V, which has landed, holds no NaN and infinity of keys that some rows do not see.
-    FASTATTN_DEVICE void wait_finite_value() const { value_ring.wait(shared.finite_value); }
+    // Waits until the next tile of V has landed and holds no NaN and infinity of keys that some rows do not see. K may
+    // be a round ahead of the warp that takes these out, V is not: without the first wait, the second could see the
+    // phase of two rounds ago.
+    FASTATTN_DEVICE void wait_finite_value() const {
+        value_ring.wait_full();
+        value_ring.wait(shared.finite_value);
+    }
 
     // Adds what make_finite() took out of V to the rows that see it, from memory: sees(row, key) says which do. So an
     // infinity stays infinite whatever its weight (device/nonfinite.cuh says why that is right); where P·V has added a

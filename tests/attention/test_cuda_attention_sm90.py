@@ -230,6 +230,19 @@ def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(case: Case, spo
     assert torch.equal(found.nan_to_num(posinf=-1e4, neginf=1e4), expected.nan_to_num(posinf=-1e4, neginf=1e4))
 
 
+@only_emulated
+@pytest.mark.parametrize("seed", range(3))
+def test_values_may_be_made_finite_late(seed: int) -> None:
+    """Full tiles at the end of a work tile do not wait for the warp that does it, and K of the next runs ahead."""
+    case = Case(window=CAUSAL, shape=(1, 2, 1, 512, 512), head_dims=(128, 128))
+    problem, clean, at = make_problem(case), run(case)["out"], 400
+    problem.value[:, :, at] = torch.nan
+    consumers = 2 * 4  # warps, before those of the producer: one copies, the next makes values finite
+    with device.emulated(90, num_sms=1), checked(seed=seed, starved_warp=consumers + 1):
+        out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    assert torch.equal(out[:, :, :at], clean[:, :, :at]) and out[:, :, at:].isnan().all()
+
+
 def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
     """TMA copies whole boxes: of packed tensors also what belongs to the next sequence, or to none."""
     case = Case(lengths=((70, 30), (150, 200)), window=(20, 5), sinks=True, head_dims=(64, 64))

@@ -23,7 +23,7 @@ class LaunchOptions:
     nothing wrote is an error. ``unawaited``: a CTA that ends with threads arrived at a barrier that nobody waited for
     is an error; otherwise the report warns of it. ``wgmma_waits_by_warp``: a warp that has waited for wgmma knows that
     its own part is over, not that of the warpgroup. ``log_writes``: the report lists the writes of threads to global
-    memory.
+    memory. ``starved_warp``: a warp of each CTA that seldom runs but where nothing else can.
     """
 
     seed: int = 0
@@ -36,6 +36,7 @@ class LaunchOptions:
     uninitialised: bool = False
     unawaited: bool = False
     log_writes: bool = False
+    starved_warp: int = -1
     instruction_limit: int = 1 << 28
     workers: int = 2
 

@@ -29,20 +29,26 @@ bool Cluster::run(int64_t budget) {
     const int64_t end_of_slice = clock + budget;
     while (clock < end_of_slice) {
         runnable_.clear();
+        starved_.clear();
         bool all_ended = true;
         for (Warp* warp : warps_) {
             if (warp->has_ended()) continue;
             all_ended = false;
-            if (warp->is_runnable()) runnable_.push_back(warp);
+            const bool is_starved = warp->thread(0) / kWarpSize == launch.starved_warp;
+            if (warp->is_runnable()) (is_starved ? starved_ : runnable_).push_back(warp);
         }
         if (all_ended) {
             end();
             return true;
         }
-        if (runnable_.empty()) {
-            if (!async.perform_one() && !time_out()) fail_deadlock();
+        const bool others_wait = runnable_.empty();
+        if (others_wait && async.perform_one()) continue;
+        if (others_wait && starved_.empty()) {
+            if (!time_out()) fail_deadlock();
             continue;
         }
+        constexpr uint32_t kTurnsOfOthers = 1024;  // they may spin until the starved one has gone on
+        if (!starved_.empty() && (others_wait || random.below(kTurnsOfOthers) == 0)) runnable_.swap(starved_);
         Warp& warp = *runnable_[random.below(static_cast<uint32_t>(runnable_.size()))];
         warp.run(random.length(12));
     }

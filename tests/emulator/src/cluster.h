@@ -46,7 +46,7 @@ class Cluster {
 
     std::vector<std::unique_ptr<Cta>> ctas_;
     std::vector<Warp*> warps_;  // of all CTAs
-    std::vector<Warp*> runnable_;
+    std::vector<Warp*> runnable_, starved_;
     uint64_t barrier_phase_ = 0;
     int num_time_outs_ = 0;  // since anything went on
 };

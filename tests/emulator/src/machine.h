@@ -43,6 +43,7 @@ struct LaunchOptions {
     bool wgmma_waits_by_warp = false;
     bool uninitialised = false, unawaited = false;
     bool log_writes = false;
+    int32_t starved_warp = -1;
     int64_t instruction_limit = int64_t{1} << 28;
     int workers = 2;
 
@@ -59,6 +60,7 @@ struct LaunchOptions {
         take("uninitialised", uninitialised);
         take("unawaited", unawaited);
         take("log_writes", log_writes);
+        take("starved_warp", starved_warp);
         take("instruction_limit", instruction_limit);
         take("workers", workers);
     }
