@@ -24,7 +24,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     bool deterministic, bool bias_grad, bool slopes_grad);
 
 // The same for a block whose rows have other keys too: the gradients of query, key and value are added to those given,
-// which are fp32, 16-byte aligned with rows that are contiguous. Returns that of alibi_slopes, or [0].
+// which are fp32, 16-byte aligned with rows that are contiguous. Returns the gradient of alibi_slopes, or an
+// empty tensor.
 Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_out,
                               std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
                               Tensor lse, std::optional<Tensor> alibi_slopes, std::optional<Tensor> dropout_seed,

@@ -11,7 +11,7 @@
 
 namespace fastattn {
 
-// A product [kRows, kHeadDim]: its rows are divided among kRowWarps warps, or groups of warps, whose warps take
+// How warps divide a product [kRows, kHeadDim]: kRowWarps groups of them divide its rows, and the warps of a group take
 // alternate blocks of 16 columns.
 template <int kRows, int kHeadDim, int kRowWarps, int kNumWarps>
 struct HeadDimGrid {

@@ -147,7 +147,7 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
         map_of(params.key, params.packed.total_k, typename Config::KeyTile{}),
         map_of(params.value, params.packed.total_k, typename Config::ValueTile{})};
     const Launch launch{std::min<int64_t>(num_work_tiles, device_facts().num_sms), Config::kNumThreads,
-                        sizeof(BackwardStorageSm90<Config>)};
+                        sizeof(BackwardStorageSm90<Config>), /*cluster_size=*/1, /*is_dependent=*/true};
     kernel.launch(function, launch, all_params, stream);
 }
 

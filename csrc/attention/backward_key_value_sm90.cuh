@@ -1,12 +1,12 @@
 // Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et
 // al. 2024): dK, dV, and dQ in fp32 sums.
 //
-//   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
+//   S = scale·Q·Kᵀ,  P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
 // A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
 // (row_splits.h); it walks over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by
-// TMA, and one for each consumer adds dQ to the sums in global memory (kProducerRegisters). The two others consume
-// (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows of the
+// TMA, and one for each consumer adds dQ to the sums in global memory (kProducerRegisters). The other two warpgroups
+// consume (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows of the
 // one before are under way. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and
 // dK from registers.
 //
@@ -34,6 +34,7 @@
 #include "attention/backward_producer_sm90.cuh"
 #include "attention/backward_scores_sm90.cuh"
 #include "device/nonfinite.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
@@ -203,7 +204,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
         const int64_t* seed = params.scores.dropout_seed;
         if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
-    __syncthreads();  // waits until the barriers are initialised
+    __syncthreads();             // waits until the barriers are initialised
+    ptx::griddepcontrol_wait();  // waits for the row terms
 
     // Producer, and what takes dQ away.
     if (warpgroup == Config::kNumConsumers) {

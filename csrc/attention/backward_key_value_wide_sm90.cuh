@@ -21,7 +21,7 @@
 //           kPassStages  P, dS of a step (who computes it)  when the next chain has read it
 //   panels  kPanelStages  64 dims of dQ (who computes it)    when it has been read to be added
 //
-// dK and dV of a split tile go the way of dQ: behind its last panel, dK first.
+// dK of a split tile, then dV, pass through the same panels after its last dQ.
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
 // num_claimed are zero. Scores are only scaled, and masked by a window. Any lengths, packed or not.
@@ -34,6 +34,7 @@
 #include "attention/backward_panels_sm90.cuh"
 #include "attention/backward_producer_sm90.cuh"
 #include "device/nonfinite.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
@@ -341,7 +342,8 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) init_barriers(shared);
-    __syncthreads();  // waits until the barriers are initialised
+    __syncthreads();             // waits until the barriers are initialised
+    ptx::griddepcontrol_wait();  // waits for the row terms
 
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -33,7 +33,8 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
         if (lane == 0) {
-            // Waits for the rows of the tile before, whose phase has the parity of the other stage; at first for none.
+            // Waits until the last rows of the tile before are under way, whose phase has the parity of the other
+            // stage. The first wait returns at once.
             ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);
             ring.wait_empty();
         }

@@ -15,6 +15,7 @@
 #include "attention/tiles_sm90.h"
 #include "device/finish_row.cuh"
 #include "device/fragment.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/sequence.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     using Config = SummingConfigSm90<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_panels=*/true, kBlockM, kHeadDim);
     static_assert(kBlockM == kPanelRows, "a panel has all rows of a tile");
+    ptx::griddepcontrol_wait();  // waits for the sums
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
     const uint32_t num_query_ctas = num_tiles * params.query.heads * params.query.batch;
@@ -101,7 +103,8 @@ void launch_attention_backward_query_sm90(LaunchedKernel& kernel, const Attentio
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
     const int64_t num_key_ctas = num_split_tiles(params, Config::kBlockN) * 2 * (Config::kBlockN / kPanelRows);
     kernel.launch(attention_backward_query_sm90<kHeadDim, kDataType>,
-                  {num_query_ctas + num_key_ctas, kQueryThreadsSm90, 0}, params, stream);
+                  {num_query_ctas + num_key_ctas, kQueryThreadsSm90, 0, /*cluster_size=*/1, /*is_dependent=*/true},
+                  params, stream);
 }
 
 }  // namespace fastattn

@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (num_left <= num_unmasked) return;
             mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
         };
-        // Before the softmax of a tile that may be masked, or of the first: rows that have their first scores get a
-        // reference.
+        // Gives a reference to rows that get their first scores, which only the first tile and masked ones have.
         const auto start_softmax = [&] {
             const bool wants_maxima = params.max_logits != nullptr;
             if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;

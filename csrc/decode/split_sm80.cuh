@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys
-        OutputScale output_scale;              // of an 8-bit cache: rO is divided by it
+        OutputScale output_scale;              // of an 8-bit cache: the output is rO times it
         // Each step loads the one kStages later. The first kStages of them load alone: loads of their own would be as
         // much code again, which comes from memory at each launch.
 #pragma unroll 1

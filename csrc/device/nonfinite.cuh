@@ -38,13 +38,13 @@ FASTATTN_DEVICE bool has_nonfinite(const TileLoader& tile) {
     return found != 0;
 }
 
-// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
-// says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which wait
-// for each other in barrier().
 struct CtaBarrier {
     FASTATTN_DEVICE void operator()() const { __syncthreads(); }
 };
 
+// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
+// says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which wait
+// for each other in barrier().
 template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees,
           typename Barrier = CtaBarrier>
 FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV, const TileLoader& tile,

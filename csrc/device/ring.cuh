@@ -81,11 +81,11 @@ struct Ring {
     // Producer, for a stage that it has written itself.
     FASTATTN_DEVICE void arrive_full() const { ptx::mbarrier_arrive(full()); }
 
-    // Does the same for a warp whose lanes share the copies.
+    // acquire() for a warp whose lanes share the copies.
     FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
         wait_empty_for_tma();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
-        __syncwarp();  // the barrier knows of the bytes before any arrive
+        __syncwarp();  // the barrier expects the bytes before any that this warp copies
         return full();
     }
 
@@ -124,7 +124,7 @@ struct Ring {
         advance();
     }
 
-    // Does the same in a cluster: empties the stage of every CTA.
+    // release() for every CTA of the cluster.
     FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();

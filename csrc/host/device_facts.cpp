@@ -16,8 +16,8 @@ DeviceFacts look_up_device_facts(int device) {
         const cudaError_t error = cudaDeviceGetAttribute(&value, which, device);
         if (error == cudaSuccess) return value;
         cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
-        throw std::runtime_error("fastattn: CUDA device " + std::to_string(device) + " does not tell its attribute " +
-                                 std::to_string(which) + ": " + cudaGetErrorString(error));
+        throw std::runtime_error("fastattn: cannot read attribute " + std::to_string(which) + " of CUDA device " +
+                                 std::to_string(device) + ": " + cudaGetErrorString(error));
     };
     return {10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor),
             attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrL2CacheSize),

@@ -1,14 +1,24 @@
 #include "host/launch.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace fastattn {
 namespace {
 
 constexpr size_t kSharedBytesByDefault = 48 << 10;  // a kernel that needs more has to ask for it
 constexpr int64_t kMostCtas = 0x7fffffff;
+
+bool allows_dependent_launches() {
+    static const bool allows = [] {
+        const char* given = std::getenv("FASTATTN_DEPENDENT_LAUNCH");
+        return given == nullptr || std::string_view(given) != "0";
+    }();
+    return allows;
+}
 
 }  // namespace
 
@@ -17,17 +27,24 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
     if (launch.num_ctas > kMostCtas) throw_error(launch, "a grid has at most 2147483647 CTAs");
     if (launch.shared_bytes > kSharedBytesByDefault) allow_shared_memory(function, launch);
     void* arguments[] = {params};
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = launch.cluster_size;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
+    config.attrs = attributes;
+    if (launch.cluster_size > 1) {
+        cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim.x = launch.cluster_size;
+        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    }
+    if (launch.is_dependent && allows_dependent_launches()) {
+        cudaLaunchAttribute& dependent = attributes[config.numAttrs++];
+        dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        dependent.val.programmaticStreamSerializationAllowed = 1;
+    }
     config.gridDim = dim3(static_cast<unsigned>(launch.num_ctas));
     config.blockDim = dim3(launch.threads);
     config.dynamicSmemBytes = launch.shared_bytes;
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = launch.cluster_size > 1 ? 1 : 0;
     check(launch, cudaLaunchKernelExC(&config, function, arguments));
 }
 

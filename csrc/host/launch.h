@@ -17,6 +17,9 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
+    // Whether CTAs may begin when those of the launch before end, not only when its last write is done. Each of them
+    // waits before it touches what that writes or reads (device/ptx/griddepcontrol.cuh). From sm_90 on.
+    bool is_dependent = false;
 };
 
 // One kernel with its template arguments, for the life of the process: what errors call it, and on which devices it may

@@ -325,9 +325,9 @@ constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
 // Launches the clusters that have work, of those that run at a time.
 template <typename Tile, typename Storage = ClusterStorage<Tile>>
 void launch_clusters(LaunchedKernel& kernel, void (*function)(ClusterParams), const ClusterParams& params,
-                     int32_t num_sms, Stream stream) {
+                     int32_t num_sms, Stream stream, bool is_dependent = false) {
     const Launch launch{int64_t{kClusterSize} * num_clusters(params.matmul.epilogue.schedule, num_sms / kClusterSize),
-                        Tile::kNumThreads, sizeof(Storage), kClusterSize};
+                        Tile::kNumThreads, sizeof(Storage), kClusterSize, is_dependent};
     kernel.launch(function, launch, params, stream);
 }
 

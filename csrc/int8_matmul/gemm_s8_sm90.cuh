@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
@@ -133,6 +134,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int rank = ptx::cluster_ctarank();
     start_cluster(shared);
+    ptx::griddepcontrol_wait();  // waits for the quantised tokens
 
     // Producer.
     if (warpgroup == Tile::kNumConsumers) {
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
         const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
         float token_scale = 0.0f;
         if (threadIdx.x < kBlockM && token < epilogue.out.rows)
-            token_scale = __ldg(params.matmul.quantized.scale + token);
+            token_scale = params.matmul.quantized.scale[token];  // no __ldg: it is written while this kernel runs
         const float* gScale[2];  // of the thread's columns of N; of those that do not exist, any
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -210,7 +212,7 @@ void launch_int8_matmul_s8_sm90(LaunchedKernel& kernel, const Int8MatmulParams& 
         matrix_map(params.quantized.data, 1, params.input.rows, params.input.columns, params.input.columns,
                    kBlockM / kClusterSize, Tile::kBlockK)};
     launch_clusters<Tile, S8ClusterStorage<Tile>>(kernel, int8_matmul_s8_sm90<kBlockM, kDataType, kIsGrouped>,
-                                                  all_params, device_facts().num_sms, stream);
+                                                  all_params, device_facts().num_sms, stream, /*is_dependent=*/true);
 }
 
 }  // namespace fastattn

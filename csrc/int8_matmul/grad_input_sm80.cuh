@@ -137,7 +137,7 @@ FASTATTN_DEVICE void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM
     }
 }
 
-// A warp's sums into its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower half
+// Writes a warp's sums to its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower half
 // of an MMA tile's rows.
 template <typename Config>
 FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4], float factor,

@@ -19,8 +19,7 @@
 //   but two graphs that were captured on one stream may be replayed on two at a time, and a launch that is cut off
 //   would spoil all that follow.
 // - Counting. A swap puts a launch ID only where no number of this launch stands, so that none is lost. A CTA adds
-//   after it has seen the launch ID there itself: to nothing else, therefore. One CTA alone sees the count become
-//   complete.
+//   only to a counter in which it has seen this launch's ID. One CTA alone sees the count become complete.
 // - Leaving 0. The last CTA to arrive does so when all have arrived, and before that they have opened: nobody puts the
 //   launch ID back.
 // - What the last one sees. One thread of each CTA counts, after a barrier that all threads of the CTA have reached

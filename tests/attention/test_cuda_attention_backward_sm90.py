@@ -389,6 +389,17 @@ def test_a_fault_planted_in_the_wide_kernel_is_found(instruction: str, instead: 
     check_fault_is_found(Case(shape=(1, 1, 1, 260, 64), head_dims=(256, 256)), instruction, instead, kinds)
 
 
+@only_emulated
+@pytest.mark.parametrize(("head_dim", "kernel"), [(64, 0), (128, 1), (192, 0), (256, 1)])
+def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(head_dim: int, kernel: int) -> None:
+    """Those for dK and dV, and for dQ, begin while the one before ends."""
+    case = Case(shape=(1, 1, 1, 70, 130), head_dims=(head_dim, head_dim))
+    missing = cuda_runtime.replaced("griddepcontrol.wait;", "", kernels_for(case.head_dims)[kernel])
+    with missing, pytest.raises(EmulatorError, match="the launch before") as caught:
+        backward.run(case, seed=head_dim)
+    assert caught.value.kind == "race"
+
+
 # --- What a launch does -----------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from kernel_device import DEVICE
 from test_cuda_int8_activations import matmul
 
 if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
-    from emulator import device
+    from emulator import EmulatorError, cuda_runtime, device
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
 
@@ -278,3 +278,14 @@ def test_as_many_tokens_as_32_bits_count() -> None:
             explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
             assert explained.backend == backend
     assert "2147483648 tokens" in explained.rejected["cuda"]
+
+
+@only_emulated
+@pytest.mark.parametrize("granularity", ["channel", 64])
+def test_a_product_that_does_not_wait_for_the_tokens_is_found(granularity: str | int) -> None:
+    """It begins while the kernel that quantises them ends."""
+    weight, scale = quantised(72, 256, granularity)
+    missing = cuda_runtime.replaced("griddepcontrol.wait;", "", "int8_matmul_s8_sm90")
+    with missing, running(64), pytest.raises(EmulatorError, match="the launch before") as caught:
+        matmul(normal(70, 256, seed=1), weight, scale)
+    assert caught.value.kind == "race"
