@@ -16,6 +16,7 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,113 +41,44 @@ from fastattn.triton_kernels.attention_launch import (
 from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, ceil_div
 
 
-def attention_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    first_head: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    bias_grad: bool,
-    slopes_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launches the kernels of the op ``attention_backward`` of csrc/bindings.cpp; the caller has checked the arguments.
+def attention_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launches the kernels of the op ``attention_backward`` of csrc/bindings.cpp, whose arguments ``given`` has by
+    name; the caller has checked them.
 
     Shapes are those of `attention_forward`; grad_out is like out, grad_lse like lse. Returns (grad_query, grad_key,
     grad_value, in the dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
     ``bias_grad``; grad_sinks fp32 ``[Hq]``, or ``[0]``; grad_slopes fp32 in the slopes' shape, or ``[0]`` unless
     ``slopes_grad``). Every kernel is always deterministic.
     """
-    if cu_seqlens_q is not None:
-        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+    inputs = given.query, given.key, given.value
+    if given.cu_seqlens_q is not None:
+        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
     else:
-        grads = [empty_like_heads(t, t.shape[-1]) for t in (query, key, value)]
-    scores = Scores(
-        query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
-    )  # fmt: skip
-    of_options = _gradients(grads, False, grad_out, grad_lse, out, lse, scores, bias_grad, slopes_grad)
+        grads = [empty_like_heads(t, t.shape[-1]) for t in inputs]
+    of_options = _gradients(grads, False, given)
     return grads[0], grads[1], grads[2], *of_options
 
 
-def attention_backward_add(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    alibi_slopes: Tensor | None,
-    dropout_seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    first_head: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    slopes_grad: bool,
-) -> Tensor:
+def attention_backward_add(given: Any) -> Tensor:
     """Launches the kernels of the op ``attention_backward_add``, which adds the gradients of query, key and value to
     the given fp32 ones. Returns grad_slopes, or ``[0]`` unless ``slopes_grad``."""
-    scores = Scores(
-        query, key, value, None, alibi_slopes, None, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
-    )  # fmt: skip
-    grads = [grad_query, grad_key, grad_value]
-    _, _, grad_slopes = _gradients(grads, True, grad_out, grad_lse, out, lse, scores, False, slopes_grad)
+    _, _, grad_slopes = _gradients([given.grad_query, given.grad_key, given.grad_value], True, given)
     return grad_slopes
 
 
-def _gradients(
-    grads: Sequence[Tensor],
-    adds: bool,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scores: Scores,
-    bias_grad: bool,
-    slopes_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Writes the gradients of query, key and value into ``grads``, or adds them; returns those of bias, sinks and
     slopes."""
-    query, key, bias, sinks = scores.query, scores.key, scores.bias, scores.sinks
-    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], scores.value.shape[-1]
-    batch, (max_seqlen_q, max_seqlen_k) = scores.batch(), scores.longest()
+    scores = Scores(given)
+    query, key, bias, sinks = given.query, given.key, scores.bias, scores.sinks
+    num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], given.value.shape[-1]
+    batch, (max_seqlen_q, max_seqlen_k) = scores.batch, scores.longest
     grad_query, grad_key, grad_value = grads
     additive = bias is not None and bias.is_floating_point()
+    bias_grad = bias is not None and given.bias_grad
     grad_bias = query.new_zeros(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
 
-    grad_out, out, lse = readable(grad_out), readable(out), lse.contiguous()
+    grad_out, out, lse = readable(given.grad_out), readable(given.out), given.lse.contiguous()
     delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
     options = scores.options()
     grad_bias_b, grad_bias_h, grad_bias_m, grad_bias_n = broadcast_strides(grad_bias if grad_bias.dim() == 4 else None)
@@ -156,8 +88,8 @@ def _gradients(
         "grad_out": grad_out,
         "output": out,
         "lse": lse,
-        "grad_lse": contiguous(grad_lse),
-        "GRAD_LSE": grad_lse is not None,
+        "grad_lse": contiguous(given.grad_lse),
+        "GRAD_LSE": given.grad_lse is not None,
         "delta": delta,
         "row_shift": row_shift,
         "row_log2_sum": torch.empty_like(lse) if additive else None,
@@ -217,7 +149,7 @@ def _gradients(
         grad = (sinks - head_last).exp() * -delta_last
         grad_sinks = torch.where(head_last == -torch.inf, 0.0, grad).sum((0, 1))
 
-    slopes = scores.alibi_slopes if slopes_grad else None
+    slopes = given.alibi_slopes if given.slopes_grad else None
     grad_slopes = query.new_zeros((0,) if slopes is None else slopes.shape, dtype=torch.float32)
     if slopes is not None and lse.numel() > 0:
         complete = with_tile("query")

@@ -15,6 +15,8 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -293,33 +295,9 @@ def attention_forward_kernel(
         spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    first_row: int | None,
-    first_key: int,
-    first_head: int,
-    softcap: float,
-    dropout_p: float,
-    block_table: Tensor | None = None,
-    batch_invariant: bool = False,
-    return_max_logit: bool = False,
-    exact_out: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches `attention_forward_kernel` for the op ``attention_forward`` of csrc/bindings.cpp; the caller has checked
-    the arguments.
+def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches `attention_forward_kernel` for the op ``attention_forward`` of csrc/bindings.cpp, whose arguments
+    ``given`` has by name; the caller has checked them.
 
     Dense tensors are query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed ones are
     ``[total, H, D]`` with int32 ``cu_seqlens [B + 1]``. With int32 ``block_table [B, max_pages]`` key and value are
@@ -329,22 +307,19 @@ def attention_forward(
     fp32 ``[Hq]``, or ``[0]`` where they are not wanted). Programs never share the keys of a row, so results are always
     ``batch_invariant``.
     """
-    scores = Scores(
-        query, key, value, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, scale, window_left, window_right, first_row, first_key, first_head, softcap, dropout_p,
-        block_table,
-    )  # fmt: skip
+    query, key, value, block_table = given.query, given.key, given.value, given.block_table
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
-    out_dtype = torch.float32 if exact_out else query.dtype
-    if cu_seqlens_q is not None:
+    out_dtype = torch.float32 if given.exact_out else query.dtype
+    if given.cu_seqlens_q is not None:
         out = query.new_zeros(query.shape[0], num_heads, value_dim, dtype=out_dtype)  # rows of no sequence stay 0
         lse = query.new_full((num_heads, query.shape[0]), -float("inf"), dtype=torch.float32)
     else:
         out = empty_like_heads(query, value_dim, out_dtype)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    max_logit = lse.new_full((num_heads if return_max_logit else 0,), -float("inf"))
+    max_logit = lse.new_full((num_heads if given.return_max_logit else 0,), -float("inf"))
     if lse.numel() == 0:
         return out, lse, max_logit
+    scores = Scores(given)
     options = scores.options()
     crowded = is_crowded(options) or block_table is not None
     tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, crowded)
@@ -353,16 +328,16 @@ def attention_forward(
         "block_table": contiguous(block_table),
         "max_pages": 0 if block_table is None else block_table.shape[1],
         "num_pages": 0 if block_table is None else key.shape[0],
-        "NEGATE": scale < 0,
+        "NEGATE": given.scale < 0,
         "PAGE_SIZE": 0 if block_table is None else max(1, key.shape[2]),
         "output": out,
         "lse": lse,
-        "max_logits": max_logit if return_max_logit else None,
-        "MAX_LOGIT": return_max_logit,
+        "max_logits": max_logit if given.return_max_logit else None,
+        "MAX_LOGIT": given.return_max_logit,
         **strides("o", out),
         **lse_strides(lse),
         **attention_constexprs(tile, head_dim, value_dim, **options),
     }
-    num_programs = ceil_div(scores.longest()[0], tile.block_m) * scores.batch() * num_heads
+    num_programs = ceil_div(scores.longest[0], tile.block_m) * scores.batch * num_heads
     launch(attention_forward_kernel, num_programs, arguments)
     return out, lse, max_logit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,66 +64,57 @@ def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
         kernel[(num_programs,)](**arguments_of(kernel, arguments))
 
 
-class Scores(NamedTuple):
-    """Holds the arguments that attention's operators share: what decides the scores, and which of them count.
+class Scores:
+    """Turns what attention's operators are given (``given``, by name) into the arguments that their kernels share.
 
     Shapes are those of `attention_forward`.
+
+    Attributes:
+        batch: the number of sequences.
+        longest: the most queries and keys of a sequence, bounded by the tensors, so that no grid or window sum
+            overflows.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    dropout_seed: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    scale: float
-    window_left: int
-    window_right: int
-    first_row: int | None
-    first_key: int
-    first_head: int
-    softcap: float
-    dropout_p: float
-    block_table: Tensor | None = None
-
-    def batch(self) -> int:
-        """Returns the number of sequences."""
-        return self.query.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.numel() - 1
-
-    def longest(self) -> tuple[int, int]:
-        """Returns the most queries and keys of a sequence, bounded by the tensors, so that no grid or window sum
-        overflows."""
-        if self.cu_seqlens_q is None:
-            return self.query.shape[2], self.key.shape[2]
-        num_keys = self.key.shape[0] if self.block_table is None else self.block_table.shape[1] * self.key.shape[2]
-        return min(self.max_seqlen_q, self.query.shape[0]), min(self.max_seqlen_k, num_keys)
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        # Not each operator has these.
+        self.bias, self.sinks, pages = (getattr(given, name, None) for name in ("bias", "sinks", "block_table"))
+        query, key = given.query, given.key
+        if given.cu_seqlens_q is None:
+            self.batch, self.longest = query.shape[0], (query.shape[2], key.shape[2])
+        else:
+            num_keys = key.shape[0] if pages is None else pages.shape[1] * key.shape[2]
+            self.batch = given.cu_seqlens_q.numel() - 1
+            self.longest = min(given.max_seqlen_q, query.shape[0]), min(given.max_seqlen_k, num_keys)
+        # A side of the window that reaches past every key is unbounded, so sums of positions fit into 32 bits. The
+        # most that a row stands behind the first key, and before the last:
+        behind = before = sum(self.longest)
+        if given.first_row is not None:  # row i stands at key i + offset
+            offset = given.first_row - given.first_key
+            behind, before = self.longest[0] - 1 + offset, self.longest[1] - 1 - offset
+        self._left, self._right = 0 <= given.window_left < behind, 0 <= given.window_right < before
 
     def options(self) -> Arguments:
         """Returns the keyword arguments of `attention_constexprs`."""
-        _, _, left, right = self._window()
+        given = self.given
         return {
-            "left": left,
-            "right": right,
-            "placed": self.first_row is not None,
-            "softcap": self.softcap > 0,
-            "alibi": self.alibi_slopes is not None,
+            "left": self._left,
+            "right": self._right,
+            "placed": given.first_row is not None,
+            "softcap": given.softcap > 0,
+            "alibi": given.alibi_slopes is not None,
             "bias": bias_kind(self.bias),
             "sinks": self.sinks is not None,
-            "dropout": self.dropout_p > 0,
+            "dropout": given.dropout_p > 0,
         }
 
     def arguments(self) -> Arguments:
         """Returns the arguments that all attention kernels share."""
-        query, key, value = readable(self.query), readable(self.key), readable(self.value)
-        bias, slopes, packed = self.bias, self.alibi_slopes, self.cu_seqlens_q is not None
-        max_seqlen_q, max_seqlen_k = self.longest()
-        left, right, _, _ = self._window()
-        threshold, factor = dropout_arguments(self.dropout_p)
+        given, bias, slopes = self.given, self.bias, self.given.alibi_slopes
+        query, key, value = readable(given.query), readable(given.key), readable(given.value)
+        max_seqlen_q, max_seqlen_k = self.longest
+        is_packed = given.cu_seqlens_q is not None
+        threshold, factor = dropout_arguments(given.dropout_p)
         bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
         return {
             "query": query,
@@ -132,9 +123,9 @@ class Scores(NamedTuple):
             "bias": bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias,
             "alibi_slopes": contiguous(slopes),
             "sinks": contiguous(self.sinks),
-            "dropout_seed": self.dropout_seed,
-            "cu_seqlens_q": contiguous(self.cu_seqlens_q),
-            "cu_seqlens_k": contiguous(self.cu_seqlens_k),
+            "dropout_seed": given.dropout_seed,
+            "cu_seqlens_q": contiguous(given.cu_seqlens_q),
+            "cu_seqlens_k": contiguous(given.cu_seqlens_k),
             **strides("q", query),
             **strides("k", key),
             **strides("v", value),
@@ -147,31 +138,19 @@ class Scores(NamedTuple):
             "group_size": query.shape[1] // max(1, key.shape[1]),
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_k": max_seqlen_k,
-            "total_q": query.shape[0] if packed else 0,
-            "total_k": key.shape[0] if packed else 0,
-            "scale": self.scale,
-            "window_left": left,
-            "window_right": right,
-            "softcap": self.softcap,
+            "total_q": query.shape[0] if is_packed else 0,
+            "total_k": key.shape[0] if is_packed else 0,
+            "scale": given.scale,
+            "window_left": given.window_left if self._left else 0,
+            "window_right": given.window_right if self._right else 0,
+            "softcap": given.softcap,
             "dropout_threshold": threshold,
             "dropout_factor": factor,
-            "query_offset": 0 if self.first_row is None else self.first_row - self.first_key,
-            "dropout_row": self.first_row or 0,
-            "dropout_key": self.first_key,
-            "dropout_head": self.first_head,
+            "query_offset": 0 if given.first_row is None else given.first_row - given.first_key,
+            "dropout_row": given.first_row or 0,
+            "dropout_key": given.first_key,
+            "dropout_head": given.first_head,
         }
-
-    def _window(self) -> tuple[int, int, bool, bool]:
-        """Returns (left, right, LEFT, RIGHT). A side that reaches past every key is unbounded, so sums of positions fit
-        into 32 bits."""
-        max_seqlen_q, max_seqlen_k = self.longest()
-        # The most that a row stands behind the first key, and before the last.
-        behind = before = max_seqlen_q + max_seqlen_k
-        if self.first_row is not None:  # row i stands at key i + offset
-            offset = self.first_row - self.first_key
-            behind, before = max_seqlen_q - 1 + offset, max_seqlen_k - 1 - offset
-        left, right = 0 <= self.window_left < behind, 0 <= self.window_right < before
-        return self.window_left if left else 0, self.window_right if right else 0, left, right
 
 
 def is_crowded(options: Arguments) -> bool:

@@ -18,6 +18,7 @@ Preconditions: last dims are contiguous, rows are 16-byte aligned, and the capac
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -270,61 +271,61 @@ def split_kernel(
     tl.store(out_rows[:, None] + value_dim[None, :], out_tile.to(out.dtype.element_ty), mask=out_mask)
 
 
-def attention_decode_out(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    block_table: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    num_splits: int,
-    batch_invariant: bool,
-    tree_mask: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Appends ``k_new``, ``v_new`` to the caches, attends over them, writes ``out [B, Hq, Sq, Dv]``, whose rows are
-    16-byte aligned, and returns ``lse [B, Hq, Sq]`` fp32.
+def attention_decode_out(given: Any) -> Tensor:
+    """Does `attention_decode`, but writes the output to ``given.out``, whose rows are 16-byte aligned."""
+    return _decode(given, given.out)
 
-    Shapes and meanings are as in ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window
-    side is unbounded; ``causal`` is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks
-    that a query can see; 0 lets `tiles.decode_splits` choose. Raises ValueError if the capacity is 2^30 tokens or more.
+
+def attention_decode(given: Any) -> tuple[Tensor, Tensor]:
+    """Appends ``k_new``, ``v_new`` to the caches, attends over them, and returns ``out [B, Hq, Sq, Dv]``, in the
+    query's order of dims, and ``lse [B, Hq, Sq]`` fp32.
+
+    ``given`` has the arguments of the op of csrc/bindings.cpp by name. Shapes and meanings are as in
+    ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side is unbounded; ``causal``
+    is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that a query can see; 0 lets
+    `tiles.decode_splits` choose. Raises ValueError if the capacity is 2^30 tokens or more.
     """
+    out = empty_like_heads(given.query, given.v_cache.shape[3])
+    return out, _decode(given, out)
+
+
+def attention_split_keys(given: Any) -> tuple[Tensor, Tensor]:
+    """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, which it copies
+    where a kernel cannot read them."""
+    key = readable(given.key)
+    cache = SimpleNamespace(
+        **given._asdict(),
+        k_cache=key,
+        v_cache=readable(given.value),
+        cache_seqlens=torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device),
+        k_new=None,
+        v_new=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        rotary_interleaved=False,
+        block_table=None,
+        k_scale=None,
+        v_scale=None,
+        tree_mask=None,
+        num_splits=0,
+        batch_invariant=False,
+    )
+    return attention_decode(cache)
+
+
+def _decode(given: Any, out: Tensor) -> Tensor:
+    """Writes the output to ``out`` and returns the lse."""
+    query, k_cache, v_cache, block_table = given.query, given.k_cache, given.v_cache, given.block_table
     batch, num_heads, num_queries, head_dim = query.shape
     kv_heads, block_rows, value_dim = v_cache.shape[1:]
-    num_new = 0 if k_new is None else k_new.shape[2]
+    num_new = 0 if given.k_new is None else given.k_new.shape[2]
     capacity = block_rows if block_table is None else block_table.shape[1] * block_rows
     if capacity >= UNBOUNDED:
         raise ValueError(f"attention_decode: a capacity below 2^30 tokens is supported, got {capacity}")
-    cache_seqlens = cache_seqlens.contiguous()
-    if rotary_cos is not None and rotary_sin is not None:
-        rotary_cos, rotary_sin = rotary_cos.contiguous(), rotary_sin.contiguous()
-    if k_new is not None and v_new is not None:
-        launch_append(
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            k_new,
-            v_new,
-            rotary_cos,
-            rotary_sin,
-            rotary_interleaved,
-            block_table,
-            k_scale,
-            v_scale,
-            capacity,
-        )
+    cache_seqlens = given.cache_seqlens.contiguous()
+    rotary_cos, rotary_sin = contiguous(given.rotary_cos), contiguous(given.rotary_sin)
+    if num_new > 0:
+        launch_append(given, cache_seqlens, rotary_cos, rotary_sin, capacity)
 
     lse = query.new_empty((batch, num_heads, num_queries), dtype=torch.float32)
     if lse.numel() == 0:
@@ -344,22 +345,23 @@ def attention_decode_out(
         page_size,
     )
     m_blocks = ceil_div(num_queries * group, tile.block_m)
-    key_blocks = decode_key_blocks(capacity, num_queries, window_left, tile.block_n)
-    splits = decode_splits(batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, num_splits, batch_invariant)
+    key_blocks = decode_key_blocks(capacity, num_queries, given.window_left, tile.block_n)
+    splits = decode_splits(
+        batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, given.num_splits, given.batch_invariant
+    )
 
     is_split = splits.num_splits > 1
     split_out, split_lse = out[None], lse[None]
     if is_split:
         split_out = query.new_empty((splits.num_splits, *out.shape), dtype=torch.float32)
         split_lse = query.new_empty((splits.num_splits, *lse.shape), dtype=torch.float32)
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous().view(-1, num_heads)
-    sinks = contiguous(sinks)
+    alibi_slopes, sinks, tree_mask = contiguous(given.alibi_slopes), contiguous(given.sinks), given.tree_mask
+    scale, softcap, window_left, window_right = given.scale, given.softcap, given.window_left, given.window_right
 
     split_kernel[(batch * kv_heads * splits.num_splits * m_blocks,)](
         query,
         query.stride()[:3],
-        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
+        *cache_arguments(given),
         cache_seqlens,
         block_table,
         *((0, 0) if block_table is None else block_table.stride()),
@@ -393,7 +395,7 @@ def attention_decode_out(
         D_PAD=padded_head_dim(head_dim),
         DV_PAD=padded_head_dim(value_dim),
         ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
-        INTERLEAVED=rotary_interleaved,
+        INTERLEAVED=given.rotary_interleaved,
         PAGE_SIZE=page_size,
         QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
         IS_FP8=k_cache.dtype == FP8,
@@ -428,34 +430,3 @@ def attention_decode_out(
             enable_fp_fusion=True,
         )
     return lse
-
-
-def attention_decode(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
-    """Does `attention_decode_out` with a new output, which has the query's order of dims in memory."""
-    out = empty_like_heads(query, v_cache.shape[3])
-    named["out"] = out
-    return out, attention_decode_out(query, k_cache, v_cache, *others, **named)
-
-
-def attention_split_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, which it copies
-    where a kernel cannot read them."""
-    key, value = readable(key), readable(value)
-    lengths = torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device)
-    nothing = (None,) * 4
-    return attention_decode(
-        query, key, value, lengths, *nothing, False, *nothing[:3], alibi_slopes, sinks,
-        scale, window_left, window_right, softcap, 0, False, None,
-    )  # fmt: skip

@@ -16,6 +16,8 @@ off, so that the cache gets the same bits as from ``fastattn.reference``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -225,31 +227,23 @@ def append_to_slots_kernel(
     )  # fmt: skip
 
 
-def append_to_cache(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def append_to_cache(given: Any) -> None:
     """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` does; the
-    caller has checked the arguments."""
+    caller has checked the arguments, which ``given`` has by name."""
+    k_new, v_new, k_cache, v_cache = readable(given.k_new), readable(given.v_new), given.k_cache, given.v_cache
     tokens, kv_heads, head_dim = k_new.shape
     num_pages, _, page_size, value_dim = v_cache.shape
     grid = (kv_heads * ceil_div(tokens, BLOCK_T),)
     if grid[0] == 0 or num_pages * page_size == 0:
         return
-    k_new, v_new = readable(k_new), readable(v_new)
     append_to_slots_kernel[grid](
         k_new,
         k_new.stride()[:2],
         v_new,
         v_new.stride()[:2],
-        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
-        slot_mapping,
-        slot_mapping.stride(0),
+        *cache_arguments(given),
+        given.slot_mapping,
+        given.slot_mapping.stride(0),
         tokens,
         num_pages * page_size,
         kv_heads,
@@ -260,8 +254,8 @@ def append_to_cache(
         PAGE_SIZE=page_size,
         QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
         IS_FP8=k_cache.dtype == FP8,
-        K_GIVEN=k_cache.dtype == FP8 and are_given(k_scale),
-        V_GIVEN=k_cache.dtype == FP8 and are_given(v_scale),
+        K_GIVEN=k_cache.dtype == FP8 and are_given(given.k_scale),
+        V_GIVEN=k_cache.dtype == FP8 and are_given(given.v_scale),
         BLOCK_T=BLOCK_T,
         num_warps=4,
         enable_fp_fusion=False,
@@ -269,32 +263,24 @@ def append_to_cache(
 
 
 def launch_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    block_table: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    capacity: int,
+    given: Any, cache_seqlens: Tensor, rotary_cos: Tensor | None, rotary_sin: Tensor | None, capacity: int
 ) -> None:
-    """Writes ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place."""
+    """Writes ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place.
+
+    ``given`` has the arguments of ``attention_decode`` by name; lengths and angles are contiguous.
+    """
+    k_new, v_new, k_cache, block_table = readable(given.k_new), readable(given.v_new), given.k_cache, given.block_table
     batch, kv_heads, num_new, head_dim = k_new.shape
     value_dim = v_new.shape[3]
     grid = (batch * kv_heads * ceil_div(num_new, BLOCK_T),)
     if grid[0] == 0 or capacity == 0:
         return
-    k_new, v_new = readable(k_new), readable(v_new)
     append_kernel[grid](
         k_new,
         k_new.stride()[:3],
         v_new,
         v_new.stride()[:3],
-        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
+        *cache_arguments(given),
         cache_seqlens,
         block_table,
         *((0, 0) if block_table is None else block_table.stride()),
@@ -311,12 +297,12 @@ def launch_append(
         D_PAD=padded_head_dim(head_dim),
         DV_PAD=padded_head_dim(value_dim),
         ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
-        INTERLEAVED=rotary_interleaved,
+        INTERLEAVED=given.rotary_interleaved,
         PAGE_SIZE=0 if block_table is None else k_cache.shape[2],
         QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
         IS_FP8=k_cache.dtype == FP8,
-        K_GIVEN=k_cache.dtype == FP8 and are_given(k_scale),
-        V_GIVEN=k_cache.dtype == FP8 and are_given(v_scale),
+        K_GIVEN=k_cache.dtype == FP8 and are_given(given.k_scale),
+        V_GIVEN=k_cache.dtype == FP8 and are_given(given.v_scale),
         BLOCK_T=BLOCK_T,
         num_warps=4,
         enable_fp_fusion=False,

@@ -99,20 +99,18 @@ def load_rotated(
     return x
 
 
-def cache_arguments(
-    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> tuple[Any, ...]:
+def cache_arguments(given: Any) -> tuple[Any, ...]:
     """Returns the caches and their scales, each with its strides, as the kernels take them: fp8 as bytes."""
-    k_cache, v_cache = as_numbers(k_cache), as_numbers(v_cache)
+    k_cache, v_cache = as_numbers(given.k_cache), as_numbers(given.v_cache)
     return (
         k_cache,
         k_cache.stride()[:3],
         v_cache,
         v_cache.stride()[:3],
-        k_scale,
-        _scale_strides(k_scale),
-        v_scale,
-        _scale_strides(v_scale),
+        given.k_scale,
+        _scale_strides(given.k_scale),
+        given.v_scale,
+        _scale_strides(given.v_scale),
     )
 
 

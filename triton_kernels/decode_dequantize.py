@@ -9,9 +9,10 @@ once. Tokens beyond a sequence's length, or without a page, are not written.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fastattn.quantization import FP8
 
@@ -102,18 +103,10 @@ def dequantize_kernel(
     )  # fmt: skip
 
 
-def dequantize_cache(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    seqlens: Tensor,
-    block_table: Tensor | None,
-    k_out: Tensor,
-    v_out: Tensor,
-) -> None:
-    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `DequantizeArguments` says;
-    the caller has checked the arguments."""
+def dequantize_cache(given: Any) -> None:
+    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `Dequantization` says;
+    the caller has checked the arguments, which ``given`` has by name."""
+    k_cache, v_cache, seqlens, block_table = given.k_cache, given.v_cache, given.seqlens, given.block_table
     batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
     num_pages, kv_heads, page_size, head_dim = k_cache.shape
     value_dim, capacity = v_cache.shape[3], max_pages * page_size
@@ -121,13 +114,13 @@ def dequantize_cache(
     if grid[0] == 0:
         return
     dequantize_kernel[grid](
-        *cache_arguments(k_cache, v_cache, k_scale, v_scale),
+        *cache_arguments(given),
         seqlens,
         block_table,
         *((0, 0) if block_table is None else block_table.stride()),
         num_pages,
-        k_out,
-        v_out,
+        given.k_out,
+        given.v_out,
         capacity,
         max_pages,
         kv_heads,

@@ -294,16 +294,15 @@ def _launch_options(tile: Int8MatmulTile) -> dict[str, Any]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
-def int8_matmul(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str
-) -> Tensor:
+def int8_matmul(given: Any) -> Tensor:
     """Returns ``act(x @ dequantize(weight)^T + bias) + residual``, ``[..., N]``, for ``x [..., K]`` and int8 ``weight
     [N, K]``.
 
     ``scale`` is fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128. ``activation`` is
     none, relu, gelu, gelu_tanh, silu or swiglu (which returns ``[..., N / 2]``). ``bias [N]`` and ``residual``, like
-    the result, are in x's dtype. The caller has checked the arguments.
+    the result, are in x's dtype. The caller has checked the arguments, which ``given`` has by name.
     """
+    x, weight, scale, activation = given.x, given.weight, given.scale, given.activation
     n, k = weight.shape
     columns = result_columns(activation, n)
     out = x.new_empty((*x.shape[:-1], columns))
@@ -312,8 +311,8 @@ def int8_matmul(
     x = _rows(x, k)
     m = x.shape[0]
     weight, scale = _rows(weight, k), scale.contiguous()
-    bias = contiguous(bias)
-    residual = None if residual is None else _rows(residual, columns)
+    bias = contiguous(given.bias)
+    residual = None if given.residual is None else _rows(given.residual, columns)
     residual_stride = 0 if residual is None else residual.stride(0)
     group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # one group is a channel
     has_scale = group == 0 and k > 0
@@ -385,13 +384,14 @@ def _merge(
     )
 
 
-def int8_matmul_grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor]:
+def int8_matmul_grad_input(given: Any) -> tuple[Tensor, Tensor]:
     """Returns ``grad_out [..., N] @ dequantize(weight)``, ``[..., K]``, without a dequantised copy of the weight.
 
     The second result is ``grad_out`` summed to ``[N]`` by PyTorch with ``bias_grad``, else ``[0]``.
     """
-    grad_bias = sum_over_tokens(grad_out) if bias_grad else grad_out.new_empty(0)
-    return _grad_input(grad_out, weight, scale), grad_bias
+    grad_out = given.grad_out
+    grad_bias = sum_over_tokens(grad_out) if given.bias_grad else grad_out.new_empty(0)
+    return _grad_input(grad_out, given.weight, given.scale), grad_bias
 
 
 def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -141,14 +141,14 @@ def launch(kernel: Any, *tensors: Tensor) -> None:
     kernel[(num_ctas,)](*arguments, num_rows, num_heads, **constexprs)
 
 
-def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(given: Any) -> tuple[Tensor, Tensor]:
     """Returns output and lse over the keys of both, fp32, in the dimension order of ``out_a`` and ``lse_a``; the caller
-    has checked the arguments."""
-    out, lse = (torch.empty_like(tensor, dtype=torch.float32) for tensor in (out_a, lse_a))
-    launch(merge_attention_kernel, out_a, lse_a, out_b, lse_b, out, lse)
+    has checked the arguments, which ``given`` has by name."""
+    out, lse = (torch.empty_like(tensor, dtype=torch.float32) for tensor in (given.out_a, given.lse_a))
+    launch(merge_attention_kernel, *given, out, lse)
     return out, lse
 
 
-def merge_attention_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge_attention_into(given: Any) -> None:
     """Merges a block's results into ``out`` and ``lse``, in place."""
-    launch(merge_attention_kernel, out, lse, block_out, block_lse, out, lse)
+    launch(merge_attention_kernel, *given, given.out, given.lse)

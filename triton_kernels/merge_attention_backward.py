@@ -10,6 +10,8 @@ The CTAs and the rows that they read are those of the forward kernel. A row with
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -82,11 +84,8 @@ def merge_attention_backward_kernel(
     tl.store(b_pointers, grad_row_b.to(grad_lse_b.dtype.element_ty), mask=exists)
 
 
-def merge_attention_backward(
-    grad_out: Tensor, grad_lse: Tensor, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def merge_attention_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of ``out_a``, ``lse_a``, ``out_b`` and ``lse_b``, each in its dtype and dimension order."""
-    merged = out_a, lse_a, out_b, lse_b
-    grad_out_a, grad_lse_a, grad_out_b, grad_lse_b = grads = tuple(map(torch.empty_like, merged))
-    launch(merge_attention_backward_kernel, grad_out, grad_lse, *merged, *grads)
+    grad_out_a, grad_lse_a, grad_out_b, grad_lse_b = grads = tuple(map(torch.empty_like, given[2:]))
+    launch(merge_attention_backward_kernel, *given, *grads)
     return grad_out_a, grad_lse_a, grad_out_b, grad_lse_b

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import decode_cases
 from decode_cases import CASES, SCENARIOS, Case, make_arguments, op_arguments
 from fastattn.triton_kernels import tiles
-from fastattn.triton_kernels.decode import attention_decode, split_kernel
+from fastattn.triton_kernels.decode import split_kernel
 from fastattn.triton_kernels.decode_append import append_kernel
 from fastattn.triton_kernels.decode_combine import combine_kernel
 from triton_compilations import num_compiled
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
 def run_kernel(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The launcher; caches among the arguments change in place."""
-    return attention_decode(**op_arguments(case, arguments))
+    """The operator; caches among the arguments change in place."""
+    result: tuple[Tensor, Tensor] = torch.ops.fastattn_triton.attention_decode(**op_arguments(case, arguments))
+    return result
 
 
 def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ from turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
-check_forward = functools.partial(int8_cases.check_forward, kernels.int8_matmul)
-check_grad_input = functools.partial(int8_cases.check_grad_input, kernels.int8_matmul_grad_input)
+OPS = torch.ops.fastattn_triton
+check_forward = functools.partial(int8_cases.check_forward, OPS.int8_matmul)
+check_grad_input = functools.partial(int8_cases.check_grad_input, OPS.int8_matmul_grad_input)
 
 
 def grad_input(*arguments: Tensor) -> Tensor:
-    return kernels.int8_matmul_grad_input(*arguments, bias_grad=False)[0]
+    return OPS.int8_matmul_grad_input(*arguments, bias_grad=False)[0]
 
 
 @pytest.mark.parametrize(("granularity", "m"), in_turn([(each,) for each in GRANULARITIES], [1, 65, 17, 130], each=2))
@@ -97,7 +98,7 @@ def test_nan_passes_through_the_epilogue(activation: str) -> None:
     weight, scale = quantised(8, 32, "channel")
     x = normal(3, 32, seed=1)
     x[1, 4] = torch.nan
-    out = kernels.int8_matmul(x, weight, scale, None, None, activation)
+    out = OPS.int8_matmul(x, weight, scale, None, None, activation)
     assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
 
 
@@ -119,7 +120,7 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
     for x, added in ((wide[..., :128], residual), (wide[:, ::2, 8:136], None), (transposed, None)):
         out = check_forward(x, weight, scale, residual=added)
         contiguous = None if added is None else added.contiguous()
-        assert torch.equal(out, kernels.int8_matmul(x.contiguous(), weight, scale, None, contiguous, "none"))
+        assert torch.equal(out, OPS.int8_matmul(x.contiguous(), weight, scale, None, contiguous, "none"))
     assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
 
 
@@ -171,7 +172,7 @@ def test_extreme_weights_are_exact() -> None:
     x = torch.full((2, 32), 0.5, dtype=torch.float16, device=DEVICE)
     x[:, ::2] = 1.0
     exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
-    assert torch.equal(kernels.int8_matmul(x, weight, scale, None, None, "none").double(), exact)
+    assert torch.equal(OPS.int8_matmul(x, weight, scale, None, None, "none").double(), exact)
     grad_out = torch.ones(2, 16, dtype=torch.float16, device=DEVICE)
     exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
     assert torch.equal(grad_input(grad_out, weight, scale).double(), exact)
@@ -188,7 +189,7 @@ def test_split_k(monkeypatch: pytest.MonkeyPatch, split_k: int, granularity: str
     x = normal(20, 320, seed=1)
     for extra in (epilogue("gelu", 20, 50), epilogue("swiglu", 20, 50)):
         out = check_forward(x, weight, scale, *extra)
-        assert torch.equal(out, kernels.int8_matmul(x, weight, scale, *extra))
+        assert torch.equal(out, OPS.int8_matmul(x, weight, scale, *extra))
     check_grad_input(normal(20, 50, seed=4), weight, scale)
 
 

@@ -96,7 +96,7 @@ def register(
 
     Args:
         record: the type of the calls that have its arguments as attributes of the same names; None: its ``Arguments``.
-        triton_module: the module of ``triton_kernels`` whose function ``name`` launches it.
+        triton_module: the module of ``triton_kernels`` whose function ``name`` launches it, given its ``Arguments``.
         fake: a function from its arguments, by name, to empty results of the right shapes; the default is for an
             operator that only writes.
         flops: a function from its arguments, with shapes in place of tensors, to the FLOPs that torch's counter shows.
@@ -110,7 +110,7 @@ def register(
     _libraries["triton"].define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     packets = {backend: getattr(getattr(torch.ops, namespace), name) for backend, namespace in namespaces.items()}
     op = _operators[name] = Operator(name, record, {backend: packet.default for backend, packet in packets.items()})
-    _triton_launchers[name] = _triton_launcher(triton_module, name)
+    _triton_launchers[name] = _triton_launcher(triton_module, op)
     _libraries["triton"].impl(name, _triton_launchers[name], "CUDA")
 
     def fake_of(*args: Any) -> Any:
@@ -147,19 +147,19 @@ def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int])
     after_import("torch.utils.flop_counter", register_formula)
 
 
-def _triton_launcher(module: str, name: str) -> Callable[..., Any]:
+def _triton_launcher(module: str, op: Operator) -> Callable[..., Any]:
     """Returns a launcher that imports Triton at its first call.
 
     Triton launches on the current device, so the launcher makes that the device of the tensors.
     """
 
     def launch(*args: Any) -> Any:
-        launcher = getattr(importlib.import_module(f"..triton_kernels.{module}", __package__), name)
-        device = args[0].device
+        launcher = getattr(importlib.import_module(f"..triton_kernels.{module}", __package__), op.name)
+        given, device = op.Arguments(*args), args[0].device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return launcher(*args)
+            return launcher(given)
         with torch.cuda.device(device):
-            return launcher(*args)
+            return launcher(given)
 
     return launch
 
