@@ -1,4 +1,4 @@
-"""The whole of fastattn on real input: a sentence model changed, quantised and adapted, a decoder trained and served.
+"""Runs every example on real input: a sentence model changed, quantised and adapted, a decoder trained and served.
 
     python examples/demo.py
 

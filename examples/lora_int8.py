@@ -39,7 +39,7 @@ BATCH, STEPS = 16, 24
 
 @dataclass(frozen=True)
 class Paragraphs:
-    """The model's inputs, int64 ``[paragraphs, length]`` each, and the topic numbers, ``labels [paragraphs]``."""
+    """Holds the model's inputs, int64 ``[paragraphs, length]`` each, and the topic numbers, ``labels [paragraphs]``."""
 
     inputs: dict[str, Tensor]
     labels: Tensor

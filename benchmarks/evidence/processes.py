@@ -66,7 +66,7 @@ class _Running:
             )
 
     def has_exited(self) -> bool:
-        """Returns whether the process has exited. It stays a zombie, so its id and its group's are not reused."""
+        """Returns whether the process has exited. It is not reaped here, so its id and its group's stay taken."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def poll(self) -> None:

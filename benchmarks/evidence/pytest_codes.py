@@ -1,4 +1,4 @@
-"""Reads the records and the exit codes of processes that ran with `pytest_record`. It imports without pytest."""
+"""Reads the records and the exit codes of processes that ran with `pytest_record`. This module does not need pytest."""
 
 from __future__ import annotations
 

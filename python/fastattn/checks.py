@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,24 +51,30 @@ _OTHER_NAMES = {
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raises the ``TypeError`` of a function that got keywords it does not have, about the first of them for which
-    there is advice, as other libraries have another name for it, or else about the first."""
-    known = inspect.signature(function).parameters
-    name, advice = max(((name, advice_on_keyword(name, known)) for name in unknown), key=lambda found: found[1] != "")
+    """Raises the ``TypeError`` of a function that got keywords it does not have, about the first of them that has
+    another name here, or else about the first."""
+    known, first, *others = inspect.signature(function).parameters, *unknown
+    name = next((name for name in (first, *others) if _OTHER_NAMES.get(name) in known), first)
+    advice = advice_on_keyword(name, known)
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
 
 
-def advice_on_keyword(name: str, known: Container[str]) -> str:
-    """Returns the end of an error about an unknown keyword: the right one, if one of the ``known`` means the same."""
+def advice_on_keyword(name: str, known: Collection[str]) -> str:
+    """Returns the end of an error about an unknown keyword: which of the ``known`` means the same, or looks like it."""
+    if name == "enable_gqa":
+        return "; keys and values may have fewer heads without it"
     meant = _OTHER_NAMES.get(name)
     note = ", and aligns to the bottom right" if name == "is_causal" else ""
-    return f"; it is called {meant!r} here{note}" if meant in known else ""
+    if meant in known:
+        return f"; it is called {meant!r} here{note}"
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
-def check_rank(name: str, tensor: Tensor, layout: str) -> None:
-    """Checks the number of dims; ``layout`` spells them, as in ``"[B, Hq, Sq, D]"``."""
+def check_rank(name: str, tensor: Tensor, layout: str, advice: str = "") -> None:
+    """Checks the number of dims; ``layout`` spells them, as in ``"[B, Hq, Sq, D]"``. ``advice`` ends the error."""
     rank = layout.count(",") + 1 if layout != "[]" else 0
-    expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}")
+    expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}{advice}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str) -> None:

@@ -57,7 +57,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     except Explained as explained:
         choice = explained.choice
     else:
-        name = getattr(function, "__name__", repr(function))
+        name = getattr(function, "__name__", type_name(function))
         raise TypeError(f"function: expected one that calls fastattn, but {name} returned without doing so")
     copied = {}
     if choice.backend != "torch":

@@ -67,7 +67,7 @@ def has_aligned_rows(matrix: Tensor) -> bool:
 
 
 def with_aligned_rows(matrix: Tensor) -> Tensor:
-    """Returns ``matrix [N, K]`` itself where its rows are aligned, else a copy in longer rows with zeros behind."""
+    """Returns ``matrix [N, K]`` itself where its rows are aligned, else a copy whose rows are padded with zeros."""
     if has_aligned_rows(matrix):
         return matrix
     columns = matrix.shape[1]

@@ -79,7 +79,8 @@ class Int8Limits(ctypes.Structure):
 
 
 class DealtBackward(ctypes.Structure):
-    """The deal of the backward pass to CTAs: tiles of ``block_n`` keys, each a walk over tiles of ``block_m`` rows.
+    """Says how the backward pass is split among CTAs: each walks from a tile of ``block_n`` keys over tiles of
+    ``block_m`` rows.
 
     From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
     into ``of_rows``. ``heads_per_group`` is the number of KV heads whose tiles are claimed in turn. The fields are zero

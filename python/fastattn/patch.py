@@ -43,7 +43,7 @@ def uninstall() -> None:
     global _installed
     with _lock:
         if not _installed:
-            raise RuntimeError("uninstall: expected an install() before it, got none in force")
+            raise RuntimeError("uninstall: no install() is in force")
         _installed = False
         _take_out()
 

@@ -275,7 +275,9 @@ def test_heads_are_only_said_to_come_after_rows_where_that_fits() -> None:
     ],
 )
 def test_unknown_options_are_refused(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'windows'$"):
+    has_it = "window" in inspect.signature(function).parameters
+    advice = r"; did you mean 'window'\?" if has_it else ""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument 'windows'{advice}$"):
         function(**arguments, windows=(1, 1))
 
 

@@ -135,7 +135,7 @@ def test_a_float_state_dict_is_quantised_as_it_is_loaded() -> None:
     for assign in (False, True):
         with pytest.raises(RuntimeError, match="granularity: expected 32, got 64"):
             layer.load_state_dict(Int8Linear(64, 48, granularity=64).state_dict(), assign=assign)
-        with pytest.raises(RuntimeError, match=r"scale: expected shape for 32 = \[48, 2\], got \[48, 1\]"):
+        with pytest.raises(RuntimeError, match=r"scale: expected shape for granularity 32 = \[48, 2\], got \[48, 1\]"):
             layer.load_state_dict(plain_state_dict(Int8Linear(64, 48, granularity=64).state_dict()), assign=assign)
         with pytest.raises(RuntimeError, match="weight_scale: expected the scales of the int8 weight, got none"):
             layer.load_state_dict({"weight": layer.weight.int8_data}, strict=False, assign=assign)

@@ -168,7 +168,7 @@ class PagedKVCache:
             InputError, TypeError: an argument is wrong, or the cache is quantized. Nothing has changed then.
         """
         unquantized = self.layout.quantized is None
-        expect(unquantized, "quantized", "False for chunks: their attention takes no pages of 8 bits", True)
+        expect(unquantized, "quantized", "False for chunks: caches of 8 bits take steps only", True)
         names = _listed("sequences", sequences, "a list of sequences' numbers")
         counts = _listed("num_new", num_new, "a list of numbers, one for each sequence")
         expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))

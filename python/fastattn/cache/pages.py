@@ -51,7 +51,7 @@ class Reservation:
     def check_current(self) -> None:
         """Raises InputError where the step's pages may belong to another one by now."""
         if self.refusal is not None:
-            raise InputError(f"step: expected one whose sequences nothing else has changed, got one and {self.refusal}")
+            raise InputError(f"step: this one can store no more, as {self.refusal}; make a new one")
 
 
 class PageCopy(NamedTuple):

@@ -23,10 +23,10 @@ def check_options(function: str, names: Iterable[str]) -> None:
     """Raises ``TypeError`` for a keyword argument of an ``attend`` that is not one of ``AttendOptions``."""
     for name in names:
         if name in _SET_BY_THE_CACHE:
-            raise TypeError(f"{name}: expected no such argument of {function}: the cache sets it itself")
+            raise TypeError(f"{name}: {function} sets it itself")
         if name not in _OPTIONS:
             takes = f"{', '.join(sorted(_OPTIONS))}{advice_on_keyword(name, _OPTIONS)}"
-            raise TypeError(f"{name}: expected no such argument of {function}, which takes {takes}")
+            raise TypeError(f"{name}: {function} takes no such argument; it takes {takes}")
 
 
 class StepCache(ABC):

@@ -125,7 +125,7 @@ class LayerStorage:
 
     @classmethod
     def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
-        """Returns zeros, and scales of 1."""
+        """Returns storage of zeros; an 8-bit one has scales of 1."""
         shape = (blocks, layout.kv_heads, rows)
         k, v = (
             zeros_in_aligned_rows((*shape, dim), layout.stored_dtype, layout.device)

@@ -200,7 +200,7 @@ def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[
 
 
 def place_of(part: Part) -> tuple[int, int]:
-    """Returns the document and the place of the part's first row, a sort key that puts document after document."""
+    """Returns the document and the first row of a part, by which parts are sorted."""
     return part.document or 0, part.first
 
 

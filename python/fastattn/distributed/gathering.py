@@ -168,7 +168,7 @@ class AllKeys:
 
 
 class KeysThatAreRead:
-    """The gathering of the keys alone that this rank reads; the methods are those of ``AllKeys``."""
+    """Gathers only the keys that this rank reads, by the methods of ``AllKeys``."""
 
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length

@@ -75,10 +75,8 @@ class PackedLayout:
         return self._keep(window, lambda: PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window))
 
     def exchanged(self, num_ranks: int) -> tuple[PackedLayout, list[Rows]]:
-        """Returns the layout of the cut documents where each ``num_ranks`` consecutive ranks pool their rows.
-
-        For each such group it also returns which of its ranks' ``cut_rows`` rows, one rank after the other, these are.
-        """
+        """Returns the layout over groups of ``num_ranks`` consecutive ranks that pool their rows, and for each group
+        the indices of these rows in the ``cut_rows`` of its ranks, one rank after the other."""
 
         def arranged() -> tuple[PackedLayout, list[Rows]]:
             groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]

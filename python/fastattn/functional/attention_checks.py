@@ -49,8 +49,9 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
             )
     check_dtype("query", query, FLOATING)
     for name, tensor, layout in (("query", query, layouts[0]), ("key", key, layouts[1]), ("value", value, layouts[2])):
-        check_rank(name, tensor, layout)
-        check_dtype(name, tensor, (query.dtype,))
+        advice = "; of one sequence pass query[None]" if not call.is_packed and query.dim() == 3 else ""
+        check_rank(name, tensor, layout, advice)
+        expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", tensor.dtype)
         check_same_device(name, tensor, query.device)
     heads, head_dim = query.shape[1], query.shape[-1]
     expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
@@ -132,9 +133,12 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
     check_same_device("bias", bias, query.device)
     layout, dtypes = "[B or 1, Hq or 1, Sq or 1, Sk or 1]", (torch.bool, *dict.fromkeys((query.dtype, torch.float32)))
     is_mask = bias.dtype == torch.bool or not (bias.is_floating_point() or bias.is_complex())
-    if is_mask and bias.dim() == 2 and tuple(bias.shape) == (full[0], full[3]):
-        padding = "mask[:, None, None, :]" + ("" if bias.dtype == torch.bool else ".bool()")
-        came = f"{bias.dtype} {list(bias.shape)}; of a padding mask [B, Sk], 1 for tokens, pass {padding}"
+    if bias.dim() == 2:
+        came, as_bool = f"{bias.dtype} {list(bias.shape)}", "" if bias.dtype == torch.bool or not is_mask else ".bool()"
+        if tuple(bias.shape) == full[2:]:
+            came += f"; of one [Sq, Sk] pass bias[None, None]{as_bool}"
+        if is_mask and tuple(bias.shape) == (full[0], full[3]):
+            came += f"; of a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))

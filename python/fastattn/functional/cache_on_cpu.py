@@ -167,7 +167,7 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
 
 
 def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
-    """Returns the mask for absent pages and a tree, bool ``[B, 1, Sq or 1, tokens]``, or None; the window is apart."""
+    """Returns the mask for absent pages and a tree, bool ``[B, 1, Sq or 1, tokens]``, or None, without the window."""
     mask = None
     if call.block_table is not None:
         table = call.block_table[run, _pages(call, tokens)]

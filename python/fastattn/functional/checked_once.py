@@ -69,7 +69,8 @@ class CheckedOnce(Generic[Record, Facts]):
 
 
 def _signature(tensor: Any) -> Any:
-    """Returns what a check looks at: of a tensor also the type, since subclasses go to PyTorch, else only the type."""
+    """Returns what checks depend on: the facts and the type of a tensor, since subclasses go to PyTorch; of anything
+    else the type."""
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none

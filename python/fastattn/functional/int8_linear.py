@@ -89,7 +89,9 @@ def int8_linear(
     if not isinstance(weight, Int8Weight):
         if is_distributed(weight):
             return _linear_over_sharded(x, weight, bias, activation, residual, input_precision)
-        raise TypeError(f"weight: expected an Int8Weight (see quantize_int8), got {type(weight).__name__}")
+        raise TypeError(
+            f"weight: expected an Int8Weight, as quantize_int8(weight) returns, got {type(weight).__name__}"
+        )
     return linear_over(Int8Call(x, weight.data, weight.scale, bias, residual, activation, input_precision))
 
 

@@ -59,7 +59,9 @@ class Int8Weight:
         check_tensor("scale", self.scale)
         check_dtype("scale", self.scale, (torch.float32,))
         check_same_device("scale", self.scale, self.data.device)
-        check_shape("scale", self.scale, scale_shape(self.data.shape, self.granularity), f"for {self.granularity!r}")
+        check_shape(
+            "scale", self.scale, scale_shape(self.data.shape, self.granularity), f"for granularity {self.granularity!r}"
+        )
 
     @property
     def shape(self) -> torch.Size:

@@ -184,8 +184,8 @@ def _group(query: Tensor, key: Tensor) -> int:
 def is_known_finite(*tensors: Tensor) -> bool:
     """Returns whether all elements are known to be finite, by their sums, which read them once.
 
-    A sum that overflows leaves it unknown. PyTorch sums the last two dims of 16-bit tensors ten times as fast as whole
-    tensors.
+    Returns False where the host may not read them, and where a sum overflows. PyTorch sums the last two dims of 16-bit
+    tensors ten times as fast as whole tensors.
     """
     if not is_readable(*tensors):
         return False

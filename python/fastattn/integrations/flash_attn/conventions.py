@@ -76,7 +76,8 @@ def alibi_of_packed(slopes: Tensor | None, window: tuple[int, int], total_q: int
 
 
 def _adds_columns(window: tuple[int, int], most_keys: int) -> bool:
-    """Returns whether flash-attn adds ``slope * column``, not ``-slope * distance``: only under a causal mask alone."""
+    """Returns whether flash-attn adds ``slope * column``, not ``-slope * distance``, as it does under a causal mask
+    without a window."""
     return most_keys > 0 and without_idle_bounds(window, most_keys) == (-1, 0)
 
 

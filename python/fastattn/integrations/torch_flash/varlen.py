@@ -1,5 +1,5 @@
-"""A function with the signature of ``torch.nn.attention.varlen.varlen_attn``, in every version of torch, with
-fastattn's autograd."""
+"""Defines a function with the signature of ``torch.nn.attention.varlen.varlen_attn``, for every supported torch; the
+gradients are fastattn's."""
 
 from __future__ import annotations
 

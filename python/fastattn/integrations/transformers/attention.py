@@ -190,7 +190,7 @@ def _attend_packed(
     window: tuple[int, int],
     options: _Options,
 ) -> Tensor:
-    """Attends over packed sequences, where rows of the batch follow each other, too; returns ``[B, Sq, Hq, Dv]``."""
+    """Attends over packed sequences, after joining the rows of the batch; returns ``[B, Sq, Hq, Dv]``."""
     (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = offsets
     out = attention_varlen(
         query.transpose(1, 2).flatten(0, 1),

@@ -58,7 +58,7 @@ class Int8Quantizer(HfQuantizer):
             came = ", ".join(sorted(map(str, devices)))
             raise InputError(
                 f"device_map: expected all layers on GPUs, or all on the CPU, since int8 weights are not offloaded; "
-                f"got {came}: give max_memory more, or take a device_map of your own"
+                f"got {came}: raise max_memory, or pass a device_map of your own"
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -197,7 +197,7 @@ class Int8Quantizer(HfQuantizer):
 
 
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
-    """Warns about layers that are no plain ``nn.Linear`` and stay, although somebody may expect int8 ones."""
+    """Warns about layers that look linear but stay as they are, since they are no plain ``nn.Linear``."""
     for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
         warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 
