@@ -7,7 +7,11 @@ On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with a
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -398,6 +402,17 @@ def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(head_dim: int, 
     with missing, pytest.raises(EmulatorError, match="the launch before") as caught:
         backward.run(case, seed=head_dim)
     assert caught.value.kind == "race"
+
+
+@only_emulated
+@pytest.mark.slow
+def test_kernels_begin_one_after_the_other_on_request() -> None:
+    """Then a kernel that does not wait is right all the same."""
+    test = f"{__file__}::test_a_kernel_that_does_not_wait_for_the_one_before_is_found"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", test]
+    environment = {**os.environ, "FASTATTN_DEPENDENT_LAUNCH": "0"}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert "DID NOT RAISE" in done.stdout, done.stdout + done.stderr
 
 
 # --- What a launch does -----------------------------------------------------------------------------------------------

@@ -49,10 +49,11 @@ def test_the_snippets_run_in_order(page: Path, tmp_path: Path) -> None:
 
 
 def test_every_variable_is_in_the_table() -> None:
-    read = re.compile(r"environ(?:\.get|\.setdefault)?[\[(]\"(FASTATTN_\w+)\"|VARIABLE = \"(FASTATTN_\w+)\"")
+    read = re.compile(r"(?:environ(?:\.get|\.setdefault)?[\[(]|getenv\(|VARIABLE = )\"(FASTATTN_\w+)\"")
     places = [ROOT / name for name in ("python", "csrc", "triton_kernels", "tests", "benchmarks", "examples")]
-    sources = [path.read_text() for place in places for path in place.rglob("*.py") if path != Path(__file__)]
-    found = {first or second for source in sources for first, second in read.findall(source)}
+    paths = [path for place in places for ending in ("py", "cpp") for path in place.rglob(f"*.{ending}")]
+    sources = [path.read_text() for path in paths if path != Path(__file__)]
+    found = {name for source in sources for name in read.findall(source)}
     listed = set(re.findall(r"^\| `(FASTATTN_\w+)`", (DOCS / "environment.md").read_text(), re.MULTILINE))
     assert {"FASTATTN_CHECK", "FASTATTN_FALLBACK", "FASTATTN_LIBRARY", "FASTATTN_ARCHS"} <= listed
     assert found == listed
