@@ -187,7 +187,6 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     };
 
     float rG[kTilesM][kTilesN][4] = {};
-    const float dropout_factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
     typename Config::Gemm gemm(shared.gemm, threadIdx.x);
     BiasTile tile = tiles.first();
     gemm.start(operands_of(tile, params.query, params.key));
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
             const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
             dropout.drop(rDP, warp_row, first_key, lane);
         }
-        for_score_gradients(rS, rDP, rows, dropout_factor, num_rows - warp_row, lane,
+        for_score_gradients(rS, rDP, rows, options.dropout_factor, num_rows - warp_row, lane,
                             [&](int m, int n, int e, float gradient) { rG[m][n][e] += gradient; });
         tile = next;
     }

@@ -116,10 +116,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     shared.work.init(kConsumerWarps + 1 + Config::kNumConsumers);
     shared.keys.init(kConsumerWarps);
     shared.rows.init(kConsumerWarps);
-    for (RingBarriers<1>& panel : shared.panels) {
-        ptx::mbarrier_init(shared_address(&panel.full[0]), 4);
-        ptx::mbarrier_init(shared_address(&panel.empty[0]), 1);
-    }
+    for (RingBarriers<1>& panel : shared.panels) panel.init(/*num_consumers=*/1, /*num_producers=*/4);
     for (auto& barriers : shared.gradients_stored) {
         for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
     }

@@ -73,16 +73,12 @@ enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysS
 template <int kHeadDim, int kValueDim>
 FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
     constexpr int kWarps = 4;  // of a warpgroup
-    const auto init = [](auto& ring, int num_producers, int num_consumers) {
-        for (uint64_t& barrier : ring.full) ptx::mbarrier_init(shared_address(&barrier), num_producers);
-        for (uint64_t& barrier : ring.empty) ptx::mbarrier_init(shared_address(&barrier), num_consumers);
-    };
-    init(shared.work, 1, 3 * kWarps + 2);
-    init(shared.keys, 1, 3 * kWarps);
-    init(shared.rows, 1, 2 * kWarps);
-    init(shared.probabilities, kWarps, kWarps);
-    init(shared.gradients, kWarps, kWarps);
-    init(shared.panels, kWarps, 1);
+    shared.work.init(3 * kWarps + 2);
+    shared.keys.init(3 * kWarps);
+    shared.rows.init(2 * kWarps);
+    shared.probabilities.init(kWarps, /*num_producers=*/kWarps);
+    shared.gradients.init(kWarps, /*num_producers=*/kWarps);
+    shared.panels.init(1, /*num_producers=*/kWarps);
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.landed), 1);
     ptx::fence_mbarrier_init();

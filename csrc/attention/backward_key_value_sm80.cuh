@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more
     __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
-    const float value_factor = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
+    const float value_factor = params.scores.dropout_factor;
     if (params.sum_key.data != nullptr) {
         const auto add = [&](const HeadsView<float>& view, const typename KeyGrid::Accumulators& rC, float factor) {
             const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;

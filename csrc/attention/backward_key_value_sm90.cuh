@@ -1,14 +1,15 @@
 // Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et
 // al. 2024): dK, dV, and dQ in fp32 sums.
 //
-//   S = scale·Q·Kᵀ,  P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = scale·dSᵀ·Q,  dQ = scale·dS·K
+//   S = scale·Q·Kᵀ,  P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta)
+//   dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
 // A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
 // (row_splits.h); it walks over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by
 // TMA, and one for each consumer adds dQ to the sums in global memory (kProducerRegisters). The other two warpgroups
-// consume (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows of the
-// one before are under way. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of dV and
-// dK from registers.
+// consume (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows
+// of the one before are under way. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of
+// dV and dK from registers.
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
 //   work         2       says which tile of keys            after its gradients
@@ -38,6 +39,7 @@
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
+#include "device/shared_memory.h"
 #include "device/tma_nonfinite.cuh"
 #include "device/warpgroup_gemm.cuh"
 
@@ -77,10 +79,10 @@ struct BackwardConsumerSm90 {
     // rC = a block of own K or V · (Q or dO)ᵀ.
     template <typename OwnTile, bool kAdds = false>
     FASTATTN_DEVICE void start_scores(Scores& rC, const uint16_t* sKeys, int block, const uint16_t* sRows) const {
-        const int first_row = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
+        const int first_own_key = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kHeadDim, OwnTile, RowTile, kAdds>(
-            rC, OperandDescriptor::k_major(address_of(sKeys) + first_row * OwnTile::kRowBytes),
+            rC, OperandDescriptor::k_major(address_of(sKeys) + first_own_key * OwnTile::kRowBytes),
             OperandDescriptor::k_major(address_of(sRows)));
         ptx::wgmma_commit_group();
     }
@@ -194,14 +196,14 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     constexpr int kKeyBlocks = Config::kKeyBlocks;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue: barriers.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         init_barriers(shared);
-        const int64_t* seed = params.scores.dropout_seed;
+        const int64_t* seed = params.scores.dropout_seed;  // an input, which no launch of this call writes
         if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
     __syncthreads();             // waits until the barriers are initialised
@@ -258,15 +260,13 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     consumer.template start_scores<KeyTile>(rS, shared.sK, kBlock, sQ);
                     scores.position.first_key += kWarpgroupM;
                     scores.prepare();
-                    ptx::wgmma_wait_group<0>();
-                    ptx::written_by_wgmma(rS);
+                    wait_gemm<0>(rS);
                 }
                 scores.probabilities(rP16, rS, terms);
                 scores.init_gradients(rdP, terms);
                 consumer.start_gradient(rdV[kBlock], rP16, sdO);
                 consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
-                ptx::wgmma_wait_group<0>();
-                ptx::written_by_wgmma(rdP);
+                wait_gemm<0>(rdP);
                 scores.gradients(rdP, rS, terms);
                 BlockScores::to_operand(rdS16, rdP);
                 consumer.store_gradients(rdS16, kBlock);
@@ -295,8 +295,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                                                   /*is_full=*/false);  // right for all tiles
                 consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
                 scores.prepare();
-                ptx::wgmma_wait_group<0>();
-                ptx::written_by_wgmma(rS);
+                wait_gemm<0>(rS);
                 finish_step(rS, rdS16, scores);
             }
             while (--num_left > 0) {
@@ -313,28 +312,24 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 }
                 BlockScores scores = block_scores(next.stage, keys.begin_head + num_heads - heads_left, row_tile,
                                                   static_cast<uint32_t>(row_tile - begin_full) < num_full);
-                ptx::wgmma_wait_group<1>();  // leaves S in flight
-                ptx::written_by_wgmma(rdQ);
+                wait_gemm<1>(rdQ);  // leaves S in flight
                 consumer.store_query_panel(rdQ);
                 scores.prepare();
-                ptx::wgmma_wait_group<0>();
-                ptx::written_by_wgmma(rS);
+                wait_gemm<0>(rS);
                 consumer.release_rows();
                 finish_step(rS, rdS16, scores);
             }
             typename Consumer::QueryPanel rdQ;
             consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
             consumer.start_dq(rdQ, sKForDq);
-            ptx::wgmma_wait_group<0>();
-            ptx::written_by_wgmma(rdQ);
+            wait_gemm<0>(rdQ);
             consumer.store_query_panel(rdQ);
             consumer.release_rows();
         }
         key_ring.release(lane);
 
         // Epilogue.
-        const float value_factor =
-            kOptions && params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
+        const float value_factor = kOptions ? params.scores.dropout_factor : 1.0f;
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
             ptx::written_by_wgmma(rdK[block]);

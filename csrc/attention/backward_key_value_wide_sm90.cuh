@@ -38,6 +38,7 @@
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
+#include "device/shared_memory.h"
 #include "device/tma_nonfinite.cuh"
 #include "device/warpgroup_gemm.cuh"
 
@@ -191,8 +192,7 @@ struct BackwardChainSm90 {
                     Scores rX;
                     rows().wait_full();
                     start_scores(rX, rows().stage);
-                    ptx::wgmma_wait_group<0>();
-                    ptx::written_by_wgmma(rX);
+                    wait_gemm<0>(rX);
                     finish_step(keys, rX, rA, row_tile,
                                 /*is_full=*/false);  // the code for masked tiles is right for all
                 }
@@ -209,8 +209,7 @@ struct BackwardChainSm90 {
                     ptx::wgmma_wait_group<1>();  // leaves the scores in flight
                     rows().release(lane);
                     ++num_steps;
-                    ptx::wgmma_wait_group<0>();
-                    ptx::written_by_wgmma(rX);
+                    wait_gemm<0>(rX);
                     finish_step(keys, rX, rA, row_tile, row_tile >= begin_full && row_tile < end_full);
                 }
                 start_gradient(rG, rA);
@@ -313,8 +312,7 @@ struct BackwardQueryChainSm90 {
                     }
                     QueryPanel rdQ;
                     start_panel(rdQ, shared.sdS[gradients.stage], sBlock);
-                    ptx::wgmma_wait_group<0>();
-                    ptx::written_by_wgmma(rdQ);
+                    wait_gemm<0>(rdQ);
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
                     // Waits until no warp's product reads finite keys where dQ goes.
                     if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
@@ -336,7 +334,7 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
     using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue: barriers.
     const AttentionBackwardParams& params = all_params.attention;

@@ -87,12 +87,11 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     if (!order.find(found, params, first_split.tile, Config::kBlockN)) return;
     if (!keys.find(params, first_split, found) || !keys.is_split()) return;
     const bool is_value = block / kBlocks % 2 != 0;
-    const float value_factor = params.scores.dropout_seed != nullptr ? params.scores.dropout_factor : 1.0f;
     const int32_t first_key = keys.first_key + block % kBlocks * kPanelRows;
     finish_sums<kHeadDim, kDataType>(
         is_value ? params.grad_value : params.grad_key, is_value ? params.sum_value : params.sum_key, keys.batch,
         keys.head, int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
-        params.key_sums + int64_t{block} * kElements, is_value ? value_factor : params.scores.scale);
+        params.key_sums + int64_t{block} * kElements, is_value ? params.scores.dropout_factor : params.scores.scale);
 }
 
 template <int kHeadDim, DataType kDataType>

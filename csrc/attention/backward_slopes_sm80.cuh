@@ -82,7 +82,6 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     gemm.start(operands_of(params.query, params.key, begin_tile));
     const int32_t warp_row = first_row + gemm.warp_row;
     const RowTermsOfLane<kTilesM> terms(params, batch, head, rows, warp_row, lane);
-    const float dropout_factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
     const int32_t position = warp_row + scores.window.offset + accumulator_row(lane) - accumulator_column(lane);
     float sum = 0.0f;
     for (int32_t key_tile = begin_tile; key_tile < end_tile; ++key_tile) {
@@ -98,7 +97,7 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
             dropout.drop(rDP, warp_row, first_key, lane);
         }
         const int32_t ahead = position - first_key;
-        for_score_gradients(rS, rDP, terms, dropout_factor, rows.length - warp_row, lane,
+        for_score_gradients(rS, rDP, terms, options.dropout_factor, rows.length - warp_row, lane,
                             [&](int m, int n, int e, float gradient) {
                                 const int32_t distance = abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2);
                                 sum = fmaf(gradient, -static_cast<float>(distance), sum);

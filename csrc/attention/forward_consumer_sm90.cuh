@@ -31,7 +31,6 @@ struct CtaRowLocator {
     }
 };
 
-// One consumer: its side of the rings, and the products that it starts, each a group of wgmma.
 template <typename Config, DataType kDataType>
 struct ForwardConsumerSm90 {
     static constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = Config::kBlockN / kMmaK;
@@ -105,15 +104,11 @@ struct ForwardConsumerSm90 {
     // Leaves kInFlight products in flight: none, or P·V of the tile before.
     template <int kInFlight>
     FASTATTN_DEVICE void wait_qk(float (&rS)[1][kTilesN][4]) {
-        ptx::wgmma_wait_group<kInFlight>();
-        ptx::written_by_wgmma(rS);
+        wait_gemm<kInFlight>(rS);
         key_ring.release_to_cluster(lane, cluster_size);
     }
 
-    FASTATTN_DEVICE void wait_pv(float (&rO)[1][kTilesD][4]) {
-        ptx::wgmma_wait_group<0>();
-        ptx::written_by_wgmma(rO);
-    }
+    FASTATTN_DEVICE void wait_pv(float (&rO)[1][kTilesD][4]) { wait_gemm<0>(rO); }
 
     FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 

@@ -22,6 +22,7 @@
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/scores.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
@@ -52,7 +53,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
     KeySplit split;
     LargestScores<Config::kNumWarps> largest_scores;
-    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= 99 << 10,
+    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= kLeastSharedBytesPerCta,
                   "sm_86, sm_89, sm_120");
 };
 
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     }
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
-    const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;
+    const float factor = options.dropout_factor;
     const KeySplit& own = shared.split;
     const QueryTile out_tile = query_tile(attention, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(attention, out_tile.batch);

@@ -24,6 +24,7 @@
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/scores.cuh"
 #include "device/sequence.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 
 namespace fastattn {
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue: barriers; and how each side learns of its rows.
     const AttentionForwardParams& params = all_params.attention;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
-    const float factor = options.dropout_seed != nullptr ? options.dropout_factor : 1.0f;  // of the output
+    const float factor = options.dropout_factor;  // of the output
     for (const CtaWorkTile* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
         const CtaWorkTile& tile = *next;
         consumer.wait_query();

@@ -29,6 +29,7 @@
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 99 << 10, "sm_86, sm_89, sm_120");
+    static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
 
     // Prologue: which query rows of which sequence, and which keys they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;

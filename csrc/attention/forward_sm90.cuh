@@ -32,6 +32,7 @@
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/sequence.cuh"
+#include "device/shared_memory.h"
 #include "device/softmax.cuh"
 
 namespace fastattn {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue: barriers; and how each side learns of its rows.
     const AttentionForwardParams& params = all_params.attention;
@@ -97,13 +98,13 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
         // Asked in the loops, it costs these their uniform registers.
-        const int32_t num_unmasked = warp_uniform(missing.num_unmasked());
+        const int32_t num_left_unmasked = warp_uniform(missing.num_unmasked());
         if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
         // Tiles that need neither masks nor maxima.
-        const int32_t num_fast = params.max_logits == nullptr ? num_unmasked : 0;
+        const int32_t num_left_fast = params.max_logits == nullptr ? num_left_unmasked : 0;
 
         const auto mask = [&](int32_t num_left, int32_t first_bit) {
-            if (num_left <= num_unmasked) return;
+            if (num_left <= num_left_unmasked) return;
             mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
         };
         // Gives a reference to rows that get their first scores, which only the first tile and masked ones have.
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             --num_left;
             // Masked tiles, and one more where the number of others is odd.
             if constexpr (Config::kMasksInPlace) {
-                for (; num_left > num_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
+                for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
             } else {
                 if (num_left % 2 != 0) {
 #pragma unroll
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 }
                 // Two steps a round; an odd number begins with the second. A copy at the end instead serialises the
                 // products.
-                for (; num_left > num_fast || num_left % 2 != 0; --num_left) {
+                for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) {
                     if (num_left % 2 == 0) masked_step(rP[0], rP[1], num_left--);
                     masked_step(rP[1], rP[0], num_left);
                 }

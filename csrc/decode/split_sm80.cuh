@@ -156,9 +156,9 @@ FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Con
         }
 #pragma unroll 1
         for (int level = 0; level < node.level; ++level) {
-            const int32_t index = partial >> level;
-            if (index % 2 == 0) continue;  // it has no right sibling: its parent is the same
-            const int64_t slot = slot_of(slots_per_cta, cta, {level, index - 1});
+            const int32_t node_idx = partial >> level;
+            if (node_idx % 2 == 0) continue;  // it has no right sibling: its parent is the same
+            const int64_t slot = slot_of(slots_per_cta, cta, {level, node_idx - 1});
             result = combined(rows.slots().load(slot, row, column), result);
         }
         if (is_result) {

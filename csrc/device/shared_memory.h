@@ -8,9 +8,10 @@ namespace fastattn {
 
 // The shared memory of an SM: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 inline constexpr size_t kSharedBytesSm80 = 164 << 10;
-inline constexpr size_t kSharedBytesSm86 = 100
-                                           << 10;  // sm_86, sm_89 and sm_120, the least of all that run these kernels
+inline constexpr size_t kSharedBytesSm86 = 100 << 10;  // sm_86, sm_89, sm_120: the least of all that run these kernels
+inline constexpr size_t kLeastSharedBytesPerCta = 99 << 10;   // what a CTA can have there
 inline constexpr size_t kLargeSharedBytesPerCta = 163 << 10;  // what a CTA can have on sm_80, and more on sm_90, sm_100
+inline constexpr size_t kMostSharedBytesPerCta = 227 << 10;   // what a CTA can have on sm_90
 inline constexpr size_t kReservedBytesPerCta = 1 << 10;       // which the system takes for itself
 
 constexpr int ctas_with_room(size_t bytes_per_cta, size_t bytes) {

@@ -36,6 +36,13 @@ struct OperandDescriptor {
     }
 };
 
+// Waits until no more than kInFlight groups of products are in flight, and so until rC has the sums of an earlier one.
+template <int kInFlight, typename Sums>
+FASTATTN_DEVICE void wait_gemm(Sums& rC) {
+    ptx::wgmma_wait_group<kInFlight>();
+    ptx::written_by_wgmma(rC);
+}
+
 // A row of m16 tiles as the flat array that wgmma takes.
 template <int kTiles>
 FASTATTN_DEVICE float (&flat(float (&sums)[1][kTiles][4]))

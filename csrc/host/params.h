@@ -102,7 +102,7 @@ struct ScoreParams {
     const float* sinks;           // [heads], or null
     const int64_t* dropout_seed;  // [1], or null: no dropout
     uint32_t dropout_threshold;   // words below it drop
-    float dropout_factor;         // of what is kept
+    float dropout_factor = 1.0f;  // of what is kept; 1 without dropout
     DropoutOrigin dropout_origin;
 };
 

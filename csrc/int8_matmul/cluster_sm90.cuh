@@ -185,8 +185,7 @@ struct DecodingConsumer {
         } else if (left == 1) {
             start(rW[1]);
         }
-        ptx::wgmma_wait_group<0>();  // leaves none in flight
-        ptx::written_by_wgmma(rY);
+        wait_gemm<0>(rY);  // leaves none in flight
         if (num_steps > 1) release();
         release();
     }

@@ -20,6 +20,7 @@
 
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/setmaxnreg.cuh"
+#include "device/shared_memory.h"
 #include "host/device_facts.h"
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
@@ -76,8 +77,7 @@ struct S8Consumer {
             ptx::wgmma_wait_group<1>();  // leaves the products of this step in flight
             release();
         }
-        ptx::wgmma_wait_group<0>();  // leaves none in flight
-        ptx::written_by_wgmma(rY);
+        wait_gemm<0>(rY);  // leaves none in flight
         release();
     }
 
@@ -106,8 +106,7 @@ struct S8Consumer {
                 Sums rGroup;
                 start<kGroupK, false>(rGroup, ring.stage, group * kGroupK);
                 if (group == 0) load(step + 1);
-                ptx::wgmma_wait_group<0>();  // leaves none in flight
-                ptx::written_by_wgmma(rGroup);
+                wait_gemm<0>(rGroup);  // leaves none in flight
                 if (group == kGroups - 1) release();
 #pragma unroll
                 for (int i = 0; i < Tile::kBlockM / 2; ++i) {
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     using Tile = Int8MatmulS8TileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<S8ClusterStorage<Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
     static_assert(kBlockM <= kConsumerThreads, "a thread copies each token's scale");
 
     // Prologue.

@@ -28,6 +28,7 @@
 
 #include "device/dequantize.cuh"
 #include "device/ptx/setmaxnreg.cuh"
+#include "device/shared_memory.h"
 #include "host/device_facts.h"
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
@@ -117,8 +118,7 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
                 start_products<kDataType, kGroupK, false, Tile>(rGroup, operands.rW, this->input(ring.stage),
                                                                 group * kGroupK);
                 if (group == 0) load_next();
-                ptx::wgmma_wait_group<0>();  // leaves none in flight
-                ptx::written_by_wgmma(rGroup);
+                wait_gemm<0>(rGroup);  // leaves none in flight
                 if (group == kGroups - 1) this->release();
 #pragma unroll
                 for (int i = 0; i < Tile::kBlockM / 2; ++i) rY[i] += rGroup[i] * operands.scales[group][i / 2 % 2];
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     using Tile = Int8MatmulTileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ClusterStorage<Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;

@@ -137,8 +137,8 @@ FASTATTN_DEVICE void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM
     }
 }
 
-// Writes a warp's sums to its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower half
-// of an MMA tile's rows.
+// Writes a warp's sums to its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower
+// half of an MMA tile's rows.
 template <typename Config>
 FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4], float factor,
                                 int warp_k, int lane) {

@@ -27,6 +27,7 @@
 
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/setmaxnreg.cuh"
+#include "device/shared_memory.h"
 #include "device/swizzle.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     using Range = FactorRange<ScaledDecoding<kDataType>::kEnd>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<GradInputStorageSm90<kDataType, Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= 227 << 10, "sm_90");
+    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
@@ -129,8 +130,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
             if (__any_sync(0xffffffff, factors.has_changed)) {
                 const float change = Range::change(divisor, factors.divisors[group]);
                 divisor = factors.divisors[group];
-                ptx::wgmma_wait_group<0>();  // leaves none in flight: their sums are in the former unit
-                ptx::written_by_wgmma(rX);
+                wait_gemm<0>(rX);  // leaves none in flight: their sums are in the former unit
 #pragma unroll
                 for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= change;
             }

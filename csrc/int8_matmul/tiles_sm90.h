@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/shared_memory.h"
 #include "host/min_max.h"
 #include "scheduler/stream_k.h"
 
@@ -36,7 +37,8 @@ struct ClusterTileSm90 {
     static constexpr int kPassM = kBlockM % 64 == 0 ? 64 : 32;
     static constexpr int kSumsBytes = kPassM * (kCtaN + 4) * 4;
     static constexpr int kStageBytes = kStageBytes_;
-    static constexpr int kNumStages = std::min(8, ((227 << 10) - kOtherBytes - kSumsBytes) / kStageBytes);
+    static constexpr int kNumStages =
+        std::min(8, (static_cast<int>(kMostSharedBytesPerCta) - kOtherBytes - kSumsBytes) / kStageBytes);
 };
 
 // A step takes 64 int8 numbers of each row of weights, and as many elements of each row of the input. Sums are kBlockM

@@ -4,7 +4,7 @@
 
 namespace fastattn::ptx {
 
-// Waits until the launch before has ended, and sees all that it wrote. Each thread that reads this waits itself.
+// Waits until the launch before has ended and this thread sees its writes. Every thread that reads them calls it.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
