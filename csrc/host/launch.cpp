@@ -15,7 +15,8 @@ constexpr int64_t kMostCtas = 0x7fffffff;
 bool allows_dependent_launches() {
     static const bool allows = [] {
         const char* given = std::getenv("FASTATTN_DEPENDENT_LAUNCH");
-        return given == nullptr || std::string_view(given) != "0";
+        const std::string_view text = given == nullptr ? "" : given;
+        return text != "0" && text != "false" && text != "no";
     }();
     return allows;
 }
@@ -36,7 +37,7 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
         cluster.val.clusterDim.x = launch.cluster_size;
         cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     }
-    if (launch.is_dependent && allows_dependent_launches()) {
+    if (launch.is_dependent && compute_capability_ >= 90 && allows_dependent_launches()) {
         cudaLaunchAttribute& dependent = attributes[config.numAttrs++];
         dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         dependent.val.programmaticStreamSerializationAllowed = 1;

@@ -17,8 +17,9 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
-    // Whether CTAs may begin when those of the launch before end, not only when its last write is done. Each of them
-    // waits before it touches what that writes or reads (device/ptx/griddepcontrol.cuh). From sm_90 on.
+    // Whether CTAs may begin when those of the launch before end, not only when its last write is done. Every thread
+    // waits before it reads what that launch writes, or writes what that reads or writes (ptx::griddepcontrol_wait()).
+    // Kernels for earlier GPUs than sm_90 begin as usual.
     bool is_dependent = false;
 };
 

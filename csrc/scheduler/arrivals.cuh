@@ -14,10 +14,10 @@
 //   replay the launch ID as often as it likes. Numbers that other kernels left there match a launch ID by an accident
 //   of one in 2^40, since launch IDs start at random.
 // - Two streams. Every launch gets its workspace from PyTorch's allocator, which hands memory out again to the same
-//   stream only, where the next launch starts after this one; two launches never count in one counter at a time. Two
-//   replays of one graph follow each other too. Counters that a device or a stream kept at zero would need no opening,
-//   but two graphs that were captured on one stream may be replayed on two at a time, and a launch that is cut off
-//   would spoil all that follow.
+//   stream only, where the next launch touches memory after this one; two launches never count in one counter at a
+//   time. Two replays of one graph follow each other too. Counters that a device or a stream kept at zero would need no
+//   opening, but two graphs that were captured on one stream may be replayed on two at a time, and a launch that is cut
+//   off would spoil all that follow.
 // - Counting. A swap puts a launch ID only where no number of this launch stands, so that none is lost. A CTA adds
 //   only to a counter in which it has seen this launch's ID. One CTA alone sees the count become complete.
 // - Leaving 0. The last CTA to arrive does so when all have arrived, and before that they have opened: nobody puts the

@@ -1,6 +1,6 @@
 // Orders the additions of several CTAs to the same sums, so that their bits repeat: a semaphore is a number in global
-// memory, zero before the launch, that counts who has added (attention/backward_panels_sm90.cuh waits for it). CTAs claim their work in that order, so that each only
-// ever waits for CTAs that run already.
+// memory, zero before the launch, that counts who has added. CTAs claim their work in that order, so that each only
+// ever waits for CTAs that run already. dQ is added so in attention/backward_panels_sm90.cuh.
 #pragma once
 
 #include <cstdint>
