@@ -82,7 +82,9 @@ def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too(
         item("test_triton_alone", backend="triton"),
         *(item("test_both", "tests/all_kernels/test_any.py", backend=backend) for backend in ("cuda", "triton")),
     ]
+    kept += [item("test_dims", backend="cuda", dim=dim) for dim in (64, 96, 128)]
     left_out = [item("test_both", backend="triton"), item("test_slow", slow=True)]
+    left_out += [item("test_dims", backend="triton", dim=96)]
     items = [*kept, *left_out]
     assert [each for each in items if each in core_of(items)] == kept
     assert [each for each in items if each in few_of(items)] == items

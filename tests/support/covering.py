@@ -1,4 +1,5 @@
-"""Chooses the tests of ``make test``: few cases of each function, which together have every value of each parameter.
+"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function, which together have every value
+of each parameter.
 
 Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
 counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
@@ -98,26 +99,35 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
     return [row for row in names if set(row) <= set(item.callspec.params)]
 
 
-def core_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test``: few of each function, and none that is marked ``slow``.
+def _are_quick(items: Sequence[Any]) -> list[bool]:
+    """Returns for each item whether the core may take it."""
+    quick = [item.get_closest_marker("slow") is None for item in items]
+    on_others = {
+        _function(item)
+        for item, is_quick in zip(items, quick, strict=True)
+        if is_quick and _backend(item) not in (None, "triton")
+    }
+    return [
+        is_quick
+        and (_backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others)
+        for item, is_quick in zip(items, quick, strict=True)
+    ]
 
-    Tests of several backends are there without Triton's cases, which compile for seconds: `PROVES_TRITON` has some with
-    each of its kernels and options.
+
+def core_of(items: Iterable[Any]) -> list[Any]:
+    """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
+    several backends none of Triton's, which compile for seconds: `PROVES_TRITON` has each of its kernels and options.
     """
-    quick = [item for item in items if item.get_closest_marker("slow") is None]
-    on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
-    return few_of(
-        item
-        for item in quick
-        if _backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others
-    )
+    items = list(items)
+    return few_of(item for item, is_quick in zip(items, _are_quick(items), strict=True) if is_quick)
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: those of `core_of`, and few of each function's slow ones."""
+    """Returns the pytest items of ``make test-all``: those of `core_of`, and few of each function's others."""
     functions: dict[tuple[str, str, bool], list[Any]] = {}
-    for item in items:
-        functions.setdefault((*_function(item), item.get_closest_marker("slow") is None), []).append(item)
+    items = list(items)
+    for item, is_quick in zip(items, _are_quick(items), strict=True):
+        functions.setdefault((*_function(item), is_quick), []).append(item)
     chosen: list[Any] = []
     for (module, name, _), cases in functions.items():
         if not hasattr(cases[0], "callspec"):

@@ -1,7 +1,8 @@
 """Keeps account of what has been proven: which kernels have run, and for which options, in tests that met the oracle.
 
-Not a test module. A run of ``make test`` fails where a CUDA C++ kernel, a Triton kernel, or a cell of the support table
-(an operation's option on a backend) is in no such test. On the emulator, which tells of every launch.
+Not a test module. A run of ``make test`` or ``make test-all`` fails where a CUDA C++ kernel, a Triton kernel, or a
+cell of the support table (an operation's option on a backend) is in no such test. On the emulator, which tells of
+every launch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _NotedChoices(dict[Any, Any]):
 
 
 class Gate:
-    """A plugin of pytest: a whole run of `covering.core_of` fails unless its tests prove all that is `wanted`.
+    """A plugin of pytest: a whole run of `core_of` or `few_of` fails unless its tests prove all that is `wanted`.
 
     ``folder``: that of Triton's kernels. pytest-xdist's processes tell the one that started them what they have proven.
     """
