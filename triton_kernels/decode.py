@@ -356,6 +356,8 @@ def _decode(given: Any, out: Tensor) -> Tensor:
         split_out = query.new_empty((splits.num_splits, *out.shape), dtype=torch.float32)
         split_lse = query.new_empty((splits.num_splits, *lse.shape), dtype=torch.float32)
     alibi_slopes, sinks, tree_mask = contiguous(given.alibi_slopes), contiguous(given.sinks), given.tree_mask
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.view(-1, num_heads)
     scale, softcap, window_left, window_right = given.scale, given.softcap, given.window_left, given.window_right
 
     split_kernel[(batch * kv_heads * splits.num_splits * m_blocks,)](

@@ -302,6 +302,8 @@ def int8_matmul(given: Any) -> Tensor:
     none, relu, gelu, gelu_tanh, silu or swiglu (which returns ``[..., N / 2]``). ``bias [N]`` and ``residual``, like
     the result, are in x's dtype. The caller has checked the arguments, which ``given`` has by name.
     """
+    if given.int8_activations:
+        raise NotImplementedError("int8_matmul: the Triton kernel takes no int8 activations")
     x, weight, scale, activation = given.x, given.weight, given.scale, given.activation
     n, k = weight.shape
     columns = result_columns(activation, n)

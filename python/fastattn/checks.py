@@ -53,7 +53,9 @@ _OTHER_NAMES = {
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
     """Raises the ``TypeError`` of a function that got keywords it does not have, about the first of them that has
     another name here, or else about the first."""
-    known, first, *others = inspect.signature(function).parameters, *unknown
+    first, *others = unknown
+    parameters = inspect.signature(function).parameters.items()
+    known = [name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     name = next((name for name in (first, *others) if _OTHER_NAMES.get(name) in known), first)
     advice = advice_on_keyword(name, known)
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
@@ -67,7 +69,8 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
     note = ", and aligns to the bottom right" if name == "is_causal" else ""
     if meant in known:
         return f"; it is called {meant!r} here{note}"
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    same_initial = [other for other in known if other[:1] == name[:1]]  # k_scale is no scale
+    similar = difflib.get_close_matches(name, same_initial, n=1, cutoff=0.8)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 

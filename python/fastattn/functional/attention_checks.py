@@ -49,7 +49,9 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
             )
     check_dtype("query", query, FLOATING)
     for name, tensor, layout in (("query", query, layouts[0]), ("key", key, layouts[1]), ("value", value, layouts[2])):
-        advice = "; of one sequence pass query[None]" if not call.is_packed and query.dim() == 3 else ""
+        advice = ""
+        if not call.is_packed and query.dim() == 3:
+            advice = "; of one sequence [H, S, D] pass query[None], key[None] and value[None]"
         check_rank(name, tensor, layout, advice)
         expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", tensor.dtype)
         check_same_device(name, tensor, query.device)
