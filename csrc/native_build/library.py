@@ -222,7 +222,8 @@ class NativeBuild:
             write_if_changed(ninja_file, self.ninja_file())
             command: list[str | Path] = [find_ninja(), "-C", self.output, "-f", ninja_file, "-j", num_jobs(os.environ)]
             target = self.library.relative_to(self.output)
-            result = subprocess.run([*command, target], capture_output=quiet, text=True)
+            # ninja keeps the lock where this process is killed and it goes on.
+            result = subprocess.run([*command, target], capture_output=quiet, text=True, pass_fds=[lock.fileno()])
         cached.forget_unused()
         if result.returncode:
             said = f"the compiler says:\n\n{result.stdout}" if quiet else "the compiler's own message stands above."

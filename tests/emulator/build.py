@@ -87,12 +87,12 @@ def rules(library: Path, torch_library: Path) -> str:
         f"includes = {includes}",
         f"torch = {Path(torch.__file__).parent}",
         "rule compile",
-        f"  command = $cached $out {shell([about])} $in -- $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
+        f"  command = $cached $out {shell([about])} $in $also -- $cxx $flags $includes -MMD -MF $out.d -c $in -o $out",
         "  description = emulator: C++ $in",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule precompile",
-        "  command = $cxx $flags $includes -MMD -MF $out.d -x c++-header $in -o $out",
+        f"  command = : {shell([about])}; $cxx $flags $includes -MMD -MF $out.d -x c++-header $in -o $out",
         "  description = emulator: C++ headers",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -108,7 +108,11 @@ def rules(library: Path, torch_library: Path) -> str:
             lines += [f"build {objects[-1]}: compile {source}", "  flags = $flags -O1"]
         else:
             # The compiler finds the headers beside this name, with .gch after it.
-            lines += [f"build {objects[-1]}: compile {source} | {headers}", f"  flags = $flags -include {PRECOMPILED}"]
+            lines += [
+                f"build {objects[-1]}: compile {source} | {headers}",
+                f"  flags = $flags -include {PRECOMPILED}",
+                f"  also = {SOURCES / PRECOMPILED}",
+            ]
     lines += [
         f"build {library}: link {' '.join(map(str, objects))} | {BUILD / 'exports.map'}",
         f"  options = -Wl,-soname,{SONAME} -Wl,--version-script={BUILD / 'exports.map'}",
@@ -140,7 +144,9 @@ def _run(*targets: Path, quiet: bool = True) -> None:
         for name, version in (("exports.map", VERSION), ("cudart.map", CUDART)):
             write_if_changed(BUILD / name, f"{version} {{ global: {EXPORTED}; local: *; }};\n")
         write_if_changed(BUILD / "build.ninja", rules(*_libraries()))
-        done = subprocess.run([ninja(), "-C", BUILD, *targets], capture_output=quiet, text=True)
+        command = [ninja(), "-C", BUILD, *targets]
+        # ninja keeps the lock where this process is killed and it goes on.
+        done = subprocess.run(command, capture_output=quiet, text=True, pass_fds=[lock.fileno()])
     if done.returncode != 0:
         said = f"\n{done.stdout[-8000:]}{done.stderr[-2000:]}" if quiet else " the compiler's message stands above"
         raise RuntimeError(f"building the emulator failed:{said}")

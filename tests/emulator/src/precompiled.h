@@ -1,4 +1,5 @@
-// What most sources include, which the build parses once for all of them. Each source includes what it uses all the same.
+// What most sources include, which the build parses once for all of them. Each source includes what it uses all the
+// same.
 #pragma once
 
 #include <algorithm>
