@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """``-n auto``: a process for each core, where there are 2.5 GB for each; it takes up to 1.9."""
+    """``-n auto``: a process for each core, where there are 2.5 GB for each; it takes up to 2.1."""
     memory = Path("/proc/meminfo")
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not memory.exists():
         return None  # pytest-xdist's own number

@@ -484,12 +484,13 @@ def test_triton_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         current.pop()
 
     launched_on: list[int] = []
-    launcher = SimpleNamespace(int8_matmul=lambda x: launched_on.append(current[-1]))
+    launcher = SimpleNamespace(int8_matmul=lambda given: launched_on.append(current[-1]))
+    op = SimpleNamespace(name="int8_matmul", Arguments=lambda *args: args)
     monkeypatch.setattr(fastattn.ops.registration.importlib, "import_module", lambda name, package: launcher)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", enter)
     for index in (0, 1):
-        fastattn.ops.registration._triton_launcher("int8_matmul", "int8_matmul")(
+        fastattn.ops.registration._triton_launcher("int8_matmul", op)(
             SimpleNamespace(device=torch.device("cuda", index))
         )
     assert launched_on == [0, 1]

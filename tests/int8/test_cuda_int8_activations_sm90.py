@@ -286,6 +286,6 @@ def test_a_product_that_does_not_wait_for_the_tokens_is_found(granularity: str |
     """It begins while the kernel that quantises them ends."""
     weight, scale = quantised(72, 256, granularity)
     missing = cuda_runtime.replaced("griddepcontrol.wait;", "", "int8_matmul_s8_sm90")
-    with missing, running(64), pytest.raises(EmulatorError, match="the launch before") as caught:
+    with pytest.raises(EmulatorError, match="the launch before") as caught, missing, running(64):
         matmul(normal(70, 256, seed=1), weight, scale)
     assert caught.value.kind == "race"
