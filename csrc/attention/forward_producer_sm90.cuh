@@ -185,10 +185,10 @@ FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& t
     ptx::fence_proxy_async_shared();
 }
 
-// Called by one warp for every tile of V. Takes NaN and infinity out of tiles that some rows do not see in full: P·V
-// multiplies hidden values by P = 0, which does not silence them. Rows that see these values get them at the end, from
-// memory (ForwardConsumerSm90::add_nonfinite_values()). Consumers do not wait for this warp at every tile, so it empties
-// stages as they do: the ring of V must not go round without it.
+// One warp calls this for every tile of V. It takes NaN and infinity out of tiles in which a mask may hide keys, since
+// P = 0 does not silence them in P·V. ForwardConsumerSm90::add_nonfinite_values() adds them at the end, from memory, to
+// the rows that see them. Consumers do not wait for this warp at every tile. So it releases the stages of V too, and
+// the ring of V cannot go round without it.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
                                         Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,

@@ -73,8 +73,8 @@ struct TileChunks {
     }
 };
 
-// Copies the tiles of one tensor, one after the other, into one buffer. kDirection: whether the tile after this one is
-// the one below (1) or above (-1) it.
+// Copies tiles of a tensor into a buffer, each over the one before. kDirection: whether the next tile lies below (1) or
+// above (-1).
 template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
 struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, kDirection>;

@@ -1,4 +1,4 @@
-// The products of attention, of which one warpgroup computes 64 rows. The functions start them, and they run on.
+// Starts the products of attention, 64 rows to a warpgroup. They run on until wait_gemm().
 #pragma once
 
 #include <cstdint>

@@ -172,8 +172,8 @@ FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_
     return own;
 }
 
-// Called by one warp of a CTA that takes one split and ends. A work tile has splits in proportion to its steps, rounded
-// down, so that num_ctas CTAs run all of them at a time, and one split at least.
+// Finds the split of a CTA that takes no other; one warp calls it. A work tile has splits in proportion to its steps,
+// rounded down, so that num_ctas CTAs run all splits at a time. It has one split at least.
 template <typename StepsOf>
 FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {

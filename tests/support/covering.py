@@ -99,18 +99,14 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
     return [row for row in names if set(row) <= set(item.callspec.params)]
 
 
-def _are_quick(items: Sequence[Any]) -> list[bool]:
-    """Returns for each item whether the core may take it."""
-    quick = [item.get_closest_marker("slow") is None for item in items]
-    on_others = {
-        _function(item)
-        for item, is_quick in zip(items, quick, strict=True)
-        if is_quick and _backend(item) not in (None, "triton")
-    }
+def _quick(items: Sequence[Any]) -> list[Any]:
+    """Returns the pytest items among which the core chooses."""
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
     return [
-        is_quick
-        and (_backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others)
-        for item, is_quick in zip(items, quick, strict=True)
+        item
+        for item in quick
+        if _backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others
     ]
 
 
@@ -118,16 +114,16 @@ def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
     several backends none of Triton's, which compile for seconds: `PROVES_TRITON` has each of its kernels and options.
     """
-    items = list(items)
-    return few_of(item for item, is_quick in zip(items, _are_quick(items), strict=True) if is_quick)
+    return few_of(_quick(list(items)))
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test-all``: those of `core_of`, and few of each function's others."""
-    functions: dict[tuple[str, str, bool], list[Any]] = {}
     items = list(items)
-    for item, is_quick in zip(items, _are_quick(items), strict=True):
-        functions.setdefault((*_function(item), is_quick), []).append(item)
+    quick = set(map(id, _quick(items)))
+    functions: dict[tuple[str, str, bool], list[Any]] = {}
+    for item in items:
+        functions.setdefault((*_function(item), id(item) in quick), []).append(item)
     chosen: list[Any] = []
     for (module, name, _), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
