@@ -77,7 +77,7 @@ Tensor with_contiguous_rows(const Tensor& matrix) {
 Tensor with_aligned_rows(const Tensor& matrix) {
     if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
-    const int64_t columns = matrix.size(1), room = (columns + per_chunk - 1) / per_chunk * per_chunk;
+    const int64_t columns = matrix.size(1), room = ceil_div(columns, per_chunk) * per_chunk;
     Tensor rows = torch::stable::new_empty(matrix, {matrix.size(0), room});
     Tensor copy = torch::stable::narrow(rows, 1, 0, columns);
     return torch::stable::copy_(copy, matrix);

@@ -137,7 +137,7 @@ FASTATTN_DEVICE void prefetch_bias(const BiasView& view, int32_t batch, int32_t 
     const char* gTile = static_cast<const char*>(view.data) + first_row * bytes_between_rows +
                         (batch * view.batch_stride + head * view.head_stride + first_key) * element_bytes;
     const int32_t rows = view.row_stride == 0 ? 1 : num_rows, row_bytes = num_keys * static_cast<int>(element_bytes);
-    const int32_t sectors = (row_bytes + kSectorBytes - 1) / kSectorBytes;
+    const int32_t sectors = ceil_div(row_bytes, kSectorBytes);
 #pragma unroll 1
     for (int32_t i = lane; i < rows * sectors; i += kWarpSize) {
         const int32_t row = i / sectors;

@@ -16,7 +16,7 @@ FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;
     uint32_t sums[4] = {};
 #pragma unroll kUnroll
-    for (int i = 0; i < (kChunks + kThreads - 1) / kThreads; ++i) {
+    for (int i = 0; i < ceil_div(kChunks, kThreads); ++i) {
         if (kChunks % kThreads != 0 && i * kThreads + thread >= kChunks) break;
         const uint4 pairs = reinterpret_cast<const uint4*>(sTile)[i * kThreads + thread];
         const uint32_t each[] = {pairs.x, pairs.y, pairs.z, pairs.w};

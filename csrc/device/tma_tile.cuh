@@ -24,7 +24,7 @@ struct TmaTile {
     static constexpr int kBlockColumns = kBlockColumns_;
     static constexpr int kRowBytes = kBlockColumns * 2;
     static constexpr int kChunksPerRow = kRowBytes / kChunkBytes;
-    static constexpr int kNumBlocks = (kColumns + kBlockColumns - 1) / kBlockColumns;
+    static constexpr int kNumBlocks = ceil_div(kColumns, kBlockColumns);
     static constexpr int kBlockBytes = kRows * kRowBytes;
     static constexpr int kBytes = kNumBlocks * kBlockBytes;
     static constexpr int kElements = kBytes / 2;

@@ -12,7 +12,8 @@
 
 namespace fastattn {
 
-FASTATTN_HOST_DEVICE constexpr int32_t ceil_div(int32_t dividend, int32_t divisor) {
+template <typename Dividend, typename Divisor>
+FASTATTN_HOST_DEVICE constexpr auto ceil_div(Dividend dividend, Divisor divisor) {
     return dividend / divisor + (dividend % divisor != 0);
 }
 

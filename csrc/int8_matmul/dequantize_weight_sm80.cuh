@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
 template <DataType kDataType>
 void launch_int8_dequantize_weight_sm80(LaunchedKernel& kernel, const DequantizeWeightParams& params, Stream stream) {
     const int64_t chunks = int64_t{params.rows} * ceil_div(params.columns, kWeightsOfThread);
-    const Launch launch{(chunks + kDequantizeThreads - 1) / kDequantizeThreads, kDequantizeThreads, 0};
+    const Launch launch{ceil_div(chunks, kDequantizeThreads), kDequantizeThreads, 0};
     kernel.launch(int8_dequantize_weight_sm80<kDataType>, launch, params, stream);
 }
 

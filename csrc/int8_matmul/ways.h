@@ -19,7 +19,7 @@ inline constexpr int32_t kBlockMultiple = 256;                      // rows or c
 
 // Elements from one dequantised row to the next.
 inline int64_t dequantised_stride(int32_t columns) {
-    return (int64_t{columns} + kDequantisedRowMultiple - 1) / kDequantisedRowMultiple * kDequantisedRowMultiple;
+    return ceil_div(int64_t{columns}, kDequantisedRowMultiple) * kDequantisedRowMultiple;
 }
 
 // Rows (or columns) of the weights that are dequantised at a time where each has so many elements; 0: not even a few

@@ -117,7 +117,7 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
     if (fewest + problem.heads >= kMostTilesPerSm * problem.num_sms) return {0, 1, 1};
     const int64_t likely = std::max<int64_t>(1, fewest + problem.heads / 2);
     const int64_t longest = int64_t{ceil_div(problem.query_rows, problem.block_m)} * problem.group;
-    int64_t num_splits = std::min({(kSplitsPerSm * problem.num_sms + likely - 1) / likely, kMostSplits,
+    int64_t num_splits = std::min({ceil_div(kSplitsPerSm * problem.num_sms, likely), kMostSplits,
                                    std::max<int64_t>(1, longest / kMinStepsOfSplit)});
     while (!problem.can_split_into(num_splits)) --num_splits;
     return problem.split_into(0, num_splits);

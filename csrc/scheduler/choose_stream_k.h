@@ -79,14 +79,14 @@ inline double steps_of_full_gpu(const MatmulSchedule& schedule, const MatmulCloc
 }
 
 inline double predicted_clocks(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
-    const int64_t waves = (num_tiles(schedule) - schedule.split_tiles + resident_ctas - 1) / resident_ctas;
+    const int64_t waves = ceil_div(num_tiles(schedule) - schedule.split_tiles, resident_ctas);
     const double stepping =
         schedule.steps == 0 ? 0 : clocks.step(resident_ctas) * steps_of_full_gpu(schedule, clocks, resident_ctas);
     const double whole = stepping + static_cast<double>(waves) * clocks.work_tile;
     if (schedule.num_splits == 0) return whole;
     const int64_t partials = most_partials(schedule);
     return whole + clocks.work_tile * static_cast<double>(most_work_tiles(schedule)) + clocks.collect +
-           clocks.trip * static_cast<double>((partials + clocks.partials_at_once - 1) / clocks.partials_at_once) +
+           clocks.trip * static_cast<double>(ceil_div(partials, clocks.partials_at_once)) +
            clocks.partial * static_cast<double>(partials - 1);
 }
 

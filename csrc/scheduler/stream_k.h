@@ -128,9 +128,8 @@ inline bool splits_end_with_tiles(const MatmulSchedule& schedule) {
 }
 inline int64_t longest_steps(const MatmulSchedule& schedule) {
     const int64_t whole = num_tiles(schedule) > schedule.split_tiles ? schedule.steps : 0;
-    return schedule.num_splits == 0
-               ? whole
-               : std::max(whole, (int64_t{split_steps(schedule)} + schedule.num_splits - 1) / schedule.num_splits);
+    return schedule.num_splits == 0 ? whole
+                                    : std::max(whole, ceil_div(int64_t{split_steps(schedule)}, schedule.num_splits));
 }
 
 // Workspace slots, each of the size of a tile.
@@ -184,10 +183,8 @@ inline int32_t num_clusters(const MatmulSchedule& schedule, int32_t resident_clu
 }
 inline int64_t longest_steps_of_cluster(const MatmulSchedule& schedule, int32_t clusters) {
     const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles;
-    const int64_t whole_steps = (whole_tiles + clusters - 1) / clusters * schedule.steps;
-    return whole_steps + (schedule.num_splits == 0
-                              ? 0
-                              : (int64_t{split_steps(schedule)} + schedule.num_splits - 1) / schedule.num_splits);
+    const int64_t whole_steps = ceil_div(whole_tiles, clusters) * schedule.steps;
+    return whole_steps + (schedule.num_splits == 0 ? 0 : ceil_div(int64_t{split_steps(schedule)}, schedule.num_splits));
 }
 
 }  // namespace fastattn
