@@ -81,15 +81,11 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
     return view;
 }
 
-// Holds what kernels leave for later ones. It lives until all of them have been started.
-struct Workspace {
-    Tensor zeros, others;
-};
-
-// O(tokens): up to six numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the
-// kernel takes, and dK and dV in fp32 of split tiles of keys.
-Workspace make_workspaces(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
-                          const BackwardKernels::Row& kernel, bool deterministic) {
+// Allocates what kernels leave for later ones; it has to live until all of them have been started. O(tokens): up to six
+// numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the kernel takes, and dK and
+// dV in fp32 of split tiles of keys.
+Tensor make_backward_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
+                               const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
     const int32_t head_dim = kernel.key.size.head_dim;
     const bool is_for_hopper = kernel.key.architecture == 90;
@@ -101,14 +97,13 @@ Workspace make_workspaces(AttentionBackwardParams& params, const Tensor& query, 
         sizes.heads * num_query_tiles(sizes.batch, params.query.rows, sizes.is_packed, query.size(0), kSlopesBlockM);
     const bool counts = is_for_hopper || deterministic;
 
-    const auto take_zeros = [&](WorkspaceArena& arena) {
+    return make_workspace(query, [&](WorkspaceArena& arena) {
         params.num_claimed = arena.take<int32_t>(counts ? 1 : 0);
         params.semaphores = arena.take<int32_t>(deterministic ? num_tiles : 0);
         params.key_semaphores = arena.take<int32_t>(deterministic ? num_split * kMostConsumersOfTile : 0);
         params.query_sums = arena.take(num_tiles * query_tile_elements(/*in_panels=*/is_for_hopper, block_m, head_dim));
         params.key_sums = arena.take(num_split * key_tile_elements(block_n, head_dim));
-    };
-    const auto take_others = [&](WorkspaceArena& arena) {
+        params.to_zero = arena.taken_memory();
         const auto take_rows = [&](int64_t count) {
             RowsView rows = params.lse;
             rows.data = arena.take(count);
@@ -121,8 +116,7 @@ Workspace make_workspaces(AttentionBackwardParams& params, const Tensor& query, 
         const bool with_options = is_for_hopper && kernel.key.variant.value();
         const int64_t terms = num_tiles * block_m * RowTermsView::numbers_per_row(with_options);
         params.row_terms = {arena.take(is_for_hopper ? terms : 0), block_m, with_options};
-    };
-    return {make_workspace(query, /*is_zero=*/true, take_zeros), make_workspace(query, /*is_zero=*/false, take_others)};
+    });
 }
 
 // The arguments that both operators have, as in their schemas.
@@ -215,7 +209,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
         params.heads_per_group = key_heads_per_group(params.query, params.key, facts.l2_bytes);
         params.row_splits = {0, 1, 1};
     }
-    const Workspace workspace = make_workspaces(params, query, sizes, *kernels.key_value, given.deterministic);
+    const Tensor workspace = make_backward_workspace(params, query, sizes, *kernels.key_value, given.deterministic);
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }

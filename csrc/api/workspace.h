@@ -22,12 +22,15 @@ class WorkspaceArena {
         static_assert(sizeof(Number) % sizeof(float) == 0 && alignof(Number) <= 128);
         constexpr int64_t kAlignment = 128 / sizeof(float), kFloats = sizeof(Number) / sizeof(float);
         float* const begin = memory_ != nullptr && count > 0 ? memory_ + taken_ : nullptr;
-        taken_ += (count * kFloats + kAlignment - 1) / kAlignment * kAlignment;
+        taken_ += ceil_div(count * kFloats, kAlignment) * kAlignment;
         return reinterpret_cast<Number*>(begin);
     }
 
     // How many floats all arrays take.
     int64_t taken() const { return taken_; }
+
+    // The memory of all arrays so far.
+    WorkspaceMemory taken_memory() const { return {memory_, taken_}; }
 
   private:
     float* memory_;
@@ -37,11 +40,10 @@ class WorkspaceArena {
 // Allocates the arrays that take(arena) takes. It is called twice: without memory, which gives the size, and then with
 // it.
 template <typename Take>
-Tensor make_workspace(const Tensor& query, bool is_zero, Take&& take) {
+Tensor make_workspace(const Tensor& query, Take&& take) {
     WorkspaceArena sizes(nullptr);
     take(sizes);
-    Tensor workspace = is_zero ? torch::stable::new_zeros(query, {sizes.taken()}, ScalarType::Float)
-                               : torch::stable::new_empty(query, {sizes.taken()}, ScalarType::Float);
+    Tensor workspace = torch::stable::new_empty(query, {sizes.taken()}, ScalarType::Float);
     WorkspaceArena arena(static_cast<float*>(workspace.data_ptr()));
     take(arena);
     return workspace;
@@ -52,7 +54,7 @@ Tensor make_workspace(const Tensor& query, bool is_zero, Take&& take) {
 inline Tensor make_partial_workspace(PartialWorkspace& partials, const Tensor& query, int64_t rows, int64_t value_dim,
                                      int64_t counters) {
     partials.launch_id = launch_id();
-    return make_workspace(query, /*is_zero=*/false, [&](WorkspaceArena& arena) {
+    return make_workspace(query, [&](WorkspaceArena& arena) {
         partials.values = arena.take(rows * value_dim);
         partials.sums = arena.take(rows * 2);
         partials.arrivals = arena.take<uint64_t>(counters);

@@ -8,7 +8,7 @@ namespace fastattn {
 
 using BackwardKernelTable = KernelTable<AttentionBackwardParams>;
 
-// delta, shift and log2_sum of every query row. Any head dims.
+// delta, shift and log2_sum of every query row, and zeros for the sums of the others. Any head dims.
 inline BackwardKernelTable& attention_backward_rows_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, rows");
     return table;

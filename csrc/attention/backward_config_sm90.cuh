@@ -57,6 +57,7 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static_assert(!kExchangesGradients || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
     static constexpr int kExchanges = kExchangesGradients ? 1 : Tile::kNumConsumers;
     static constexpr int kExchangedKeys = Tile::kBlockN / kExchanges;
+    static constexpr bool kSkipsHidden = !kExchangesGradients;  // a consumer whose keys no row sees skips the step
     static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
     using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
 

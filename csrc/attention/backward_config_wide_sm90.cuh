@@ -16,6 +16,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
     static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
     static constexpr int kConsumerKeys = kBlockN;
+    static constexpr bool kSkipsHidden = false;
     static constexpr int kNumWarpgroups = 4;
     static constexpr int kNumWarps = 4 * kNumWarpgroups;
     static constexpr int kNumThreads = kNumWarpgroups * kWarpgroupSize;

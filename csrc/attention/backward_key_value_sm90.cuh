@@ -155,6 +155,23 @@ struct BackwardConsumerSm90 {
         store_own_panel<0, /*kInLoop=*/true>(rdQ, num_steps);
     }
 
+    // Passes over steps in which no row sees this consumer's keys. The barriers count them, and add_panels() adds
+    // nothing.
+    FASTATTN_DEVICE void skip(int32_t count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            rows().wait_full();  // else it could release the stage for the rows before
+            const Ring<1> ring(shared.panels[warpgroup], num_steps);
+            ring.wait_empty();
+            __syncwarp();  // waits until every lane is behind both barriers, which may go round then
+            if (lane == 0) {
+                ptx::mbarrier_arrive(exchange_barrier());
+                ring.arrive_full();
+            }
+            release_rows();
+        }
+    }
+
     // dK and dV of a block of keys, after its steps.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
         for_constant<Config::kQueryPanels>([&](auto panel) {
@@ -276,9 +293,16 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
 
         Ring<1> key_ring(shared.keys, consumer.num_tiles++);
         key_ring.wait_full();
-        int32_t num_left = warp_uniform(keys.num_steps);
+        const uint16_t* sKForDq = shared.sK;
+        if (keys.num_steps > 0 && (!keys.are_all_full() || has_bias)) sKForDq = consumer.finite_keys();
+        int32_t num_left = warp_uniform(keys.num_steps), begin_row_tile = warp_uniform(keys.begin_row_tile);
+        if constexpr (Config::kSkipsHidden) {
+            const auto steps = keys.seen_steps(warpgroup);
+            consumer.skip(warp_uniform(steps.before));
+            num_left = warp_uniform(steps.seen);
+            begin_row_tile -= warp_uniform(steps.before / keys.num_heads);
+        }
         if (num_left > 0) {
-            const uint16_t* sKForDq = keys.are_all_full() && !has_bias ? shared.sK : consumer.finite_keys();
             const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
             // A bias may be NaN or infinity in rows that do not exist: these see nothing.
             const int32_t end_full =
@@ -287,7 +311,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             const uint32_t num_full = max(end_full - begin_full, 0);
             ScoresAsA rdS16;  // of the step whose dK and dQ are due
             const int32_t num_heads = warp_uniform(keys.num_heads);
-            int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
+            int32_t row_tile = begin_row_tile, heads_left = num_heads;
             {
                 Scores rS;
                 consumer.rows().wait_full();
@@ -326,6 +350,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             consumer.store_query_panel(rdQ);
             consumer.release_rows();
         }
+        if constexpr (Config::kSkipsHidden) consumer.skip(warp_uniform(keys.seen_steps(warpgroup).after));
         key_ring.release(lane);
 
         // Epilogue.

@@ -110,7 +110,11 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
                 semaphore_wait(params.semaphores + sums_tile,
                                (tile - first_tile) * Config::kNumConsumers + others_before);
             }
-            add(params.query_sums + (sums_tile * kPanels + panel) * kPanelElements);
+            if (Config::kSkipsHidden && !keys.sees(row_tile, consumer)) {
+                ring.release_by_thread();
+            } else {
+                add(params.query_sums + (sums_tile * kPanels + panel) * kPanelElements);
+            }
             if (in_order) semaphore_release(params.semaphores + sums_tile);
         });
         if (!keys.is_split()) return;

@@ -1,4 +1,5 @@
-// Attention backward, what it needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P.
+// Attention backward, what it needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P. It also
+// zeroes what the kernel for dK and dV counts and adds up in.
 //
 // P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
 // rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get
@@ -32,7 +33,8 @@ struct BackwardRowsConfigSm80 {
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
     static constexpr int kMinCtasPerSm = 3;
-    static constexpr int kRowsPerThread = 4;  // of dO and O, on their way together
+    static constexpr int kRowsPerThread = 4;     // of dO and O, on their way together
+    static constexpr int kMostZeros = 64 * 256;  // of a CTA: as many as its rows have of dQ's sums
     static constexpr int kMostLanesPerRow = 8;
     static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");
     static_assert(kBlockM <= kNumThreads, "a thread for each row");
@@ -132,6 +134,15 @@ FASTATTN_DEVICE void write_row_terms(const AttentionBackwardParams& params, int3
     if (with_options) terms[2 * block_m] = log2_sum;
 }
 
+// Called by all threads of the grid: each writes its share of the zeros.
+FASTATTN_DEVICE void zero(const WorkspaceMemory& memory) {
+    auto* chunks = reinterpret_cast<uint4*>(memory.data);
+    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < memory.floats / 4;
+         i += int64_t{gridDim.x} * blockDim.x) {
+        chunks[i] = uint4{0, 0, 0, 0};
+    }
+}
+
 template <DataType kDataType>
 __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads,
                                   BackwardRowsConfigSm80<kDataType>::kMinCtasPerSm)
@@ -141,11 +152,14 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     extern __shared__ __align__(128) char shared_bytes[];  // only where the bias is additive
     __shared__ float sSums[kBlockM];
 
-    // Prologue: which query rows of which sequence.
+    zero(params.to_zero);
+
+    // Prologue: which query rows of which sequence. Some CTAs have none.
     const ScoreParams& options = params.scores;
-    const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
+    const int32_t num_tiles = max(ceil_div(params.query.rows, kBlockM), 1);
     const int32_t first_row = blockIdx.x % num_tiles * kBlockM, head_idx = blockIdx.x / num_tiles;
     const int32_t head = head_idx % params.query.heads, batch = head_idx / params.query.heads;
+    if (batch >= params.query.batch) return;
     const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
     if (first_row >= rows.length) return;
     const int32_t begin = rows.begin + first_row, num_rows = min(kBlockM, rows.length - first_row);
@@ -211,9 +225,10 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
 template <DataType kDataType>
 void launch_attention_backward_rows_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params, Stream stream) {
     using Config = BackwardRowsConfigSm80<kDataType>;
-    const int64_t num_tiles = ceil_div(params.query.rows, Config::kBlockM);
+    const int64_t num_tiles = int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads;
+    const int64_t ctas_for_zeros = ceil_div(params.to_zero.floats, Config::kMostZeros);
     const bool is_additive = params.log2_sum.data != nullptr;
-    const Launch launch{num_tiles * params.query.heads * params.query.batch, Config::kNumThreads,
+    const Launch launch{std::max(num_tiles * params.query.batch, ctas_for_zeros), Config::kNumThreads,
                         is_additive ? sizeof(typename Config::Gemm::Storage) : 0};
     kernel.launch(attention_backward_rows_sm80<kDataType>, launch, params, stream);
 }

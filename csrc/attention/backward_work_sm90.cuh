@@ -27,6 +27,8 @@ struct KeyWorkTile {
     uint32_t split_tile;                // index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
     int32_t begin_row_tile, num_steps;  // the split's first tile of rows, and its steps
+    // [i]: the tiles of rows of which some see a key of consumer i.
+    int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
     // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile.
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
@@ -63,14 +65,35 @@ struct KeyWorkTile {
             const int32_t begin_key = first_key + (is_tile ? 0 : i * kConsumerKeys);
             const int32_t end_key = begin_key + (is_tile ? kBlockN : kConsumerKeys);
             const RowRange sees_begin = window.rows_of(begin_key, rows.length);
-            begin_full[i] = ceil_div(window.rows_of(end_key - 1, rows.length).begin, kBlockM);
+            const RowRange sees_end = window.rows_of(end_key - 1, rows.length);
+            begin_full[i] = ceil_div(sees_end.begin, kBlockM);
             end_full[i] = end_key > num_keys ? 0 : sees_begin.end == rows.length ? end_tile : sees_begin.end / kBlockM;
+            if (!Config::kSkipsHidden || is_tile) continue;
+            begin_seen[i] = begin_key < num_keys ? sees_begin.begin / kBlockM : end_tile;
+            end_seen[i] = ceil_div(sees_end.end, kBlockM);
         }
         first_sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM);
         return true;
     }
 
     FASTATTN_DEVICE bool is_split() const { return num_splits > 1; }
+
+    // Whether some rows of a tile see a key of the consumer; with kSkipsHidden, as the next.
+    FASTATTN_DEVICE bool sees(int32_t row_tile, int consumer) const {
+        return begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer];
+    }
+
+    // How many steps have rows that see a key of the consumer, and how many come before and after these.
+    struct SeenSteps {
+        int32_t before, seen, after;
+    };
+
+    FASTATTN_DEVICE SeenSteps seen_steps(int consumer) const {
+        const int32_t row_tiles = num_steps / num_heads, last_row_tile = begin_row_tile + 1 - row_tiles;
+        const int32_t before = min(max(begin_row_tile + 1 - end_seen[consumer], 0), row_tiles);
+        const int32_t seen = max(begin_row_tile + 1 - before - max(begin_seen[consumer], last_row_tile), 0);
+        return {before * num_heads, seen * num_heads, (row_tiles - before - seen) * num_heads};
+    }
 
     FASTATTN_DEVICE bool are_all_full() const {
         return warp_uniform(begin_full[Config::kKeyOwners] <= begin_tile && end_full[Config::kKeyOwners] >= end_tile) !=

@@ -124,6 +124,10 @@ struct AttentionForwardParams {
     // Null where no tile is split; resident_ctas: how many CTAs run at a time. See scheduler/key_splits.h.
     PartialWorkspace partials;
     int32_t resident_ctas;
+    // How many work tiles have been claimed (scheduler/arrivals.cuh), for Hopper's kernels. Null: cluster c of n takes work
+    // tiles c, c + n, c + 2n and so on.
+    uint64_t* claimed;
+    uint64_t launch_id;
 };
 
 // The gradient of a bias: [batch, heads, rows, keys] fp32 with the bias's own sizes, 1 where it was broadcast.
@@ -160,6 +164,12 @@ struct RowSplits {
     int32_t over_heads, over_rows;
 };
 
+// `floats` numbers, a multiple of four, aligned to 128 bytes.
+struct WorkspaceMemory {
+    float* data;
+    int64_t floats;
+};
+
 // attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
 // query, and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in
 // AttentionForwardParams.
@@ -173,15 +183,15 @@ struct AttentionBackwardParams {
     // exp(score - shift) / 2^log2_sum; shift is +inf where a row sees nothing.
     RowsView shift, delta;  // delta = rowsum(dO * O) - dlse
     RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
-    // Workspace of dQ, zeros before the kernel key_value: see attention/query_gradient.h.
-    float* query_sums;
-    // Counters, 0 before the kernel key_value. semaphores: one for each tile of rows of a head
+    // Holds query_sums, key_sums and all counters. The kernel `rows` zeroes it for key_value.
+    WorkspaceMemory to_zero;
+    float* query_sums;  // of dQ: see attention/query_gradient.h
+    // Counters. semaphores: one for each tile of rows of a head
     // (scheduler/semaphore.cuh); null: dQ is added up in any order. num_claimed: how many work tiles (a tile of
     // keys, or a split of one) CTAs have claimed; used with semaphores, and by Hopper's kernels.
     int32_t *semaphores, *num_claimed;
     RowTermsView row_terms;  // for the kernels for Hopper, as all up to `packed`
-    // Workspace of dK and dV of split tiles (attention/query_gradient.h), and their semaphores. Both zeros before the
-    // kernel key_value.
+    // Sums of dK and dV of split tiles (attention/query_gradient.h), and their semaphores.
     RowSplits row_splits;
     float* key_sums;
     int32_t* key_semaphores;

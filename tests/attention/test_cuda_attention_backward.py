@@ -307,6 +307,17 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deter
         assert not found[name].isnan().any()
 
 
+def test_a_buffer_whose_sequences_are_all_empty() -> None:
+    """There are rows in memory and no tile of them: keys and values get zeros all the same."""
+    for deterministic in (False, True):
+        problem = make_problem(Case(lengths=((64,), (300,))))
+        problem.cu_seqlens_q = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        problem.max_seqlens = (0, 300)
+        found = run(Case(lengths=((64,), (300,))), problem, deterministic=deterministic)
+        for name in GRADIENTS[:3]:
+            assert not found[name].any(), name
+
+
 def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
     """The last begins where the first has rows still: both add to one tile of dQ, in turns counted for one."""
     case = Case(lengths=((50, 83, 7), (11, 80, 58)))

@@ -35,6 +35,7 @@ NARROW = (64, 96, 128)
 WIDE = ((192, 128), (192, 192), (256, 256))  # of a kernel of their own
 HEAD_DIMS = tuple((head_dim, head_dim) for head_dim in NARROW) + WIDE
 BLOCK_N = {64: 256, 96: 128, 128: 128, 192: 64, 256: 64}
+SKIPPED_KEYS = {64: 128, 128: 128, 256: 64}  # that are passed over together where no row of a tile sees them
 CAUSAL = (-1, 0)
 
 each_head_dim = pytest.mark.parametrize("head_dim", NARROW)
@@ -209,6 +210,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deter
 
 def test_other_cases_of_packed_sequences() -> None:
     backward.test_rows_of_no_sequence_get_no_gradient_and_have_no_influence()
+    backward.test_a_buffer_whose_sequences_are_all_empty()
     backward.test_sequences_that_overlap_do_not_wait_for_each_other()
     backward.test_bounds_larger_than_the_tensors()
 
@@ -447,9 +449,20 @@ def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
     kernel = kernels_for((head_dim, head_dim))[0]
     (report,) = (launched.report for launched in found if kernel in launched.report.kernel)
     (work,) = report.tensor_core.values()
-    num_tiles = -(-1000 // BLOCK_N[head_dim])
-    rows = BLOCK_N[head_dim] + 64  # that a tile of keys and the 8 rows behind it touch
-    assert work.multiply_adds <= 5 * num_tiles * rows * BLOCK_N[head_dim] * head_dim
+    keys = SKIPPED_KEYS[head_dim]
+    rows = keys + 64  # that the keys and the 8 rows behind them touch
+    assert work.multiply_adds <= 5 * -(-1000 // keys) * rows * keys * head_dim
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("window", [CAUSAL, (8, 0), (0, 30), (-1, -1)], ids=str)
+@pytest.mark.parametrize("lengths", [(320, 256), (130, 130), (256, 600), (40, 300)], ids=str)
+def test_consumers_skip_steps_in_which_no_row_sees_their_keys(
+    lengths: tuple[int, int], window: tuple[int, int], deterministic: bool
+) -> None:
+    """First steps and last ones, of heads that share keys; and all steps, where a tile has few keys."""
+    case = Case(shape=(1, 4, 2, *lengths), window=window, head_dims=(64, 64))
+    check(case, deterministic=deterministic, seed=sum(lengths))
 
 
 # --- The dispatcher ---------------------------------------------------------------------------------------------------

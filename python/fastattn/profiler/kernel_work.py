@@ -82,10 +82,11 @@ def _native_query(call: OperatorCall) -> Work:
 
 
 def _native_rows(call: OperatorCall) -> Work:
-    """Counts rowsum(dO O). The kernel also recomputes scores near finfo.min, of which the host does not know."""
+    """Counts rowsum(dO O), and zeros for the query's gradient. The kernel also recomputes scores near finfo.min, of
+    which the host does not know."""
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
-    return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES)
+    return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES + _sums_bytes(call))
 
 
 def _native_sinks(call: OperatorCall) -> Work:
