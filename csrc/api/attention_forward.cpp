@@ -83,6 +83,11 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
                                            num_ctas * kMostSlotsPerCta * kCombineRounds);
         attention.resident_ctas = static_cast<int32_t>(num_ctas);
     }
+    std::optional<Tensor> counter;
+    if (kernel.key.architecture == 90 && !workspace && claiming_pays(attention, kernel.tile.block_m, num_ctas)) {
+        counter = make_workspace(query, [&](WorkspaceArena& arena) { attention.claimed = arena.take<uint64_t>(1); });
+        attention.launch_id = launch_id();
+    }
     kernel.launch(attention, device.stream());
     return {out, lse, max_logit};
 }

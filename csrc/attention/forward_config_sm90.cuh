@@ -17,7 +17,9 @@
 #include "host/launch.h"
 #include "host/min_max.h"
 #include "host/tensor_map.h"
+#include "scheduler/arrivals.cuh"
 #include "scheduler/key_splits.h"
+#include "scheduler/launch_id.h"
 #include "scheduler/partial_tree.h"
 
 namespace fastattn {
@@ -76,6 +78,8 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<2> work;
     CtaSteps steps;  // the producer keeps these two here, as it has few registers
     WorkTileWalk walk;
+    RingBarriers<2> claims;  // for a cluster of two: tells CTA 1 what CTA 0 has claimed
+    uint32_t claimed[2];
     CtaWorkTile
         work_tiles[4];  // of the ring's two stages; from kSplitTiles on, the split tiles, which are combined at the end
     int next_tile[2];   // for each stage: an index of `work_tiles`, or kNoMoreTiles
@@ -85,23 +89,35 @@ struct alignas(1024) ForwardStorageSm90 {
 // Named barriers; 0 is that of __syncthreads().
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
 
-// Called by one thread of the CTA. gathers: whether the gathering warps read the work tiles; else one warp does.
-template <typename Config>
-FASTATTN_DEVICE void init_barriers(ForwardStorageSm90<Config>& shared, int cluster_size, bool gathers) {
-    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));
-    shared.query.init(kConsumerWarps);
-    shared.key.init(kConsumerWarps * cluster_size);
-    shared.value.init(kConsumerWarps * cluster_size + 1);  // and keep_values_finite()
-    shared.gathered_key.init(kGatheringThreads);
-    shared.gathered_value.init(kGatheringThreads);
-    shared.finite_value.init(1);
-    ptx::fence_mbarrier_init();
-}
+// Waits until all threads of the cluster are here.
 FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {
     if (cluster_size == 1) return;
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
+}
+
+// Called by all threads: on return, the barriers of every CTA of the cluster may be used, and CTA 0 may claim work tiles.
+template <typename Config>
+FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params) {
+    const int cluster_size = all_params.schedule.cluster_size();
+    const AttentionForwardParams& params = all_params.attention;
+    const bool claims = params.claimed != nullptr && ptx::cluster_ctarank() == 0;
+    if (threadIdx.x == kWarpSize && claims) open_arrivals(params.claimed, params.launch_id);
+    if (threadIdx.x == 0) {
+        constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
+        const bool gathers = all_params.key_box_rows == 0;
+        shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));  // which all read the work tiles
+        shared.query.init(kConsumerWarps);
+        shared.key.init(kConsumerWarps * cluster_size);
+        shared.value.init(kConsumerWarps * cluster_size + 1);  // and keep_values_finite()
+        shared.gathered_key.init(kGatheringThreads);
+        shared.gathered_value.init(kGatheringThreads);
+        shared.finite_value.init(1);
+        shared.claims.init(1);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    wait_for_cluster(cluster_size);
 }
 
 template <typename Config, DataType kDataType>
@@ -122,7 +138,7 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
         const int32_t rows = is_paged ? params.paged.page_size : is_packed ? params.packed.total_k : view.rows;
         return tensor_map(view, has_boxes && view.rows > 0 ? rows : 0, 1, rows_of_box, box_columns, kDataType);
     };
-    const AttentionForwardParamsSm90 all_params{
+    AttentionForwardParamsSm90 all_params{
         params,
         schedule,
         tensor_map(params.query, is_packed ? params.packed.total_q : params.query.rows, packed_heads,
@@ -133,6 +149,8 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
     const int64_t most_clusters = std::max(facts.num_sms / schedule.cluster_size(), 1);
     const int64_t num_clusters =
         schedule.may_split ? most_clusters : std::min<int64_t>(schedule.num_tiles, most_clusters);
+    const bool may_claim = schedule.num_tiles > num_clusters && schedule.num_tiles <= kLaunchCountMask;
+    if (!may_claim) all_params.attention.claimed = nullptr;
     const Launch launch{num_clusters * schedule.cluster_size(), Config::kNumThreads, sizeof(ForwardStorageSm90<Config>),
                         schedule.cluster_size()};
     kernel.launch(function, launch, all_params, stream);

@@ -182,14 +182,14 @@ struct ForwardConsumerSm90 {
     // Called by all consumers after the last work tile: combines the split tiles of which this CTA is the last. The
     // output is multiplied by `factor`.
     FASTATTN_DEVICE void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
-        using Storage = CombineStorage<PartialRowsOfTile, ConsumerThreads>;
+        using TileCombiner = Combiner<PartialRowsOfTile, ConsumerThreads>;
+        using Storage = typename TileCombiner::Storage;
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "it overlays Q");
 #pragma unroll 1
         for (int i = 0; i < shared.num_split; ++i) {
             const CtaWorkTile& tile = shared.work_tiles[kSplitTiles + i];
             const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
-            Combiner<PartialRowsOfTile, ConsumerThreads>{rows, *reinterpret_cast<Storage*>(shared.sQ), tile.partials,
-                                                         tile.partials.made_by(tile.cta)}
+            TileCombiner{rows, *reinterpret_cast<Storage*>(shared.sQ), tile.partials, tile.partials.made_by(tile.cta)}
                 .run();
         }
     }

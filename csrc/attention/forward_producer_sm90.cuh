@@ -9,10 +9,12 @@
 #include "attention/key_tiles.cuh"
 #include "device/mask.cuh"
 #include "device/nonfinite.cuh"
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ring.cuh"
 #include "device/tma_nonfinite.cuh"
 #include "host/tensor_map.h"
+#include "scheduler/arrivals.cuh"
 #include "scheduler/key_splits.h"
 
 namespace fastattn {
@@ -33,9 +35,39 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
                           });
     }
     if (lane != 0) return;
+    if (!steps.is_split) steps.tile_idx = cluster_in_grid(schedule);
     shared.steps = steps;
     shared.walk = WorkTileWalk(steps);
     shared.num_split = 0;
+}
+
+// Called by one thread of the producer, once the last keys of a work tile are under way: returns the next one that the
+// cluster takes as a whole. Work tiles differ in length, so clusters claim them. CTA 0 claims for both CTAs, and sends
+// CTA 1 the index. ring: where that work tile goes.
+template <typename Config>
+FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
+                                         const AttentionForwardParamsSm90& all_params, int rank, const Ring<2>& ring) {
+    const AttentionForwardParams& params = all_params.attention;
+    const ForwardScheduleSm90& schedule = all_params.schedule;
+    const uint32_t clusters = num_clusters(schedule);
+    if (params.claimed == nullptr) return shared.walk.tile_idx + clusters;
+    const Ring<2> claims = ring.before(shared.claims);  // the first work tile was not claimed
+    uint32_t& claimed = shared.claimed[claims.stage];
+    if (rank > 0) {
+        claims.expect(sizeof(claimed));
+        claims.wait_full();
+        const uint32_t tile_idx = claimed;
+        claims.arrive_empty_at(/*rank=*/0);
+        return tile_idx;
+    }
+    const uint32_t number = take_number(params.claimed), tile_idx = clusters + number;
+    // The last number: each cluster has claimed one work tile that does not exist.
+    if (number == schedule.num_tiles - 1) reset_numbers(params.claimed, params.launch_id, number);
+    if (schedule.cluster_size() > 1) {
+        claims.wait_empty();
+        ptx::st_async_u32(ptx::mapa(shared_address(&claimed), 1), tile_idx, ptx::mapa(claims.full_barrier(), 1));
+    }
+    return tile_idx;
 }
 
 // Called by one thread of the producer: tells of the next work tile. Does not advance the ring.
@@ -46,7 +78,9 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
     WorkTileWalk& walk = shared.walk;
     const bool is_split = shared.steps.is_split;
     const uint32_t cluster = cluster_in_grid(schedule);
-    const uint32_t tile_idx = is_split ? walk.tile_idx : nth_work_tile(walk.tile_idx, cluster, num_clusters(schedule));
+    if (!is_split && walk.has_begun) walk.tile_idx = next_whole_tile(shared, all_params, rank, ring);
+    walk.has_begun = true;
+    const uint32_t tile_idx = walk.tile_idx;
     ring.wait_empty();
     int idx = kNoMoreTiles;
     if (is_split ? walk.left > 0 : tile_idx < schedule.num_tiles) {
@@ -63,14 +97,14 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
         tile.partials = {partials.count, first_of_rank + partials.first, 1};
         tile.cta = first_of_rank + static_cast<int32_t>(cluster);
         tile.first_nonfinite = INT32_MAX, tile.last_nonfinite = -1;
-        walk.advance(is_split, rows.cluster_has_rows(), tiles.num_tiles());
+        if (is_split) walk.advance(rows.cluster_has_rows(), tiles.num_tiles());
     }
     shared.next_tile[ring.stage] = idx;
     ring.arrive_full();
 }
 
-// Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its tiles of keys, in the order
-// of the consumers. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
+// Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its tiles of keys, in the
+// consumers' order. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
 template <bool kTells, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int rank, int lane, Begin&& begin, Take&& take) {

@@ -48,23 +48,15 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
-    // Prologue: barriers; and how each side learns of its rows.
+    // Prologue.
     const AttentionForwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int cluster_size = all_params.schedule.cluster_size();
-    const int rank = ptx::cluster_ctarank();
-    if (threadIdx.x == 0) init_barriers(shared, cluster_size, /*gathers=*/all_params.key_box_rows == 0);
-    __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(cluster_size);  // waits until those of the other CTA are
+    start_cta(shared, all_params);
 
     // Producer.
     if (warpgroup == Config::kNumConsumers) {
-        if (warp == 0) find_steps(shared, all_params, lane);
-        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        __syncwarp();  // waits until the steps are in shared memory
-        produce<kDataType>(shared, all_params, rank, cluster_size, warp, lane, [](const RowsOfCta&, int32_t) {});
-        __syncwarp();
-        wait_for_cluster(cluster_size);  // as below
+        produce<kDataType>(shared, all_params, cluster_size, [](const RowsOfCta&, int32_t) {});
         return;
     }
 
@@ -234,8 +226,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         }
     }
     consumer.combine_split_tiles(params);
-    // Waits until the other CTA's consumers have arrived at this one's barriers for the last time.
-    wait_for_cluster(cluster_size);
+    wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
 }
 
 template <int kHeadDim, int kValueDim, DataType kDataType>

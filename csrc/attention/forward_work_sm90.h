@@ -55,7 +55,7 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
     const bool can_pack = packs_heads && group > 1 && group <= 64 && (group & (group - 1)) == 0;
-    const int64_t packed_tiles = (int64_t{params.query.rows} * group + block_m - 1) / block_m;
+    const int64_t packed_tiles = ceil_div(int64_t{params.query.rows} * group, block_m);
     constexpr int64_t kMostRows = 1 << 30;  // what 32 bits hold, with a tile to spare
     if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {
         while (1 << schedule.log2_packed < group) ++schedule.log2_packed;
@@ -72,8 +72,8 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
             schedule.tiles_per_cluster = 2;
         }
     }
-    const int64_t num = (tiles + schedule.tiles_per_cluster - 1) / schedule.tiles_per_cluster *
-                        (heads / schedule.heads_per_cluster) * params.query.batch;
+    const int64_t num =
+        ceil_div(tiles, schedule.tiles_per_cluster) * (heads / schedule.heads_per_cluster) * params.query.batch;
     kernel.check_work_tiles(num, "tiles of rows");
     schedule.num_tiles = static_cast<uint32_t>(num);
     schedule.may_split = params.partials.values != nullptr &&
@@ -89,12 +89,6 @@ FASTATTN_DEVICE uint32_t cluster_in_grid(const ForwardScheduleSm90& schedule) {
 
 FASTATTN_DEVICE uint32_t num_clusters(const ForwardScheduleSm90& schedule) {
     return gridDim.x / schedule.cluster_size();
-}
-
-// The n-th work tile of a cluster. Rounds go back and forth: under a causal mask work tiles get shorter, and the
-// cluster that had the longest of one round gets the shortest of the next.
-FASTATTN_DEVICE uint32_t nth_work_tile(uint32_t n, uint32_t cluster, uint32_t num_clusters) {
-    return n * num_clusters + (n % 2 == 0 ? cluster : num_clusters - 1 - cluster);
 }
 
 FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule) {

@@ -24,6 +24,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/opaque.cuh"
+#include "device/ptx/setmaxnreg.cuh"
 #include "host/min_max.h"
 
 namespace fastattn {
@@ -33,9 +34,9 @@ namespace fastattn {
 template <int kBlockN, int kLanesPerGatheredRow>
 struct GatheredRows {
     static constexpr int kRowsPerPass = kWarpSize / kLanesPerGatheredRow;
-    static constexpr int kPasses = (kBlockN / kRowsPerPass + kGatheringWarps - 1) / kGatheringWarps;
+    static constexpr int kPasses = ceil_div(kBlockN / kRowsPerPass, kGatheringWarps);
     static constexpr int kPassesPerLookUp = kWarpSize / kRowsPerPass;
-    static constexpr int kLookUps = (kPasses + kPassesPerLookUp - 1) / kPassesPerLookUp;
+    static constexpr int kLookUps = ceil_div(kPasses, kPassesPerLookUp);
 
     int warp, lane;  // warp: from 0 to kGatheringWarps - 1
     TokenLocation found[kLookUps];
@@ -133,10 +134,14 @@ FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const 
         });
 }
 
-// Called by all warps of the producer. ahead: see produce_boxes(); not called where rows are gathered.
+// All that the producer's warpgroup does. ahead: see produce_boxes(); not called where rows are gathered.
 template <DataType kDataType, typename Config, typename Ahead>
-FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params, int rank,
-                             int cluster_size, int warp, int lane, Ahead&& ahead) {
+FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                             int cluster_size, Ahead&& ahead) {
+    const int warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize, rank = ptx::cluster_ctarank();
+    if (warp == 0) find_steps(shared, all_params, lane);
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    __syncwarp();  // waits until the steps are in shared memory
     if (all_params.key_box_rows > 0) {
         if (warp == 0) {
             produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
@@ -155,6 +160,8 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
     } else {
         publish_gathered<kDataType>(shared, all_params, lane);
     }
+    __syncwarp();
+    wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
 }
 
 // The keys of a work tile that are absent because their page is missing. Where one is, all tiles are computed as masked

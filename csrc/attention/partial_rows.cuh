@@ -100,7 +100,7 @@ template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, 
 FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split, float (&rO)[kTilesM][kTilesD][4],
                                               Softmax& softmax, Tile& sTile) {
     using Threads = LateThreadsOfCta<kNumThreads>;
-    using Storage = CombineStorage<Rows, Threads>;
+    using Storage = typename Combiner<Rows, Threads>::Storage;
     static_assert(sizeof(Storage) <= sizeof(sTile));
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;

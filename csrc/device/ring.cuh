@@ -60,6 +60,14 @@ struct Ring {
         return ring;
     }
 
+    // Returns the place before this one in another ring, for a side that goes through two one step apart.
+    FASTATTN_DEVICE Ring before(const RingBarriers<kStages>& other) const {
+        Ring ring(other);
+        ring.stage = stage == 0 ? kStages - 1 : stage - 1;
+        ring.phase = stage == 0 ? phase ^ 1 : phase;
+        return ring;
+    }
+
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
@@ -128,6 +136,14 @@ struct Ring {
     FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();
+    }
+
+    // Consumer, one thread, where another CTA fills the stage: says how many bytes of it make it full, in either order.
+    FASTATTN_DEVICE void expect(uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(), bytes); }
+
+    // Consumer, one thread: tells a CTA of the cluster that the stage has been read.
+    FASTATTN_DEVICE void arrive_empty_at(uint32_t rank) const {
+        ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), rank));
     }
 
     FASTATTN_DEVICE void advance() {

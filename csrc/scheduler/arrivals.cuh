@@ -54,6 +54,17 @@ FASTATTN_DEVICE bool arrives_last(uint64_t* arrivals, int32_t all, int32_t broug
     return is_last;
 }
 
+// Counts one more in an opened counter, and returns how many came before: a number that nobody else gets. It orders
+// nothing else.
+FASTATTN_DEVICE uint32_t take_number(uint64_t* counter) {
+    return static_cast<uint32_t>(ptx::atom_add_relaxed_b64(counter, 1) & kLaunchCountMask);
+}
+
+// Leaves 0. Called by the one that took the last number.
+FASTATTN_DEVICE void reset_numbers(uint64_t* counter, uint64_t launch_id, uint32_t last) {
+    ptx::atom_cas_relaxed_b64(counter, launch_id + last + 1, 0);
+}
+
 // Returns whether all others have arrived: then this CTA is the last, counts as arrived, and need not leave a partial.
 FASTATTN_DEVICE bool others_have_arrived(uint64_t* arrivals, uint64_t launch_id, int32_t num_ctas) {
     const bool is_last = ptx::ld_acquire_b64(arrivals) == launch_id + static_cast<uint64_t>(num_ctas - 1);

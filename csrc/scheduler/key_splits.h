@@ -63,14 +63,14 @@ inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t bloc
 inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                               int64_t num_ctas) {
     const int64_t group = params.query.heads / params.key.heads;
-    const int64_t packed_tiles = (params.query.rows * group + block_m - 1) / block_m;
+    const int64_t packed_tiles = ceil_div(params.query.rows * group, block_m);
     const int64_t entries = std::min<int64_t>(packed_tiles, ceil_div(params.query.rows, block_m)) * params.query.batch;
     if (!splitting_may_pay(params, block_m, block_n, packed_tiles * params.query.batch * params.key.heads, entries / 2,
                            num_ctas)) {
         return 0;
     }
     const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
-    const int64_t splits = (tiles * most_steps(params, block_m, block_n) + kCombineCost - 1) / kCombineCost;
+    const int64_t splits = ceil_div(tiles * most_steps(params, block_m, block_n), kCombineCost);
     // Where tiles fill the GPU, CTAs may come in pairs, which number their CTAs otherwise.
     const int64_t ctas_with_partials = tiles >= num_ctas ? num_ctas : std::min(num_ctas, splits);
     return ctas_with_partials * kMostSlotsPerCta * block_m;
@@ -200,23 +200,24 @@ FASTATTN_DEVICE Steps steps_of(const KeySplit& split, int32_t num_tiles) {
     };
     return {left_before(split.idx), left_before(split.idx + 1)};
 }
+
+// Where a persistent CTA is on its way.
 struct WorkTileWalk {
-    uint32_t tile_idx;   // without splits: how many work tiles the CTA has taken before
+    uint32_t tile_idx;   // the work tile at hand
     int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
+    bool has_begun;      // without splits
 
     FASTATTN_DEVICE explicit WorkTileWalk(const CtaSteps& own)
-        : tile_idx(own.tile_idx), step(own.step), left(own.count) {}
+        : tile_idx(own.tile_idx), step(own.step), left(own.count), has_begun(false) {}
+
     FASTATTN_DEVICE Steps steps(bool is_split, int32_t num_tiles) const {
         if (!is_split) return {num_tiles, 0};
         const int32_t begin = max(num_tiles - step, 0);
         return {begin, max(begin - left, 0)};
     }
 
-    FASTATTN_DEVICE void advance(bool is_split, bool has_rows, int32_t num_tiles) {
-        if (!is_split) {
-            ++tile_idx;
-            return;
-        }
+    // With splits: goes on to the next steps.
+    FASTATTN_DEVICE void advance(bool has_rows, int32_t num_tiles) {
         const int32_t tile_steps = has_rows ? max(num_tiles, 1) : 0, taken = min(tile_steps - step, left);
         left -= taken;
         step += taken;

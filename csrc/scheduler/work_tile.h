@@ -29,6 +29,17 @@ FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
+// Whether persistent CTAs should claim the forward pass's work tiles: where these are more than the CTAs, and a mask makes
+// them unlike in length. Of packed sequences, as many as exist at most may not exist: claiming one takes a trip to L2.
+inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m, int64_t num_ctas) {
+    const int64_t heads = int64_t{params.query.heads} * params.query.batch;
+    const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
+    const bool is_packed = params.packed.cu_seqlens_q != nullptr;
+    const int64_t num_real = is_packed ? int64_t{params.packed.total_q} / block_m * params.query.heads : num_tiles;
+    const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
+    return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
+}
+
 // The bytes that a group of heads may read again and again. The L2 of an A100 and of an H100 has two partitions, each
 // of which holds what its SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes
 // through: 16 MB of 40.

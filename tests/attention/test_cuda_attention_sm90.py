@@ -315,6 +315,49 @@ def test_clusters(case: Case, cluster: int) -> None:
     assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
 
 
+@only_emulated
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
+    """Not before the last keys of the tile at hand are under way: a tile has more tiles of keys than the ring holds."""
+    tile, tiles, heads, num_clusters = 128, 5, 4, 4
+    window = (5 * 128, -1)  # hides nothing
+    case = Case(shape=(1, heads * cluster, cluster, tiles * tile, 5 * 128), head_dims=(128, 128), window=window)
+    with device.emulated(90, num_sms=num_clusters * cluster), launches.recorded() as found:
+        result = run(case, log_writes=True)
+    compare(case, make_problem(case), result, names=("out", "lse"))
+    (launched,) = found
+    assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
+    atomics = {row.line for row in launched.report.rows if row.opcode.startswith("atom.")}
+    begin, end = (result["out"].data_ptr() + place for place in (0, result["out"].nbytes))
+    num_tiles = heads * tiles
+    tile_bytes = result["out"].nbytes // (num_tiles * cluster)
+    last_writes: dict[int, dict[int, int]] = {}  # of each CTA, to each of its tiles
+    claims: dict[int, list[int]] = {}
+    for time, write in enumerate(launched.report.writes):
+        if write.line in atomics and write.cta % cluster == 0:
+            claims.setdefault(write.cta, []).append(time)
+        elif begin <= write.address < end:
+            last_writes.setdefault(write.cta, {})[(write.address - begin) // tile_bytes] = time
+    assert sum(map(len, last_writes.values())) == num_tiles * cluster
+    assert sum(map(len, claims.values())) >= num_tiles  # but for the first of each cluster; and one more
+    for cta, times in claims.items():
+        ends = sorted(last_writes[cta].values())
+        claims_of_tiles = times[-len(ends) :]  # before these, it has opened the counter
+        for number, time in enumerate(claims_of_tiles):
+            assert sum(end < time for end in ends) >= number, "it has a tile that it has not begun"
+
+
+@only_emulated
+@pytest.mark.parametrize(("lengths", "claims"), [((640, 600, 520, 640), True), ((640, 1, 0, 1), False)], ids=str)
+def test_packed_tiles_are_claimed_where_most_of_them_exist(lengths: tuple[int, ...], claims: bool) -> None:
+    """Of a longest sequence and short ones, most claims would be in vain."""
+    case = Case(shape=(1, 1, 1, 0, 0), lengths=(lengths, lengths), head_dims=(128, 128), window=CAUSAL)
+    with device.emulated(90, num_sms=2), launches.recorded() as found:
+        check(case)
+    (launched,) = found
+    assert any(opcode.startswith("atom.") for opcode in launched.report.opcodes) == claims
+
+
 @pytest.mark.slow
 @only_emulated
 def test_a_fence_of_a_ctas_own_memory_is_too_little_in_a_cluster() -> None:

@@ -28,4 +28,12 @@ __device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t rank) {
     return there;
 }
 
+// Stores a number in the shared memory of another CTA, and completes 4 bytes at a barrier there: see mapa. PTX ISA,
+// "Data Movement and Conversion Instructions: st.async".
+__device__ __forceinline__ void st_async_u32(uint32_t shared_there, uint32_t number, uint32_t barrier_there) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(shared_there),
+                 "r"(number), "r"(barrier_there)
+                 : "memory");
+}
+
 }  // namespace fastattn::ptx
