@@ -71,8 +71,13 @@ struct TileInHand {
 
 template <typename Config>
 struct alignas(128) DecodeStorageSm80 {
-    uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
-    KeyRing<Config> rings[Config::kKeyGroups];  // a group's output overlays K and V at the end
+    union {
+        struct {
+            uint16_t sQ[Config::kBlockM * Swizzle<Config::kHeadDim>::kRowElements];  // swizzled
+            KeyRing<Config> rings[Config::kKeyGroups];  // a group's output overlays K and V at the end
+        };
+        CombineStorage<log2_combined_nodes(Config::kHeadDim), Config::kBlockM, Config::kNumThreads> combine;
+    };
     float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
     float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
     SplitLine line;
@@ -309,10 +314,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
         const bool splits_tile = own.end - own.begin < partials.count;
         if (splits_tile && partial + 1 == own.end && params.partials.arrivals != nullptr) {
-            using Threads = DecodeThreads<Config>;
-            using Storage = CombineStorage<Rows, Threads>;
-            static_assert(sizeof(Storage) <= sizeof(shared.sQ) + sizeof(shared.rings), "it overlays them");
-            Combiner<Rows, Threads>{tile_rows, *reinterpret_cast<Storage*>(shared.sQ), partials, own}.run();
+            Combiner<Rows, DecodeThreads<Config>>{tile_rows, shared.combine, partials, own}.run();
             __syncthreads();  // waits until every thread is done with combining, which uses the rings
         }
     }

@@ -13,7 +13,7 @@ namespace fastattn {
 
 template <int kBlockM_, int kHeadDim_, DataType kDataType>
 struct TileRows {
-    static constexpr int kBlockM = kBlockM_, kValueDim = kHeadDim_, kLog2Nodes = kLog2CombinedNodes;
+    static constexpr int kBlockM = kBlockM_, kValueDim = kHeadDim_, kLog2Nodes = log2_combined_nodes(kHeadDim_);
     static constexpr int kQuadsAtOnce = 1;
     const DecodeParams& params;
     int32_t batch, kv_head, first_row;

@@ -20,9 +20,10 @@ namespace fastattn {
 
 // Rows: the rows of a tile, and where they go.
 //   kBlockM, kValueDim        how many, and their columns
-//   kLog2Nodes                4 or 16 nodes are combined side by side. More nodes are fewer rounds; but one CTA
-//                             computes each node of a round, and with more rounds more CTAs work at a time
-//   kQuadsAtOnce              how many times four columns, from 4 nodes, a thread loads at once
+//   kLog2Nodes                4, 16 or 32 nodes are combined side by side. More nodes are fewer rounds, and a round takes
+//                             three trips to L2 (arrival, sums, values); but one CTA computes each node of a round, and
+//                             with more rounds more CTAs work at a time
+//   kQuadsAtOnce              of 4 nodes: how many times four columns a thread loads at once
 //   num_rows()                the rows that exist
 //   slots()                   the workspace
 //   slots_per_cta()           its slots for each CTA
@@ -36,22 +37,26 @@ struct AllThreadsOfCta {
     FASTATTN_DEVICE static bool sync_or(bool predicate) { return __syncthreads_or(predicate) != 0; }
 };
 
-template <typename Rows, typename Threads>
+template <int kLog2Nodes, int kBlockM, int kThreads>
 struct CombineStorage {
-    static constexpr int kNodes = 1 << Rows::kLog2Nodes;
+    static constexpr int kNodes = 1 << kLog2Nodes;
     static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for more loads in flight
-    float4 values[kHoldsValues ? kNodes : 1][kHoldsValues ? Threads::kCount : 1];  // each thread's own
-    float2 sums[kNodes][Rows::kBlockM];                                            // a row's maximum and sum
-    int64_t slot[kNodes];                                                          // of the node that begins here
-    uint32_t present;  // one bit for each of the nodes: where one begins
+    // Each thread's own, of nodes that are on their way together.
+    float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
+    float2 sums[kNodes][kBlockM];  // a row's maximum and sum
+    int64_t slot[kNodes];          // of the node that begins here
+    uint32_t present;              // one bit for each of the nodes: where one begins
 };
 
 // Combines one tile, in the CTA that has just left its last partial of it.
 template <typename Rows, typename Threads>
 struct Combiner {
-    using Storage = CombineStorage<Rows, Threads>;
-    static constexpr int kNodes = 1 << Rows::kLog2Nodes, kBlockM = Rows::kBlockM;
-    static_assert(kNodes == 4 || kNodes == 16, "see combined_nodes()");
+    using Storage = CombineStorage<Rows::kLog2Nodes, Rows::kBlockM, Threads::kCount>;
+    static constexpr int kNodes = Storage::kNodes, kBlockM = Rows::kBlockM;
+    static_assert(kNodes == 4 || kNodes == 16 || kNodes == 32, "see combined_nodes()");
+    static constexpr bool kCopiesAhead = kNodes > kNodesOfOneTrip;
+    static_assert(!Storage::kHoldsValues || Rows::kQuadsAtOnce == 1, "a thread has room for the values of one quad");
+    static constexpr int kQuads = Rows::kValueDim / 4;
 
     const Rows& rows;
     Storage& shared;
@@ -116,6 +121,7 @@ struct Combiner {
             if (Threads::index() == 0) shared.present = present;
         }
         Threads::sync();  // waits until the slots are known
+        if constexpr (kCopiesAhead) start_to_copy(0, Threads::index());
         constexpr int kAtOnce = Storage::kHoldsValues ? ceil_div(kNodes * kBlockM, Threads::kCount) : 1;
         for (int first = Threads::index(); first < kNodes * kBlockM; first += kAtOnce * Threads::kCount) {
             float2 sums[kAtOnce];
@@ -129,11 +135,13 @@ struct Combiner {
             for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
             for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         }
-        Threads::sync();  // waits until all sums are in shared memory: from here on the first node may be overwritten
+        // Waits until all sums are in shared memory: from here on those of the first node may be overwritten. Its values are
+        // overwritten by the thread that has read them.
+        Threads::sync();
     }
 
     FASTATTN_DEVICE void combine(bool is_result) const {
-        constexpr int kQuads = Rows::kValueDim / 4, kIndices = Rows::kQuadsAtOnce;
+        constexpr int kIndices = Rows::kQuadsAtOnce;
         const int num_indices = rows.num_rows() * kQuads;
 #pragma unroll 1
         for (int first = Threads::index(); first < num_indices; first += kIndices * Threads::kCount) {
@@ -141,8 +149,9 @@ struct Combiner {
 #pragma unroll
             for (int i = 0; i < kIndices; ++i) {
                 const int index = first + i * Threads::kCount;
-                if (index < num_indices) results[i] = combined_nodes(index / kQuads, index % kQuads * 4);
+                if (index < num_indices) results[i] = combined_nodes(index);
             }
+            if constexpr (kCopiesAhead) start_to_copy(0, first + Threads::kCount);
 #pragma unroll
             for (int i = 0; i < kIndices; ++i) {
                 const int index = first + i * Threads::kCount, row = index / kQuads, column = index % kQuads * 4;
@@ -157,35 +166,59 @@ struct Combiner {
     }
 
     FASTATTN_DEVICE bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
-    FASTATTN_DEVICE RowPartial combined_nodes(int row, int column) const {
-        if constexpr (Storage::kHoldsValues) copy_values(row, column);
-        RowPartial result = combined_four(0, row, column);
-        if constexpr (kNodes == 4) return result;
-        if (begins_at(4)) result = combined(result, combined_four(4, row, column));
-        if (begins_at(8)) {
-            RowPartial right = combined_four(8, row, column);
-            if (begins_at(12)) right = combined(right, combined_four(12, row, column));
-            result = combined(result, right);
+
+    // index: of four columns of a row, whose values of the first nodes are on their way.
+    FASTATTN_DEVICE RowPartial combined_nodes(int index) const {
+        const int row = index / kQuads, column = index % kQuads * 4;
+        if constexpr (kNodes == 4) {
+            return combined_four(0, row, column);
+        } else if constexpr (kNodes == kNodesOfOneTrip) {
+            start_to_copy(0, index);
+            ptx::cp_async_wait_group<0>();
+            return combined_sixteen(0, row, column);
+        } else {
+            RowPartial result;
+#pragma unroll 1
+            for (int first = 0; first < kNodes && begins_at(first); first += kNodesOfOneTrip) {
+                if (first > 0) start_to_copy(first, index);
+                ptx::cp_async_wait_group<0>();
+                const RowPartial sixteen = combined_sixteen(first, row, column);
+                result = first == 0 ? sixteen : combined(result, sixteen);
+            }
+            return result;
         }
-        return result;
     }
 
-    // Copies four columns of all nodes to shared memory, all in flight together. No other thread reads them.
-    FASTATTN_DEVICE void copy_values(int row, int column) const {
+    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory; none behind the last row.
+    // No other thread reads them.
+    FASTATTN_DEVICE void start_to_copy(int first, int index) const {
+        const int row = index / kQuads, column = index % kQuads * 4;
+        if (row >= rows.num_rows()) return;
         const bool exists = column < rows.slots().value_dim;
 #pragma unroll
-        for (int node = 0; node < kNodes; ++node) {
-            if (!begins_at(node)) continue;
-            const float* values = rows.slots().values_of(shared.slot[node], row) + (exists ? column : 0);
+        for (int node = 0; node < kNodesOfOneTrip; ++node) {
+            if (!begins_at(first + node)) continue;
+            const float* values = rows.slots().values_of(shared.slot[first + node], row) + (exists ? column : 0);
             ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]), values, exists ? 16 : 0);
         }
         ptx::cp_async_commit_group();
-        ptx::cp_async_wait_group<0>();
     }
 
     FASTATTN_DEVICE float4 values_of(int node, int row, int column) const {
-        if constexpr (Storage::kHoldsValues) return shared.values[node][Threads::index()];
+        if constexpr (Storage::kHoldsValues) return shared.values[node % kNodesOfOneTrip][Threads::index()];
         return rows.slots().load_values(shared.slot[node], row, column);
+    }
+
+    // Combines nodes [first, first + 16). A node begins at the first.
+    FASTATTN_DEVICE RowPartial combined_sixteen(int first, int row, int column) const {
+        RowPartial result = combined_four(first, row, column);
+        if (begins_at(first + 4)) result = combined(result, combined_four(first + 4, row, column));
+        if (begins_at(first + 8)) {
+            RowPartial right = combined_four(first + 8, row, column);
+            if (begins_at(first + 12)) right = combined(right, combined_four(first + 12, row, column));
+            result = combined(result, right);
+        }
+        return result;
     }
 
     // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at the first.

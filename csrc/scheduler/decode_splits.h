@@ -26,9 +26,11 @@
 
 namespace fastattn {
 
-// How many nodes of 16 rows are combined side by side, four levels of the tree at once: one level at a time would wait
-// for memory four times as often.
-inline constexpr int kLog2CombinedNodes = 4, kCombinedNodes = 1 << kLog2CombinedNodes;
+// How many nodes are combined side by side, several levels of the tree at once: each level by itself would be a round.
+// Beside 64 dims, of which an SM holds three CTAs, and beside 256, registers are too few for more than 16.
+FASTATTN_HOST_DEVICE constexpr int log2_combined_nodes(int head_dim) {
+    return head_dim == 128 ? 5 : 4;
+}
 
 // A sequence's tokens before and after the append, and the first key on which anything depends.
 struct CachedSequence {
@@ -68,12 +70,12 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
 
 // How many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials. That
 // pays where tiles have one split, because nothing is combined, and where they have more than a CTA takes at least, but
-// no more than are combined at once.
+// no more than one trip brings.
 FASTATTN_HOST_DEVICE int64_t splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
     const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
-    const bool combines_at_once = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
-                                  total_splits <= kCombinedNodes * schedule.num_tiles;
-    const int64_t least = combines_at_once || total_splits <= schedule.num_tiles ? 1 : schedule.min_splits_per_cta;
+    const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
+                                total_splits <= kNodesOfOneTrip * schedule.num_tiles;
+    const int64_t least = takes_one_trip || total_splits <= schedule.num_tiles ? 1 : schedule.min_splits_per_cta;
     return balanced > least ? balanced : least;
 }
 
@@ -163,8 +165,7 @@ inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, i
         schedule.slots_per_cta = 2;
         num_ctas = tiles;
         if (blocks > kMinBlocks) {
-            num_ctas =
-                std::max((tiles * blocks + kMinBlocks - 1) / kMinBlocks, tiles * std::min(blocks, kCombinedNodes));
+            num_ctas = std::max(ceil_div(tiles * blocks, kMinBlocks), tiles * std::min(blocks, kNodesOfOneTrip));
         }
         num_ctas = std::min<int64_t>(num_ctas, resident_ctas);
     }

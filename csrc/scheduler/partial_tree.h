@@ -77,8 +77,11 @@ FASTATTN_HOST_DEVICE int64_t slot_of(int32_t slots_per_cta, int32_t cta, Partial
 }
 
 // In how many rounds the partials of a tile become one at most; in each, CTAs combine several nodes side by side. With
-// 16 at a time (flash-decoding) 16^6 partials, as many as a capacity below 2^30 has blocks of 64 keys; with 4
-// (attention) 4^6 CTAs, more than any GPU runs at a time.
+// 32 at a time (flash-decoding) 32^6 partials, more than a capacity below 2^30 has blocks of 64 keys; with 4 (attention)
+// 4^6 CTAs, more than any GPU runs at a time.
 inline constexpr int kCombineRounds = 6;
+
+// For so many nodes a thread has values on their way at a time, in one trip to L2.
+inline constexpr int kNodesOfOneTrip = 16;
 
 }  // namespace fastattn

@@ -17,6 +17,7 @@ namespace {
 using namespace fastattn;
 
 constexpr int32_t kBlockKeys = 64;
+constexpr int kLog2CombinedNodes = log2_combined_nodes(/*head_dim=*/128), kCombinedNodes = 1 << kLog2CombinedNodes;
 
 struct Call {
     const int32_t* lengths;

@@ -316,10 +316,13 @@ def test_order_of_warps_and_copies_has_no_influence(int8: bool) -> None:
 
 
 @each_cache
-@pytest.mark.parametrize("parts", (16, 17, 40, 257))
-def test_many_parts_are_merged_in_a_tree(parts: int, int8: bool) -> None:
-    """One, two and three levels of 16; a second tile, with fewer parts; the same bits whoever comes last."""
-    case = Case("parts", (64 * parts, 300), (2, 1), dims=(16, 16), capacity=64 * parts, splits=parts, sinks=True)
+@pytest.mark.parametrize(
+    ("dim", "parts"),
+    [(16, 16), (16, 17), (16, 257), (72, 17), (72, 33), pytest.param(72, 1025, marks=pytest.mark.slow)],
+)
+def test_many_parts_are_merged_in_a_tree(dim: int, parts: int, int8: bool) -> None:
+    """One, two and three levels, of 16 and of 32; a second tile, with fewer parts; the same bits whoever comes last."""
+    case = Case("parts", (64 * parts, 300), (2, 1), dims=(dim, dim), capacity=64 * parts, splits=parts, sinks=True)
     case = replace(case, int8=int8)
     with device.emulated(num_sms=16) if EMULATED else contextlib.nullcontext():  # fewer CTAs at a time take less memory
         check(case)
