@@ -61,6 +61,9 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
     }
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(launch.shared_bytes)));
+    // CTAs that share an SM need the memory of all of them. L1 serves little else: such kernels copy past it.
+    check(launch, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                       cudaSharedmemCarveoutMaxShared));
     if (is_remembered) {
         std::atomic_ref(allowed_shared_bytes_[device]).store(launch.shared_bytes, std::memory_order_relaxed);
     }
