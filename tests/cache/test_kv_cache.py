@@ -361,6 +361,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         InputError,
         ("query", "[3, 4, 1, 16]", "[2, 4, 1, 16]"),
     ),
+    "query head dim": (
+        C.attend,
+        attend(query=torch.zeros(3, 4, 1, 8)),
+        InputError,
+        ("query", "the cache's head_dim 16", "got 8"),
+    ),
     "k_new type": (C.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
     "k_new rank": (
         C.attend,

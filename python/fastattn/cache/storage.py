@@ -16,6 +16,7 @@ from fastattn.checks import (
     check_rank,
     check_shape,
     check_tensor,
+    expect,
     type_name,
 )
 from fastattn.errors import InputError
@@ -79,7 +80,8 @@ class CacheLayout:
         return k_new.shape[2]
 
     def check_query(self, query: Tensor) -> None:
-        """Checks that a cache that is not quantized has the dtype of the query, as autocast makes it."""
+        """Checks that the query has the cache's head dim and, where that is not quantized, its dtype under autocast."""
+        expect(query.shape[-1] == self.head_dim, "query", f"the cache's head_dim {self.head_dim}", query.shape[-1])
         cast = autocast_dtype(query.device.type)
         dtype = query.dtype if cast is None or query.dtype == torch.float64 else cast
         if self.quantized is None and dtype != self.dtype:
