@@ -90,6 +90,14 @@ def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too(
     assert [each for each in items if each in few_of(items)] == items
 
 
+def test_of_a_slow_test_few_cases_are_taken_where_each_costs_much() -> None:
+    dear, cheap = (
+        [item("test_dims", f"tests/{folder}/test_any.py", slow=True, dim=dim) for dim in range(9)]
+        for folder in ("decode", "machine_code")
+    )
+    assert few_of([*dear, *cheap]) == [*dear[:4], *cheap]
+
+
 class Config:
     """What the gate asks of pytest's configuration."""
 

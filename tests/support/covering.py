@@ -1,9 +1,9 @@
-"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function, which together have every value
-of each parameter.
+"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function. Those of a quick one together
+have every value of each parameter.
 
 Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
 counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
-have two values. What is kept has all facts of all cases.
+have two values. What is kept of a quick test has all facts of all cases.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_TRITON = "all_kernels"
+MOST_SLOW = 4  # cases of a function, but in folders where a case costs next to nothing
+CHEAP = ("machine_code", "packages")
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
-def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]]) -> list[T]:
-    """Returns cases whose facts are the facts of all, in their order: each time the case with most new facts."""
+def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]], most: int | None = None) -> list[T]:
+    """Returns cases whose facts are the facts of all, in their order: each time that with most new facts; no more than
+    ``most`` of them."""
     missing = frozenset().union(*facts)
     chosen: set[int] = set()
-    while missing:
+    while missing and len(chosen) != most:
         best = max(range(len(cases)), key=lambda index: len(facts[index] & missing))
         chosen.add(best)
         missing -= facts[best]
@@ -118,14 +121,14 @@ def core_of(items: Iterable[Any]) -> list[Any]:
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: those of `core_of`, and few of each function's others."""
+    """Returns the pytest items of ``make test-all``: those of `core_of`, and of each function's others `MOST_SLOW`."""
     items = list(items)
     quick = set(map(id, _quick(items)))
     functions: dict[tuple[str, str, bool], list[Any]] = {}
     for item in items:
         functions.setdefault((*_function(item), id(item) in quick), []).append(item)
     chosen: list[Any] = []
-    for (module, name, _), cases in functions.items():
+    for (module, name, is_quick), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
@@ -136,7 +139,8 @@ def few_of(items: Iterable[Any]) -> list[Any]:
             ]
         else:
             facts = [facts_of(each.params, each.indices) for each in specs]
-        chosen += covering(cases, facts) if any(facts) else cases[:1]
+        most = None if is_quick or cases[0].path.parent.name in CHEAP else MOST_SLOW
+        chosen += covering(cases, facts, most) if any(facts) else cases[:1]
     return chosen
 
 
