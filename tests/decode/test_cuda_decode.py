@@ -316,12 +316,9 @@ def test_order_of_warps_and_copies_has_no_influence(int8: bool) -> None:
 
 
 @each_cache
-@pytest.mark.parametrize(
-    ("dim", "parts"),
-    [(16, 16), (16, 17), (16, 257), (72, 17), (72, 33), pytest.param(72, 1025, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("dim", "parts"), [(16, 16), (16, 17), (16, 257), (72, 17), (72, 33)])
 def test_many_parts_are_merged_in_a_tree(dim: int, parts: int, int8: bool) -> None:
-    """One, two and three levels, of 16 and of 32; a second tile, with fewer parts; the same bits whoever comes last."""
+    """Up to three levels of 16, two of 32; a second tile, with fewer parts; the same bits whoever comes last."""
     case = Case("parts", (64 * parts, 300), (2, 1), dims=(dim, dim), capacity=64 * parts, splits=parts, sinks=True)
     case = replace(case, int8=int8)
     with device.emulated(num_sms=16) if EMULATED else contextlib.nullcontext():  # fewer CTAs at a time take less memory
@@ -414,14 +411,15 @@ def test_instructions_for_16_keys(dim: int, architecture: int, cache: str, dtype
 @only_emulated
 @pytest.mark.parametrize("tokens, steps", [(1024, 1), (4096, 2)])
 def test_a_warp_executes_little_around_its_steps(tokens: int, steps: int) -> None:
-    """A warp takes 460 instructions for each 16 keys, and at most 1300 more: one sequence and 8 KV heads on an H200."""
+    """A warp takes 460 instructions for each 16 keys, and at most 1310 more, which also combine 32 partials in one
+    round: one sequence and 8 KV heads on an H200."""
     case = Case("short", (tokens,), (32, 8), dims=(128, 128), capacity=tokens, page_size=16)
     with device.emulated(90), launches.recorded() as found:
         run_kernel(case, make_arguments(case))
     (launched,) = found
     assert launched.grid[0] == 8 * tokens // (steps * 64)
     of_a_warp = sum(row.warps for row in launched.report.rows) / (4 * launched.grid[0])
-    assert of_a_warp <= steps * 460 + 1300
+    assert of_a_warp <= steps * 460 + 1310
 
 
 @only_emulated

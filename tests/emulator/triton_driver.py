@@ -59,7 +59,7 @@ class Backend(CUDABackend):
         return f"{super().hash()}-ptx"
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=24)
 def _module(ptx: bytes) -> Module:
     """Of those that ran last: parsed, a module takes twelve times the memory of its text."""
     return Module(ptx.decode(), is_tritons=True)

@@ -95,7 +95,7 @@ class RecentModules {
     };
 
     void forget_oldest() {
-        constexpr size_t kMostBytes = size_t{24} << 20;  // of text
+        constexpr size_t kMostBytes = size_t{12} << 20;  // of text
         size_t bytes = 0;
         modules_.remove_if([&](const Entry& entry) {
             bytes += entry.text->text.size();
