@@ -38,6 +38,7 @@ from fastattn.triton_kernels.attention_launch import (
     lse_strides,
     strides,
 )
+from fastattn.triton_kernels.attention_ranges import list_tiles
 from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_tile, ceil_div
 
 
@@ -119,7 +120,7 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
         complete = with_tile("query")
         num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
         launch(attention_backward_rows_kernel, num_programs, complete)
-        launch(attention_backward_query_kernel, num_programs, complete)
+        launch(attention_backward_query_kernel, num_programs, {**complete, **list_tiles(complete)})
     if num_heads == 0:  # keys and values may still have heads
         if not adds:
             grad_key.zero_()
@@ -127,7 +128,7 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
     elif key.numel() > 0:
         complete = with_tile("key_value")
         num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
-        launch(attention_backward_key_value_kernel, num_programs, complete)
+        launch(attention_backward_key_value_kernel, num_programs, {**complete, **list_tiles(complete, of_keys=True)})
     if bias_grad and bias is not None and lse.numel() > 0:
         sums = dict(
             zip(("SUM_BATCHES", "SUM_HEADS", "SUM_ROWS", "SUM_COLUMNS"), (s == 1 for s in bias.shape), strict=True)
@@ -155,7 +156,7 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
         complete = with_tile("query")
         splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, complete["BLOCK_M"]))
         parts = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
-        complete |= {"slope_sums": parts, "num_splits": splits}
+        complete |= {"slope_sums": parts, "num_splits": splits, **list_tiles(complete)}
         launch(attention_backward_slopes_kernel, parts.numel(), complete)
         grad_slopes = parts.sum((0, 2))[None] if slopes.shape[0] == 1 else parts.sum(2)
     return grad_bias, grad_sinks, grad_slopes

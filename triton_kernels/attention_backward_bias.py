@@ -24,20 +24,22 @@ from fastattn.triton_kernels.attention_common import (
         "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h",
     ]
 )  # fmt: skip
 def attention_backward_bias_kernel(
-    grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_bias, bias, alibi_slopes, dropout_seed,
+    grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_bias, bias, alibi_slopes, dropout_seed, ranges,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_dbias_b, stride_dbias_h, stride_dbias_m, stride_dbias_n, stride_slope_b,
+    stride_ranges_b, stride_ranges_h,
     num_batches, num_heads, group_size, max_seqlen_q, max_seqlen_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     SUM_BATCHES: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Computes grad_bias of dense tensors. Grid: (key tiles * query tiles * heads * batches of the bias), where each
@@ -83,6 +85,9 @@ def attention_backward_bias_kernel(
         shift = tl.load(row_shift + position, mask=row < max_seqlen_q, other=INF)
         log2_sum = tl.load(row_log2_sum + position, mask=row < max_seqlen_q, other=0.0)
         delta_tile = tl.load(delta + position, mask=row < max_seqlen_q, other=0.0)
+        ranges_base = ranges
+        if RANGES > 0:
+            ranges_base = ranges + (batch * stride_ranges_b + head * stride_ranges_h)
         slope = 0.0
         if ALIBI:
             slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
@@ -94,9 +99,9 @@ def attention_backward_bias_kernel(
                 )  # fmt: skip
         _p, ds, _grad_products = score_gradients(
             products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
-            row[:, None], column[None, :], slope, bias + batch * stride_bias_b + head * stride_bias_h,
+            row[:, None], column[None, :], slope, ranges_base, bias + batch * stride_bias_b + head * stride_bias_h,
             stride_bias_m, stride_bias_n, offset, max_seqlen_q, max_seqlen_k, window_left, window_right,
-            scale, softcap, dropout_factor, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            scale, softcap, dropout_factor, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
         )  # fmt: skip
         grad += ds
 

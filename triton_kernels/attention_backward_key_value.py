@@ -20,21 +20,24 @@ from fastattn.triton_kernels.attention_common import (
     NO_BIAS,
     dropout_keep,
     finish_rows,
+    full_tile,
     load_full_rows,
     load_rows,
+    masked_tile,
     score_gradients,
     sequence_range,
     tile_range,
 )
+from fastattn.triton_kernels.attention_ranges import find_list
 
 
 @triton.jit
 def _key_value_tile(
     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm, first_row, first_key,
-    batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+    batch_head, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the rows ``first_row`` … ``first_row + BLOCK_M - 1`` of one head to dK and dV.
@@ -71,9 +74,10 @@ def _key_value_tile(
     grad_products = tl.dot(v, tl.trans(grad), input_precision="ieee")
     p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[None, :], log2_sum[None, :], delta[None, :],
-        row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], slope, bias_base, stride_bias_m, stride_bias_n,
-        offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
-        LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
+        row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], slope, ranges_base,
+        bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+        window_left, window_right, scale, softcap, dropout_factor,
+        LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -85,20 +89,23 @@ def _key_value_tile(
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
     ]
 )  # fmt: skip
 def attention_backward_key_value_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_key, grad_value,
-    bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    stride_ranges_b, stride_ranges_h, stride_tiles_b, stride_tiles_h, num_listed,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of BLOCK_N keys. Grid: (key tiles * B * Hkv); causal masks make the first tiles take
     longest."""
@@ -129,6 +136,10 @@ def attention_backward_key_value_kernel(
     begin, full_begin, full_end, end = tile_range(
         first_key, last_key, -offset, window_right, window_left, seqlen_q, BLOCK_M, RIGHT, LEFT
     )
+    num_complete = seqlen_q // BLOCK_M
+    if RANGES > 0:  # each head has a list
+        begin = 0
+        full_begin = 0
     if BIAS != NO_BIAS:
         full_begin = end
         full_end = end
@@ -139,8 +150,19 @@ def attention_backward_key_value_kernel(
         g_base = grad_out + batch * stride_gb + head * stride_gh + begin_row * stride_gm
         rows_of_head = batch * stride_lb + head * stride_lh + begin_row
         shift_base, delta_base, log2_sum_base = row_shift + rows_of_head, delta + rows_of_head, row_log2_sum
+        ranges_base = ranges
+        listed = tiles
         bias_base = bias
         slope = 0.0
+        if RANGES > 0:
+            ranges_base = ranges + (batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES))
+            listed, full_end, end = find_list(
+                tiles, batch, head, stride_tiles_b, stride_tiles_h, first_key // BLOCK_N, begin_k, num_listed,
+                num_complete, cu_seqlens_k, BLOCK_N,
+            )  # fmt: skip
+            if BIAS != NO_BIAS:
+                full_begin = end
+                full_end = end
         if BIAS != NO_BIAS:
             bias_base = bias + batch * stride_bias_b + head * stride_bias_h
         if BIAS == ADDITIVE_BIAS:
@@ -148,26 +170,27 @@ def attention_backward_key_value_kernel(
         if ALIBI:
             slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
         if BIAS == NO_BIAS:
-            for tile in range(full_begin, full_end):
+            for step in range(full_begin, full_end):
+                tile = full_tile(step, num_complete, listed, RANGES)
                 dk, dv = _key_value_tile(
                     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
-                    tile * BLOCK_M, first_key, dropout_head + batch_head, slope,
+                    tile * BLOCK_M, first_key, dropout_head + batch_head, slope, ranges_base,
                     bias_base, stride_bias_m, stride_bias_n,
                     offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
                     seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
                     HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                    BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                    BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
                 )  # fmt: skip
         for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
-            tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+            tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
             dk, dv = _key_value_tile(
                 dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
                 tile * BLOCK_M, first_key, dropout_head + batch_head, slope,
-                bias_base, stride_bias_m, stride_bias_n,
+                ranges_base, bias_base, stride_bias_m, stride_bias_n,
                 offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
                 seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
             )  # fmt: skip
 
     if DROPOUT:

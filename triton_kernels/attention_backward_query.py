@@ -16,22 +16,25 @@ from fastattn.triton_kernels.attention_common import (
     NO_BIAS,
     dropout_keep,
     finish_rows,
+    full_tile,
     is_finite,
     load_full_rows,
     load_rows,
+    masked_tile,
     score_gradients,
     sequence_range,
     tile_range,
 )
+from fastattn.triton_kernels.attention_ranges import find_list
 
 
 @triton.jit
 def _query_tile(
     dq, q, grad, shift, log2_sum, delta, k_base, v_base, stride_kn, stride_vn, first_row, first_key,
-    batch_head, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+    batch_head, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the keys ``first_key`` … ``first_key + BLOCK_N - 1`` to dQ."""
@@ -53,9 +56,10 @@ def _query_tile(
     _p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[:, None], log2_sum[:, None], delta[:, None],
         (first_row + tl.arange(0, BLOCK_M))[:, None], (first_key + tl.arange(0, BLOCK_N))[None, :],
-        slope, bias_base, stride_bias_m, stride_bias_n,
-        offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
-        LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
+        slope, ranges_base, bias_base, stride_bias_m, stride_bias_n,
+        offset, seqlen_q, seqlen_k,
+        window_left, window_right, scale, softcap, dropout_factor,
+        LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
     if MASKED:  # 0 * NaN is NaN, and a row that sees a NaN already has one in dS
         k = tl.where(is_finite(k), k, 0.0)
@@ -67,20 +71,23 @@ def _query_tile(
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
     ]
 )  # fmt: skip
 def attention_backward_query_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_query,
-    bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_dqb, stride_dqh, stride_dqm,
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    stride_ranges_b, stride_ranges_h, stride_tiles_b, stride_tiles_h, num_listed,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of BLOCK_M rows. Grid: (query tiles * B * Hq), the last rows first, as in the forward kernel."""
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -108,9 +115,12 @@ def attention_backward_query_kernel(
     shift = tl.load(row_shift + position, mask=row < seqlen_q, other=INF)
     delta_tile = tl.load(delta + position, mask=row < seqlen_q, other=0.0)
     log2_sum = delta_tile
+    ranges_base = ranges
     bias_base = bias
     slope = 0.0
     seed = 0
+    if RANGES > 0:
+        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
     if BIAS != NO_BIAS:
         bias_base = bias + batch * stride_bias_b + head * stride_bias_h
     if BIAS == ADDITIVE_BIAS:
@@ -124,30 +134,40 @@ def attention_backward_query_kernel(
     begin, full_begin, full_end, end = tile_range(
         first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
     )
+    num_complete = seqlen_k // BLOCK_N
+    listed = tiles
+    if RANGES > 0:
+        listed, full_end, end = find_list(
+            tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed, num_complete,
+            cu_seqlens_q, BLOCK_M,
+        )  # fmt: skip
+        begin = 0
+        full_begin = 0
     if BIAS != NO_BIAS:
         full_begin = end
         full_end = end
     else:
-        for tile in range(full_begin, full_end):
+        for step in range(full_begin, full_end):
+            tile = full_tile(step, num_complete, listed, RANGES)
             dq = _query_tile(
                 dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-                tile * BLOCK_N, dropout_head + batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
-                offset, seqlen_q, seqlen_k,
+                tile * BLOCK_N, dropout_head + batch_head, slope,
+                ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
                 window_left, window_right, scale, softcap,
                 seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
             )  # fmt: skip
     for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
-        tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+        tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
         dq = _query_tile(
             dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-            tile * BLOCK_N, dropout_head + batch_head, slope, bias_base, stride_bias_m, stride_bias_n,
-            offset, seqlen_q, seqlen_k,
+            tile * BLOCK_N, dropout_head + batch_head, slope,
+            ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap,
             seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
             HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
         )  # fmt: skip
 
     dq_base = grad_query + batch * stride_dqb + head * stride_dqh + begin_row * stride_dqm

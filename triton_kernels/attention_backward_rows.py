@@ -26,10 +26,11 @@ LARGE_LSE = tl.constexpr(1024.0)
 
 @triton.jit
 def _renormalise(
-    q_base, stride_qm, k_base, stride_kn, first_row, last_row, slope, sink, bias_base, stride_bias_m, stride_bias_n,
+    q_base, stride_qm, k_base, stride_kn, first_row, last_row, slope, sink, ranges_base, bias_base,
+    stride_bias_m, stride_bias_n,
     offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
     HEAD_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Returns the maximum of the rows' scores and log2 of the sum of their exponentials, as the forward pass does."""
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
@@ -43,9 +44,9 @@ def _renormalise(
         k = load_rows(k_base, tile * BLOCK_N, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         scores, _visible, _slope_of_cap = attention_scores(
-            tl.dot(q, tl.trans(k), input_precision="ieee"), row, column, slope, bias_base, stride_bias_m, stride_bias_n,
-            offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-            LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED=True,
+            tl.dot(q, tl.trans(k), input_precision="ieee"), row, column, slope, ranges_base, bias_base,
+            stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+            LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED=True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = tl.where(new_max == -INF, 0.0, new_max)
@@ -59,19 +60,21 @@ def _renormalise(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "query_offset",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h",
     ]
 )  # fmt: skip
 def attention_backward_rows_kernel(
-    grad_out, output, query, key, lse, grad_lse, delta, row_shift, row_log2_sum, bias, alibi_slopes, sinks,
+    grad_out, output, query, key, lse, grad_lse, delta, row_shift, row_log2_sum, bias, alibi_slopes, sinks, ranges,
     cu_seqlens_q, cu_seqlens_k,
     stride_gb, stride_gh, stride_gm, stride_ob, stride_oh, stride_om, stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
-    num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k, scale, window_left, window_right, softcap,
-    query_offset,
+    stride_ranges_b, stride_ranges_h, num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
+    scale, window_left, window_right, softcap, query_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, GRAD_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SINKS: tl.constexpr, GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """Computes delta, row_shift and, with an additive bias, row_log2_sum. Grid: (query tiles * B * Hq)."""
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
@@ -104,6 +107,9 @@ def attention_backward_rows_kernel(
         large = (tl.abs(shift) > LARGE_LSE) & (shift != INF)
         if tl.max(large.to(tl.int32), 0) > 0:
             begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+            ranges_base = ranges
+            if RANGES > 0:
+                ranges_base = ranges + (batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES))
             slope = 0.0
             sink = -INF
             if ALIBI:
@@ -114,10 +120,10 @@ def attention_backward_rows_kernel(
                 query + batch * stride_qb + head * stride_qh + begin_row * stride_qm, stride_qm,
                 key + batch * stride_kb + (head // group_size) * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn,
                 stride_kn, first_row, tl.minimum(first_row + BLOCK_M, seqlen_q) - 1, slope, sink,
-                bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
+                ranges_base, bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
                 query_offset if PLACED else seqlen_k - seqlen_q, seqlen_q, seqlen_k, window_left, window_right,
                 scale, softcap,
-                HEAD_DIM, WIDTH_QK, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS,
+                HEAD_DIM, WIDTH_QK, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS,
             )  # fmt: skip
             shift = tl.where(large, row_max, shift)
             log2_sum = tl.where(large, log2_of_sum, 0.0)

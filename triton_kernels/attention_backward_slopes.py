@@ -15,10 +15,12 @@ from fastattn.triton_kernels.attention_common import (
     NO_BIAS,
     dropout_keep,
     load_rows,
+    masked_tile,
     score_gradients,
     sequence_range,
     tile_range,
 )
+from fastattn.triton_kernels.attention_ranges import find_list
 from fastattn.triton_kernels.tiles import ceil_div
 
 # ENOUGH_CTAS fill any GPU. LEAST_SPLITS apply where sequences and heads are as many already, because the longest
@@ -38,20 +40,22 @@ def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "num_splits",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
     ]
 )  # fmt: skip
 def attention_backward_slopes_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, slope_sums,
-    bias, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn,
     stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    stride_ranges_b, stride_ranges_h, stride_tiles_b, stride_tiles_h, num_listed,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     query_offset, dropout_row, dropout_key, dropout_head, num_splits,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Computes slope_sums ``[B, Hq, num_splits]``. Grid: one CTA for each sum."""
     tl.static_assert(ALIBI)
@@ -70,8 +74,11 @@ def attention_backward_slopes_kernel(
     k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
     v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
     slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
+    ranges_base = ranges
     bias_base = bias
     seed = 0
+    if RANGES > 0:
+        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
     if BIAS != NO_BIAS:
         bias_base = bias + batch * stride_bias_b + head * stride_bias_h
     if DROPOUT:
@@ -93,8 +100,15 @@ def attention_backward_slopes_kernel(
         begin, _full_begin, _full_end, end = tile_range(
             first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
         )
-        for n_tile in range(begin, end):
-            first_key = n_tile * BLOCK_N
+        listed = tiles
+        if RANGES > 0:
+            listed, _num_full, end = find_list(
+                tiles, batch, head, stride_tiles_b, stride_tiles_h, m_tile, begin_q, num_listed, 0, cu_seqlens_q,
+                BLOCK_M,
+            )  # fmt: skip
+            begin = 0
+        for step in range(end - begin):
+            first_key = masked_tile(step, begin, end, end, listed, RANGES) * BLOCK_N
             k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
             v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
             products = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -108,9 +122,10 @@ def attention_backward_slopes_kernel(
             column = first_key + tl.arange(0, BLOCK_N)
             _p, ds, _grad_products = score_gradients(
                 products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
-                row[:, None], column[None, :], slope, bias_base, stride_bias_m, stride_bias_n,
-                offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
-                LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+                row[:, None], column[None, :], slope, ranges_base,
+                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                window_left, window_right, scale, softcap, dropout_factor,
+                LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
             )  # fmt: skip
             distance = tl.abs(row[:, None] + offset - column[None, :])
             sums -= tl.sum(ds * distance.to(tl.float32), 1)

@@ -133,9 +133,39 @@ def tile_range(
 
 
 @triton.jit
-def visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Returns where the query row, which stands at ``row + offset``, sees the key column."""
+def full_tile(step, num_complete, listed, RANGES: tl.constexpr):
+    """Returns the full tile of a step: itself, or an entry of the list that ranges bring (`attention_ranges`)."""
+    if RANGES > 0:
+        return tl.minimum(tl.load(listed + step), num_complete - 1)
+    else:
+        return step
+
+
+@triton.jit
+def masked_tile(step, begin, full_begin, full_end, listed, RANGES: tl.constexpr):
+    """Returns the tile of a step that needs a mask: one on either side of the full ones, or behind them in the list."""
+    if RANGES > 0:
+        return tl.load(listed + (full_end - full_begin) + step)
+    else:
+        return begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+
+
+@triton.jit
+def visible_keys(
+    row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """Returns where the query row, which stands at ``row + offset``, sees the key column: inside of its window, and of
+    one of its ``RANGES`` ranges if there are any."""
     visible = column < seqlen_k
+    if RANGES > 0:
+        own = ranges_base + row.to(tl.int64) * (2 * RANGES)
+        in_range = column < 0
+        for r in tl.static_range(RANGES):
+            begin = tl.load(own + 2 * r, mask=row < seqlen_q, other=0)
+            end = tl.load(own + 2 * r + 1, mask=row < seqlen_q, other=0)
+            in_range = in_range | ((column >= begin) & (column < end))
+        visible = visible & in_range
     if LEFT:
         visible = visible & (column >= row + offset - window_left)
     if RIGHT:
@@ -160,10 +190,10 @@ def apply_bias(
 
 @triton.jit
 def attention_scores(
-    products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
     window_left, window_right, scale, softcap,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Returns the scores of one tile of q.k, and the other factors that the gradient needs.
 
@@ -183,7 +213,9 @@ def attention_scores(
         scores -= (slope * UNIT) * distance.to(tl.float32)
     visible = True
     if MASKED:
-        visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT)
+        visible = visible_keys(
+            row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right, LEFT, RIGHT, RANGES
+        )
         if BIAS != NO_BIAS:
             scores, visible = apply_bias(
                 scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
@@ -194,10 +226,11 @@ def attention_scores(
 
 @triton.jit
 def score_gradients(
-    products, grad_products, keep, shift, log2_sum, delta, row, column, slope, bias_base, stride_bias_m, stride_bias_n,
+    products, grad_products, keep, shift, log2_sum, delta, row, column, slope, ranges_base,
+    bias_base, stride_bias_m, stride_bias_n,
     offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of the backward pass from q.k and dO.v, or from their transposes.
 
@@ -205,8 +238,8 @@ def score_gradients(
     dropout without its factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
     """
     scores, visible, slope_of_cap = attention_scores(
-        products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-        window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
+        products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+        window_left, window_right, scale, softcap, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED,
     )  # fmt: skip
     if BIAS == ADDITIVE_BIAS:
         p = tl.exp2((scores - shift) * LOG2_E - log2_sum)

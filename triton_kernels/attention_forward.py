@@ -33,9 +33,11 @@ from fastattn.triton_kernels.attention_common import (
     apply_bias,
     attention_scores,
     dropout_keep,
+    full_tile,
     is_finite,
     load_full_rows,
     load_rows,
+    masked_tile,
     sequence_range,
     spoil_rows,
     store_rows,
@@ -50,18 +52,19 @@ from fastattn.triton_kernels.attention_launch import (
     lse_strides,
     strides,
 )
-from fastattn.triton_kernels.attention_pages import load_paged_rows, locate_keys, paged_length
+from fastattn.triton_kernels.attention_pages import key_range, load_paged_rows, locate_keys
+from fastattn.triton_kernels.attention_ranges import find_list, list_tiles
 from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
 
 
 @triton.jit
 def _attend_tile(
     out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-    block_table, max_pages, num_pages, batch, first_row, first_key, batch_head, slope,
+    block_table, max_pages, num_pages, batch, first_row, first_key, batch_head, slope, ranges_base,
     bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
     scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
     MAX_LOGIT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +85,9 @@ def _attend_tile(
         row = first_row + tl.arange(0, BLOCK_M)[:, None]
         column = first_key + tl.arange(0, BLOCK_N)[None, :]
         scores, _visible, _slope_of_cap = attention_scores(
-            products, row, column, slope, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-            window_left, window_right, scale, softcap, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, MASKED,
+            products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n,
+            offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+            LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED,
         )  # fmt: skip
         if PAGE_SIZE > 0:
             scores = tl.where(exists[None, :], scores, -INF)
@@ -130,9 +134,9 @@ SPOILED_KEYS = tl.constexpr(16)
 @triton.jit
 def _spoiled_values(
     count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
-    bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+    ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds to ``count [BLOCK_M, WIDTH_V]``, for each row and dim, the keys from ``first_key`` on that the row sees and
     whose value there is not finite."""
@@ -145,7 +149,10 @@ def _spoiled_values(
         v = load_rows(v_base, first_key, seqlen_k, stride_vn, SPOILED_KEYS, VALUE_DIM, WIDTH_V)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     column = first_key + tl.arange(0, SPOILED_KEYS)[None, :]
-    visible = visible_keys(row, column, offset, seqlen_k, window_left, window_right, LEFT, RIGHT) & (row < seqlen_q)
+    visible = visible_keys(
+        row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right, LEFT, RIGHT, RANGES
+    )
+    visible = visible & (row < seqlen_q)
     if BIAS != NO_BIAS:
         _unused, visible = apply_bias(
             0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
@@ -159,21 +166,23 @@ def _spoiled_values(
         "query_offset", "dropout_row", "dropout_key", "dropout_head",
         "max_pages", "num_pages",
         "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
+        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    query, key, value, output, lse, max_logits, bias, alibi_slopes, sinks, dropout_seed,
+    query, key, value, output, lse, max_logits, bias, alibi_slopes, sinks, dropout_seed, ranges, tiles,
     cu_seqlens_q, cu_seqlens_k, block_table,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
     stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_slope_b,
+    stride_ranges_b, stride_ranges_h, stride_tiles_b, stride_tiles_h, num_listed,
     num_heads, group_size, max_seqlen_q, max_seqlen_k, total_q, total_k, max_pages, num_pages,
     scale, window_left, window_right, softcap, dropout_threshold, dropout_factor,
     query_offset, dropout_row, dropout_key, dropout_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PLACED: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
+    SINKS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
 ):  # fmt: skip
     """Attends with BLOCK_M rows. Grid: (query tiles * B * Hq), where the tiles of one head are neighbours, so that they
     share its keys in L2."""
@@ -188,11 +197,7 @@ def attention_forward_kernel(
     head = (batch_head % num_heads).to(tl.int64)
     kv_head = head // group_size
     begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
-    if PAGE_SIZE > 0:
-        begin_k = 0
-        seqlen_k = paged_length(cu_seqlens_k, batch, max_seqlen_k)
-    else:
-        begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
+    begin_k, seqlen_k = key_range(cu_seqlens_k, batch, total_k, max_seqlen_k, PAGE_SIZE > 0)
     if first_row >= seqlen_q:
         return
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
@@ -209,9 +214,12 @@ def attention_forward_kernel(
         q = -q  # the host decides it: after a branch in the kernel, wgmma would read Q from registers at every step
         scale = -scale
 
+    ranges_base = ranges
     bias_base = bias
     slope = 0.0
     seed = 0
+    if RANGES > 0:
+        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + tl.cast(begin_q, tl.int64) * (2 * RANGES)
     if BIAS != NO_BIAS:
         bias_base = bias + batch * stride_bias_b + head * stride_bias_h
     if ALIBI:
@@ -229,31 +237,41 @@ def attention_forward_kernel(
     begin, full_begin, full_end, end = tile_range(
         first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
     )
+    num_complete = seqlen_k // BLOCK_N
+    listed = tiles
+    if RANGES > 0:
+        listed, full_end, end = find_list(
+            tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed, num_complete,
+            cu_seqlens_q, BLOCK_M,
+        )  # fmt: skip
+        begin = 0
+        full_begin = 0
     if BIAS != NO_BIAS or PAGE_SIZE > 0:  # any key may be masked
         full_begin = end
         full_end = end
     spoiled = tl.zeros([BLOCK_N], tl.int32)  # whether a masked tile had values that are not finite
     if BIAS == NO_BIAS and PAGE_SIZE == 0:
-        for tile in range(full_begin, full_end):
+        for step in range(full_begin, full_end):
+            tile = full_tile(step, num_complete, listed, RANGES)
             out, row_max, row_sum, spoiled = _attend_tile(
                 out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
                 block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
-                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+                ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
                 window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
                 MAX_LOGIT, MASKED=False,
             )  # fmt: skip
     num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
     for step in range(num_masked):
-        tile = begin + step + tl.where(begin + step < full_begin, 0, full_end - full_begin)
+        tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
         out, row_max, row_sum, spoiled = _attend_tile(
             out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
             block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
-            bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
+            ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
             window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
             HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED=True,
+            BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED=True,
         )  # fmt: skip
 
     if MAX_LOGIT:
@@ -284,12 +302,12 @@ def attention_forward_kernel(
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
         PARTS: tl.constexpr = BLOCK_N // SPOILED_KEYS
         for step in tl.range(num_masked * PARTS, num_stages=1):  # so rare that registers count for more than speed
-            tile = begin + step // PARTS + tl.where(begin + step // PARTS < full_begin, 0, full_end - full_begin)
+            tile = masked_tile(step // PARTS, begin, full_begin, full_end, listed, RANGES)
             count = _spoiled_values(
                 count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row,
-                tile * BLOCK_N + step % PARTS * SPOILED_KEYS, bias_base, stride_bias_m, stride_bias_n,
+                tile * BLOCK_N + step % PARTS * SPOILED_KEYS, ranges_base, bias_base, stride_bias_m, stride_bias_n,
                 offset, seqlen_q, seqlen_k, window_left, window_right,
-                VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, BIAS, PAGE_SIZE,
+                VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, RANGES, BIAS, PAGE_SIZE,
             )  # fmt: skip
         tl.debug_barrier()  # orders both stores, as the compiler may give an element to another thread this time
         spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
@@ -339,5 +357,5 @@ def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
         **attention_constexprs(tile, head_dim, value_dim, **options),
     }
     num_programs = ceil_div(scores.longest[0], tile.block_m) * scores.batch * num_heads
-    launch(attention_forward_kernel, num_programs, arguments)
+    launch(attention_forward_kernel, num_programs, {**arguments, **list_tiles(arguments)})
     return out, lse, max_logit

@@ -21,6 +21,7 @@ def attention_constexprs(
     *,
     left: bool = False,
     right: bool = False,
+    ranges: int = 0,
     placed: bool = False,
     softcap: bool = False,
     alibi: bool = False,
@@ -38,6 +39,7 @@ def attention_constexprs(
         "BLOCK_N": tile.block_n,
         "LEFT": left,
         "RIGHT": right,
+        "RANGES": ranges,
         "PLACED": placed,
         "SOFTCAP": softcap,
         "ALIBI": alibi,
@@ -78,7 +80,8 @@ class Scores:
     def __init__(self, given: Any) -> None:
         self.given = given
         # Not each operator has these.
-        self.bias, self.sinks, pages = (getattr(given, name, None) for name in ("bias", "sinks", "block_table"))
+        names = ("bias", "sinks", "block_table", "key_ranges")
+        self.bias, self.sinks, pages, self.ranges = (getattr(given, name, None) for name in names)
         query, key = given.query, given.key
         if given.cu_seqlens_q is None:
             self.batch, self.longest = query.shape[0], (query.shape[2], key.shape[2])
@@ -100,6 +103,7 @@ class Scores:
         return {
             "left": self._left,
             "right": self._right,
+            "ranges": 0 if self.ranges is None else self.ranges.shape[-2],
             "placed": given.first_row is not None,
             "softcap": given.softcap > 0,
             "alibi": given.alibi_slopes is not None,
@@ -150,6 +154,22 @@ class Scores:
             "dropout_row": given.first_row or 0,
             "dropout_key": given.first_key,
             "dropout_head": given.first_head,
+            **self._range_arguments(),
+        }
+
+    def _range_arguments(self) -> Arguments:
+        """Returns the arguments that say where the ranges of visible keys are."""
+        ranges = contiguous(self.ranges)
+        if ranges is None:
+            return {"ranges": None, "stride_ranges_b": 0, "stride_ranges_h": 0}
+        is_packed = self.given.cu_seqlens_q is not None
+        batches, heads = (self.batch, ranges.shape[0]) if is_packed else ranges.shape[:2]
+        return {
+            "ranges": ranges,
+            "num_range_batches": batches,
+            "num_range_heads": heads,
+            "stride_ranges_b": 0 if is_packed or batches == 1 else ranges.stride(0),
+            "stride_ranges_h": 0 if heads == 1 else ranges.stride(-4),
         }
 
 

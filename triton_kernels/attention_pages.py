@@ -8,12 +8,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastattn.triton_kernels.attention_common import sequence_range
+
 
 @triton.jit
 def paged_length(cu_seqlens, batch, max_seqlen):
     """Returns the number of keys of sequence ``batch``, from 0 to ``max_seqlen``, whatever the offsets say."""
     length = tl.load(cu_seqlens + batch + 1).to(tl.int64) - tl.load(cu_seqlens + batch)
     return tl.minimum(tl.maximum(length, 0), max_seqlen).to(tl.int32)
+
+
+@triton.jit
+def key_range(cu_seqlens, batch, total, max_seqlen, PAGED: tl.constexpr):
+    """Returns the first key of sequence ``batch`` in the tensor, 0 in pages, and its number of keys."""
+    if PAGED:
+        begin = 0
+        length = paged_length(cu_seqlens, batch, max_seqlen)
+    else:
+        begin, length = sequence_range(cu_seqlens, batch, total, max_seqlen)
+    return begin, length
 
 
 @triton.jit

@@ -235,7 +235,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right,
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
-    bool deterministic, bool bias_grad, bool slopes_grad) {
+    bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges) {
+    check_absent(kOp, "key_ranges", key_ranges);
     const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, scale,   window_left,
                                window_right, first_row,    first_key, first_head,   softcap, dropout_p};
     const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,

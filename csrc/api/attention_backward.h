@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right,
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
-    bool deterministic, bool bias_grad, bool slopes_grad);
+    bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges);
 
 // The same for a block whose rows have other keys too: the gradients of query, key and value are added to those given,
 // which are fp32, 16-byte aligned with rows that are contiguous. Returns the gradient of alibi_slopes, or an

@@ -31,7 +31,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
     int64_t window_right, std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap,
-    double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out) {
+    double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out,
+    std::optional<Tensor> key_ranges) {
+    check_absent(kOp, "key_ranges", key_ranges);
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);

@@ -19,6 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,
     std::optional<Tensor> cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
     int64_t window_right, std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap,
-    double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out);
+    double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out,
+    std::optional<Tensor> key_ranges);
 
 }  // namespace fastattn

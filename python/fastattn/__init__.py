@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastattn import native, nn
+from fastattn import masks, native, nn
 from fastattn.cache.contiguous import KVCache
 from fastattn.cache.paged import PagedKVCache
 from fastattn.cache.protocol import StepCache
@@ -47,6 +47,7 @@ __all__ = [
     "explain",
     "install",
     "int8_linear",
+    "masks",
     "missed_modules",
     "nn",
     "patch_sdpa",

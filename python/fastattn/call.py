@@ -38,6 +38,7 @@ class AttentionCall(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
+    key_ranges: Tensor | None = None
 
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
@@ -71,8 +72,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """Returns the fields that are tensors, from the query to the block table."""
-        return self[:9]
+        """Returns the fields that are tensors, from the query to the ranges of keys."""
+        return self[:10]
 
     def with_tensors(self, tensors: tuple[Any, ...]) -> AttentionCall:
         """Returns the call with others of its first tensors."""

@@ -24,7 +24,8 @@ from fastattn.layout import as_matrix, reason_to_copy
 class Explanation:
     """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
 
-    ``copied`` names the tensors that would have to be copied first, and why.
+    ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the share of all tiles of
+    scores that a call with ``key_ranges`` computes, or None; it does not count a causal mask or a window.
     """
 
     backend: str
@@ -32,11 +33,14 @@ class Explanation:
     tile: Any
     rejected: dict[str, str]
     copied: dict[str, str]
+    computed: float | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.kernel}"]
         if self.tile is not None:
             lines.append(f"  tile: {self.tile}")
+        if self.computed is not None:
+            lines.append(f"  computes {self.computed:.1%} of the tiles")
         lines += [f"  copied first: {name}: {reason}" for name, reason in self.copied.items()]
         lines += [f"  not {backends}: {reason}" for backends, reason in each_once(self.rejected).items()]
         return "\n".join(lines)
@@ -59,9 +63,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     else:
         name = getattr(function, "__name__", type_name(function))
         raise TypeError(f"function: expected one that calls fastattn, but {name} returned without doing so")
-    copied = {}
+    copied, named = {}, _named_arguments(function, args, kwargs)
     if choice.backend != "torch":
-        for name, value in _named_arguments(function, args, kwargs).items():
+        for name, value in _read_as_they_lie(named).items():
             tensor = value.int8_data if isinstance(value, Int8Tensor) else value
             tensor = value.data if isinstance(value, Int8Weight) else tensor
             if isinstance(tensor, Tensor) and tensor.layout == torch.jagged:
@@ -77,7 +81,29 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(rows, rows_anywhere)
             if reason is not None:
                 copied[name] = reason
-    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied)
+    computed = None
+    if choice.backend != "torch" and isinstance(named.get("key_ranges"), Tensor):
+        computed = _share_of_tiles(named, choice.tile.block_m, choice.tile.block_n)
+    return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, computed)
+
+
+def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
+    """Returns the share of tiles in which some query sees some key by its ranges, which are read back."""
+    ranges, key = named["key_ranges"].cpu(), named["key"]
+    if named.get("cu_seqlens_q") is None:
+        sequences = [(ranges, key.shape[-2])]
+    else:
+        rows, keys = (named[name].cpu().diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        *of_sequences, _ = ranges.split([*rows, ranges.shape[1] - sum(rows)], dim=1)
+        sequences = list(zip(of_sequences, keys, strict=True))
+    computed = total = 0
+    for of_sequence, num_keys in sequences:
+        first_key = torch.arange(0, num_keys, block_n)
+        for rows in of_sequence.split(block_m, dim=-3):
+            begin, end = rows.flatten(-3, -2).unsqueeze(-3).unbind(-1)  # […, 1, rows * R]
+            meets = (begin < end) & (begin < first_key[:, None] + block_n) & (end > first_key[:, None])
+            computed, total = computed + int(meets.any(-1).sum()), total + meets[..., 0].numel()
+    return computed / max(total, 1)
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
@@ -91,9 +117,13 @@ def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
 
 def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
-        named = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {}
+
+
+def _read_as_they_lie(named: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that kernels read where they lie, or that are copied."""
     pages = () if named.get("block_table") is None else ("key", "value")  # pages are never copied
     tensors = ("query", "key", "value", "k_new", "v_new", "x", "weight", "residual")
     read = [name for name in tensors if name not in pages]

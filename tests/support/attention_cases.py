@@ -44,6 +44,8 @@ class Case:
     mask: str = ""  # "bool", "float", "inf" (-inf for masked), "min" (finfo.min for masked), "all min"
     mask_shape: tuple[int, int, int, int] = (1, 1, 1, 1)  # 1 = use the full size, 0 = broadcast
     sinks: bool = False
+    ranges: int = 0  # of visible keys for each query
+    ranges_shape: tuple[int, int] = (1, 1)  # as mask_shape, of batch and heads
     dropout: float = 0.0
     scale: float | None = None
     layout: str = "bhsd"  # "bshd", "sliced", "misaligned"
@@ -75,6 +77,7 @@ class Problem:
     sinks: Tensor | None
     grad_out: Tensor
     grad_lse: Tensor | None
+    key_ranges: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlens: tuple[int, int] = (0, 0)
@@ -117,6 +120,29 @@ def make_bias(case: Case, generator: torch.Generator) -> Tensor | None:
     return bias
 
 
+def make_ranges(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Draws ranges of keys. Neighbouring queries often have the same, so that some tiles are full and some are empty; a
+    query may see nothing, or all."""
+    if not case.ranges:
+        return None
+    batch, heads, _, rows, columns = case.shape
+    outer = [size if use else 1 for size, use in zip((batch, heads), case.ranges_shape, strict=True)]
+    if case.lengths is not None:  # each query's keys are those of its sequence
+        outer, rows = outer[1:], sum(case.lengths[0])
+        keys = torch.tensor(case.lengths[1]).repeat_interleave(torch.tensor(case.lengths[0]))
+    else:
+        keys = torch.full((rows,), columns)
+    cuts = torch.rand(*outer, rows, 2 * case.ranges, generator=generator).sort(-1).values
+    is_like_before = torch.rand(rows, generator=generator) < 0.9
+    row = torch.where(is_like_before, 0, torch.arange(rows)).cummax(0).values if rows else torch.arange(0)
+    kind = torch.randint(8, (rows,), generator=generator)[row][:, None]
+    places = (cuts[..., row, :] * (keys[:, None] + 1)).floor().clamp(max=keys[:, None])
+    places = torch.where(kind == 0, 0, places)
+    places[..., -1:] = torch.where(kind == 1, keys[:, None], places[..., -1:])
+    places[..., :-1] = torch.where(kind == 1, 0, places[..., :-1])
+    return places.to(torch.int32).unflatten(-1, (case.ranges, 2))
+
+
 def make_problem(case: Case) -> Problem:
     generator = torch.Generator().manual_seed(case.seed)
     batch, heads, group, rows, columns = case.shape
@@ -137,6 +163,7 @@ def make_problem(case: Case) -> Problem:
         num_sequences = len(case.lengths[0]) if case.lengths else batch
         slopes = torch.rand(num_sequences if case.alibi == "batch" else 1, heads, generator=generator).to(DEVICE)
     bias = make_bias(case, generator)
+    ranges = make_ranges(case, generator)
     problem = Problem(
         query=query,
         key=key,
@@ -146,6 +173,7 @@ def make_problem(case: Case) -> Problem:
         sinks=normal(heads).to(DEVICE) if case.sinks else None,
         grad_out=grad_out,
         grad_lse=None if grad_lse is None else grad_lse.to(DEVICE),
+        key_ranges=None if ranges is None else ranges.to(DEVICE),
         max_seqlens=(rows, columns),
     )
     if case.lengths is not None:
@@ -207,9 +235,10 @@ def in_order(deterministic: bool | None) -> contextlib.AbstractContextManager[No
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
     """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
-    out, lse, _ = ops.attention_forward(*forward_arguments(case, problem))
+    ranges = {} if problem.key_ranges is None else {"key_ranges": problem.key_ranges}
+    out, lse, _ = ops.attention_forward(*forward_arguments(case, problem), **ranges)
     with in_order(deterministic):
-        gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic))
+        gradients = ops.attention_backward(*backward_arguments(case, problem, out, lse, deterministic), **ranges)
     return dict(zip(RESULTS, (out, lse, *gradients), strict=True))
 
 
@@ -259,10 +288,10 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
                 query, key, value, bias, is_causal=right == 0, scale=scale, enable_gqa=True
             )
         elif case.lengths is None:
-            out, lse = fastattn.attention(query, key, value, bias=bias, **options)
+            out, lse = fastattn.attention(query, key, value, bias=bias, key_ranges=p.key_ranges, **options)
         else:
             out, lse = fastattn.attention_varlen(
-                query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, **options
+                query, key, value, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, key_ranges=p.key_ranges, **options
             )
     outputs, grads = [out], [p.grad_out]
     if p.grad_lse is not None and lse is not None:
@@ -295,6 +324,7 @@ def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtyp
         "dropout_p": dropout,
         "dropout_seed": SEED,
         "scale": scale,
+        "key_ranges": p.key_ranges,
         "compute_dtype": compute_dtype,
     }
     if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
@@ -359,6 +389,7 @@ def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle
     scale, left, right, *place, softcap, _ = options_of(case)
     query, key, value = p.query.double(), p.key.double(), p.value.double()
     common: dict[str, Any] = {"window": (left, right), "softcap": softcap, "sinks": p.sinks, "scale": scale}
+    common["key_ranges"] = p.key_ranges
 
     def lse_of(slopes: Tensor) -> Tensor:
         common["alibi_slopes"], common["compute_dtype"] = slopes, torch.float64

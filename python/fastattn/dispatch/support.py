@@ -29,6 +29,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "sinks": "attention sinks",
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
+        "key ranges": "ranges of visible keys (key_ranges)",
         "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
@@ -139,7 +140,7 @@ _WITH_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_ATTENTION, head_dims=range(8, 257, 8), pads=True),
+        "cuda": Support(_ATTENTION - {"key ranges"}, head_dims=range(8, 257, 8), pads=True),
         "triton": Support(_ATTENTION, head_dims=range(16, 513, 8), pads=True, most_dims_with_gradients=256),
     },
     "decode": {

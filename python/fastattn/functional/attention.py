@@ -16,7 +16,13 @@ from fastattn.dispatch.recording import note
 from fastattn.dispatch.request import Choice, Request
 from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.functional import composite, nested
-from fastattn.functional.attention_checks import check_offsets, check_once, check_pages, check_uncopied
+from fastattn.functional.attention_checks import (
+    check_offsets,
+    check_once,
+    check_pages,
+    check_ranges,
+    check_uncopied,
+)
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
 from fastattn.functional.distributed_tensors import attend_over_distributed
 from fastattn.functional.dropout_seed import draw_seed, seed_tensor
@@ -52,10 +58,12 @@ class _Options(AttentionOptions, Generic[_Lse, _MaxLogit], total=False):
 
 class _Dense(_Options[_Lse, _MaxLogit], total=False):
     bias: Tensor | None
+    key_ranges: Tensor | None
 
 
 class _Packed(_Options[_Lse, _MaxLogit], total=False):
     block_table: Tensor | None
+    key_ranges: Tensor | None
     batch_invariant: bool
 
 
@@ -90,6 +98,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
@@ -118,6 +127,10 @@ def attention(
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added (Press et al., "Train short, test
             long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
+        key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees the keys of its ranges ``[begin,
+            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels compute no
+            score outside of the tiles that hold such keys. ``fastattn.masks`` makes ranges. On a CPU, and with
+            ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
         dropout_p: the probability with which dropout zeroes an attention weight.
         dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
             generator.
@@ -146,6 +159,7 @@ def attention(
         bias,
         alibi_slopes,
         sinks,
+        key_ranges=key_ranges,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -236,6 +250,7 @@ def attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
@@ -264,6 +279,7 @@ def attention_varlen(
             of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. PyTorch
             computes gradients over pages, through a copy of all pages that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
+        key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; keys count from the first one of the query's sequence.
         batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default, if a batch
             does not fill the GPU, the keys of long sequences are shared out, which depends on all lengths together.
 
@@ -288,6 +304,7 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
+        key_ranges=key_ranges,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal=causal,
@@ -367,7 +384,8 @@ def prepare(call: AttentionCall) -> Prepared:
             bias = autocast_to(cast, bias)
         call = call.with_tensors((autocast_to(cast, query), key, value, bias))
     call, request = check_once(call)
-    if call.cu_seqlens_q is not None and places_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
+    places = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.key_ranges
+    if any(tensor is not None for tensor in places) and places_are_checked(*places):
         _check_places(call)
     if call.dropout_seed is not None:
         seed = seed_tensor(call.dropout_seed, query.device) if call.dropout_p > 0 else None
@@ -376,9 +394,11 @@ def prepare(call: AttentionCall) -> Prepared:
 
 
 def _check_places(call: AttentionCall) -> None:
-    """Checks offsets and table of packed sequences. It reads them back."""
+    """Checks offsets and table of packed sequences, and ranges of keys. It reads them back."""
     query, key, table = call.query, call.key, call.block_table
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        check_ranges(call.key_ranges, key.shape[2])
+        return
     check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
     check_offsets("cu_seqlens_k", call.cu_seqlens_k, None if table is not None else key.shape[0], call.max_seqlen_k)
     if table is not None:
@@ -386,6 +406,10 @@ def _check_places(call: AttentionCall) -> None:
         longest = max(lengths.tolist(), default=0)
         expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
         check_pages(table, lengths, key.shape[0], key.shape[2])
+    if call.key_ranges is not None:
+        offsets_q, num_keys = call.cu_seqlens_q.long(), call.cu_seqlens_k.diff()
+        first, last = int(offsets_q[0]), int(offsets_q[-1])  # rows outside of all sequences may have any ranges
+        check_ranges(call.key_ranges[:, first:last], num_keys.repeat_interleave(offsets_q.diff()))
 
 
 def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:

@@ -31,6 +31,8 @@ from fastattn.functional.checked_once import CheckedOnce
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
 from fastattn.ops.describe import describe_attention
 
+MOST_RANGES = 4  # of visible keys for a query
+
 
 def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
     """Returns the call with checked options, and its description; raises where the host can see that it is wrong."""
@@ -75,6 +77,8 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
         check_slopes(alibi_slopes, query.device, batch, heads)
     if sinks is not None:
         check_sinks(sinks, query.device, heads)
+    if call.key_ranges is not None:
+        check_shape_of_ranges(call.key_ranges, query, call.is_packed)
     checked = call._replace(
         max_seqlen_q=check_int("max_seqlen_q", call.max_seqlen_q, minimum=0),
         max_seqlen_k=check_int("max_seqlen_k", call.max_seqlen_k, minimum=0),
@@ -166,6 +170,43 @@ def check_sinks(sinks: Any, device: torch.device, heads: int) -> None:
     check_same_device("sinks", sinks, device)
     check_dtype("sinks", sinks, FLOATING)
     check_shape("sinks", sinks, (heads,), "[Hq]")
+
+
+def check_shape_of_ranges(ranges: Any, query: Tensor, is_packed: bool) -> None:
+    """Checks that ``ranges`` are int32 ``[B or 1, Hq or 1, Sq, R, 2]``, or packed ``[Hq or 1, total_q, R, 2]``."""
+    check_tensor("key_ranges", ranges, optional=True)
+    check_same_device("key_ranges", ranges, query.device)
+    layout = "[Hq or 1, total_q, R, 2]" if is_packed else "[B or 1, Hq or 1, Sq, R, 2]"
+    check_rank("key_ranges", ranges, layout)
+    check_dtype("key_ranges", ranges, (torch.int32,))
+    whole = [query.shape[1], query.shape[0]] if is_packed else list(query.shape[:3])
+    came, shared = list(ranges.shape), len(whole) - 1
+    fits = all(size in (1, own) for size, own in zip(came[:shared], whole, strict=False)) and came[shared] == whole[-1]
+    expect(fits and came[-1] == 2, "key_ranges", f"{layout} beside [{', '.join(map(str, whole))}] rows", came)
+    expect(1 <= came[-2] <= MOST_RANGES, "key_ranges", f"1 to {MOST_RANGES} ranges for each query", came[-2])
+
+
+def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
+    """Checks that ranges ``[…, rows, R, 2]`` lie within the keys, of which each row may have another number, and do not
+    overlap. It reads them back, so call it only if `places_are_checked`."""
+    begin, end = ranges.unbind(-1)
+    if isinstance(num_keys, Tensor):
+        num_keys = num_keys[:, None]
+    is_wrong = (begin < 0) | (begin > end) | (end > num_keys)
+    if bool(is_wrong.any()):
+        place = is_wrong.nonzero()[0].tolist()
+        row, wrong = place[:-1], ranges[tuple(place)].tolist()
+        most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
+        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} for query {row}")
+    # Empty ranges go last, behind all others.
+    order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
+    begin, end = begin.gather(-1, order), end.gather(-1, order)
+    overlap = (begin[..., 1:] < end[..., :-1]) & (begin[..., 1:] < end[..., 1:])
+    if bool(overlap.any()):
+        row = overlap.nonzero()[0].tolist()[:-1]
+        raise InputError(
+            f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} for query {row}"
+        )
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:

@@ -110,11 +110,23 @@ _attend_by_reference = OnRecord(reference.attention, AttentionCall)
 _attend_packed_by_reference = OnRecord(reference.attention_varlen, AttentionCall)
 
 
+def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Request]:
+    """Returns a dense call with a mask in place of its ranges of keys."""
+    assert call.key_ranges is not None
+    visible, bias = reference.mask_of_ranges(call.key_ranges, call.key.shape[2]), call.bias
+    if bias is not None:
+        visible = bias & visible if bias.dtype == torch.bool else bias.masked_fill(~visible, -math.inf)
+    features = request.features - {"key ranges"} | ({"mask"} if visible.dtype == torch.bool else set())
+    return call._replace(bias=visible, key_ranges=None), request._replace(features=features)
+
+
 def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ...]:
     """Returns output, lse and, where they are wanted, the largest scores; an lse that is not wanted may be empty.
 
     PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
     """
+    if call.key_ranges is not None and not call.is_packed:
+        call, request = _with_mask(call, request)
     assert call.scale is not None
     num_keys = call.key.shape[0 if call.is_packed else 2]
     torch_can = not call.return_lse and torch_sdpa.can_express(request, num_keys, call.scale, call.bias)

@@ -46,6 +46,7 @@ def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall
     dims = {
         **dict.fromkeys(("query", "key", "value"), queries),
         "bias": dims_of_mask(_shape(call.bias)),
+        "key_ranges": dims_of_mask(_shape(call.key_ranges)[:-1]),
         "alibi_slopes": dims_of_options(_shape(call.alibi_slopes)),
         "sinks": dims_of_options(_shape(call.sinks)),
     }

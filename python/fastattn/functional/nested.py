@@ -53,8 +53,11 @@ def unpack(call: AttentionCall) -> Unpacked:
         if tensor.shape[0] != (batch := call.query.shape[0]):
             raise InputError(f"{name}: expected the query's batch size {batch}, got {tensor.shape[0]}")
     query, key, value = tensors.values()
-    if call.bias is not None:
-        raise InputError("bias: expected None beside jagged tensors, whose sequences have no common shape, got a bias")
+    for name in ("bias", "key_ranges"):
+        if getattr(call, name) is not None:
+            raise InputError(
+                f"{name}: expected None beside jagged tensors, whose sequences have no common shape, got a tensor"
+            )
     query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
     if key.offsets() is not value.offsets():
         is_known = key.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -182,13 +182,14 @@ def _backward_flops(given: Any) -> int:
 # Kernels treat all heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``), so a mapped call is one launch.
 
 
-def _fold_bias(bias: Tensor | None, mapped: int | None, size: int, heads: int) -> Tensor | None:
-    """Joins the mapped dimension of a bias with its heads; a bias shared by all heads must first be repeated."""
-    if bias is None or (mapped is None and bias.shape[1] == 1):
-        return bias
-    folded = fold_into_heads(bias, mapped, size, heads_dim=1)
+def _fold_shared(tensor: Tensor | None, mapped: int | None, size: int, heads: int, heads_dim: int) -> Tensor | None:
+    """Joins the mapped dimension of a bias or of ranges with the heads; one that all heads share is first repeated."""
+    if tensor is None or (mapped is None and tensor.shape[heads_dim] == 1):
+        return tensor
+    folded = fold_into_heads(tensor, mapped, size, heads_dim)
     assert folded is not None
-    return folded if _shape_of_one(bias, mapped)[1] == heads else folded.repeat_interleave(heads, dim=1)
+    is_shared = _shape_of_one(tensor, mapped)[heads_dim] != heads
+    return folded.repeat_interleave(heads, dim=heads_dim) if is_shared else folded
 
 
 def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
@@ -213,7 +214,9 @@ def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
             dim = _PACKED_LSE_HEADS_DIM if packed and name in ("lse", "grad_lse") else heads_dim
             folded[name] = fold_into_heads(getattr(given, name), getattr(dims, name), size, dim)
     heads = _shape_of_one(given.query, dims.query)[1]
-    return folded | {"bias": _fold_bias(given.bias, dims.bias, size, heads)}
+    folded["bias"] = _fold_shared(given.bias, dims.bias, size, heads, heads_dim=1)
+    folded["key_ranges"] = _fold_shared(given.key_ranges, dims.key_ranges, size, heads, heads_dim=0 if packed else 1)
+    return folded
 
 
 def _vmap_forward(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:

@@ -124,6 +124,7 @@ def describe_attention(call: AttentionCall) -> Request:
         "slope gradients": needs_grad and needs_gradient(slopes),
         "gqa": heads != kv_heads,
         "value dim": value.shape[-1] != query.shape[-1],
+        "key ranges": call.key_ranges is not None,
         "max logit": call.return_max_logit,
         "varlen": call.is_packed,
         "paged": is_paged,

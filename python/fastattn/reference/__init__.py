@@ -8,6 +8,7 @@ floating dtype up to float64 and computes in at least float32 unless ``compute_d
 from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows, quantize_rows_fp8, to_fp8
 from fastattn.reference.attention import attention, attention_varlen
 from fastattn.reference.dropout import dropout_keep, philox_4x32
+from fastattn.reference.formula import mask_of_ranges
 from fastattn.reference.int8_linear import int8_linear
 from fastattn.reference.kv_cache import append_to_cache, attention_with_kv_cache
 from fastattn.reference.merge import merge_attention
@@ -21,6 +22,7 @@ __all__ = [
     "dequantize_int8",
     "dropout_keep",
     "int8_linear",
+    "mask_of_ranges",
     "merge_attention",
     "philox_4x32",
     "quantize_int8",

@@ -28,13 +28,15 @@ def attend(
     scale: float | None,
     compute_dtype: torch.dtype | None,
     dropout_origin: tuple[int, int, int] = (0, 0, 0),
+    key_ranges: Tensor | None = None,
     row_is_present: Tensor | None = None,
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns output and lse, and with ``return_max_logit`` the largest score of each head.
 
-    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``row_is_present``, bool ``[B,
+    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``key_ranges`` are ``[B or 1, Hq or
+    1, Sq, R, 2]``. ``row_is_present``, bool ``[B,
     Sq]``, says which queries count for the largest score.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
@@ -53,6 +55,8 @@ def attend(
         masks.append(column <= (position + window[1])[:, None, :, None])
     if key_is_present is not None:
         masks.append(key_is_present[:, None, None, :])
+    if key_ranges is not None:
+        masks.append(mask_of_ranges(key_ranges, num_keys))
     if bias is not None:
         masks.append(bias if bias.dtype == torch.bool else bias != -math.inf)
     visible = None
@@ -115,6 +119,13 @@ def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
     if row_is_present is not None:
         row_maxima = row_maxima.masked_fill(~row_is_present[:, None], -math.inf)
     return F.pad(row_maxima.transpose(0, 1).flatten(1), (0, 1), value=-math.inf).amax(1)
+
+
+def mask_of_ranges(key_ranges: Tensor, num_keys: int) -> Tensor:
+    """Returns which keys the ranges ``[…, Sq, R, 2]`` let each query see, bool ``[…, Sq, Sk]``."""
+    key = torch.arange(num_keys, device=key_ranges.device)
+    begin, end = key_ranges.unsqueeze(-1).unbind(-2)
+    return ((begin <= key) & (key < end)).any(-2)
 
 
 def bounds(causal: bool, window: tuple[int, int]) -> tuple[int | None, int | None]:

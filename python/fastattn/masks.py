@@ -1,0 +1,212 @@
+"""Makes ranges of visible keys, the ``key_ranges`` of ``attention`` and ``attention_varlen``.
+
+Ranges are int32 ``[B or 1, H or 1, Sq, R, 2]``: each query sees the keys of up to four half-open ranges ``[begin,
+end)``. They say in O(S) memory what a bool mask says in O(S²), and kernels pass over tiles that nobody sees. Packed
+sequences take them without the batch, ``[H or 1, total_q, R, 2]``: ``torch.cat([a[0], b[0]], dim=1)`` of ranges with as
+many R, since keys count from the first one of each sequence.
+
+Example:
+    >>> ranges = fastattn.masks.shared_prompt(4, [3, 3])  # one prompt, two answers
+    >>> print(fastattn.masks.show(ranges, num_keys=10))
+    █·········
+    ██········
+    ███·······
+    ████······
+    █████·····
+    ██████····
+    ███████···
+    ████···█··
+    ████···██·
+    ████···███
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.checks import check_dtype, check_int, check_rank, check_tensor, expect
+from fastattn.errors import InputError
+from fastattn.functional.attention_checks import MOST_RANGES, check_window
+from fastattn.reference import mask_of_ranges
+
+
+def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = None) -> Tensor:
+    """Returns ranges ``[1, 1, S, 1, 2]`` by which each token sees its own document, up to itself where ``causal``.
+
+    Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, int32 ``[N + 1]``. Tokens behind
+    the last document, up to ``seqlen``, see nothing. Without ``seqlen`` the last offset is read back.
+    """
+    check_tensor("cu_seqlens", cu_seqlens)
+    check_rank("cu_seqlens", cu_seqlens, "[N + 1]")
+    length = int(cu_seqlens[-1]) if seqlen is None else check_int("seqlen", seqlen, minimum=0)
+    token = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device)
+    offsets = torch.cat([cu_seqlens.to(torch.int32), cu_seqlens.new_full((1,), length, dtype=torch.int32)])
+    document = torch.searchsorted(offsets[1:-1].contiguous(), token, right=True)
+    begin = offsets[document]
+    end = torch.where(token < offsets[-2], token + 1 if causal else offsets[document + 1], begin)
+    return _ranges((begin, end))[None, None]
+
+
+def prefix(lengths: int | Tensor, seqlen: int) -> Tensor:
+    """Returns ranges ``[B, 1, S, 1, 2]`` of a prefix language model: each token sees the first ``lengths[b]`` tokens,
+    and all up to itself (Raffel et al., "T5", 2020, section 3.2.1)."""
+    lengths = torch.as_tensor(lengths, dtype=torch.int32).reshape(-1, 1)
+    seqlen = check_int("seqlen", seqlen, minimum=0)
+    token = torch.arange(seqlen, dtype=torch.int32, device=lengths.device)
+    end = torch.maximum(lengths, token + 1).clamp(max=seqlen)
+    return _ranges((torch.zeros_like(end), end))[:, None]
+
+
+def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) -> Tensor:
+    """Returns ranges ``[1, 1, S, 2, 2]`` of a prompt and several answers to it, one after the other in one sequence:
+    each answer sees the prompt and itself up to the token at hand, as if it were alone with the prompt.
+
+    Positions, as rotary embedding needs them, then count on from the prompt in every answer.
+    """
+    sizes = [check_int("prompt", prompt, minimum=0), *(check_int("answers", n, minimum=0) for n in answers)]
+    token = torch.arange(sum(sizes), dtype=torch.int32, device=device)
+    lengths = torch.tensor(sizes, device=device)
+    begin = (lengths.cumsum(0) - lengths).to(torch.int32).repeat_interleave(lengths)
+    end_of_prompt = torch.where(begin > 0, sizes[0], 0).to(torch.int32)
+    return _ranges((torch.zeros_like(begin), end_of_prompt), (begin, token + 1))[None, None]
+
+
+def window_and_global(
+    seqlen: int, window: tuple[int, int], num_global: int, *, causal: bool = False, device: Any = None
+) -> Tensor:
+    """Returns ranges ``[1, 1, S, 2, 2]`` by which each token sees the first ``num_global`` tokens and a ``window``
+    around itself, as in ``attention``; those first tokens see all (Beltagy et al., "Longformer", 2020). With ``causal``
+    no token sees a later one (Xiao et al., "attention sinks", 2024)."""
+    seqlen, num_global = check_int("seqlen", seqlen, minimum=0), check_int("num_global", num_global, minimum=0)
+    left, right = check_window(window)
+    token = torch.arange(seqlen, dtype=torch.int32, device=device)
+    begin = (token - (left if left >= 0 else seqlen)).clamp(min=min(num_global, seqlen))
+    end = (token + (right if right >= 0 else seqlen)).clamp(max=seqlen - 1) + 1
+    end = torch.where(token < num_global, seqlen, end)
+    begin = torch.where(token < num_global, num_global, begin).clamp(max=seqlen)
+    if causal:
+        end = torch.minimum(end, token + 1)
+    global_end = (token + 1 if causal else torch.full_like(token, seqlen)).clamp(max=num_global)
+    return _ranges((torch.zeros_like(token), global_end), (begin, torch.maximum(begin, end)))[None, None]
+
+
+def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
+    """Returns ranges ``[1, 1, S, R, 2]`` by which each token sees itself and its ancestors. ``parents[i]`` comes before
+    ``i``, and is -1 for a root. The fewer branches a path leaves, the fewer ranges it takes.
+
+    Raises:
+        InputError: a token needs more than four ranges, or its parent does not come before it.
+    """
+    paths: list[list[tuple[int, int]]] = []
+    for token, parent in enumerate(parents):
+        expect(-1 <= parent < token, "parents", f"-1 or an earlier token for token {token}", parent)
+        path = list(paths[parent]) if parent >= 0 else []
+        if path and path[-1][1] == token:
+            path[-1] = (path[-1][0], token + 1)
+        else:
+            path.append((token, token + 1))
+        _expect_few(len(path), token)
+        paths.append(path)
+    most = max(map(len, paths), default=1)
+    padded = [path + [(0, 0)] * (most - len(path)) for path in paths]
+    return torch.tensor(padded, dtype=torch.int32, device=device).reshape(1, 1, len(paths), most, 2)
+
+
+def from_bool(mask: Tensor) -> Tensor:
+    """Returns the ranges ``[…, Sq, R, 2]`` of a bool mask ``[…, Sq, Sk]``, True = attend, which is what ``attention``
+    takes of a mask ``[B or 1, H or 1, Sq, Sk]``.
+
+    Raises:
+        InputError: a query sees more than four ranges of keys; the message says which is the first.
+    """
+    check_tensor("mask", mask)
+    check_dtype("mask", mask, (torch.bool,))
+    edge = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff()  # 1 where a range begins, -1 behind its end
+    begins = edge[..., :-1] == 1
+    counts = begins.sum(-1)
+    if counts.numel() and int(counts.max()) > MOST_RANGES:
+        *_, query = row = (counts > MOST_RANGES).nonzero()[0].tolist()
+        _expect_few(int(counts[tuple(row)]), query)
+    most = max(1, int(counts.max())) if counts.numel() else 1
+    ranges = torch.zeros(*counts.shape, most, 2, dtype=torch.int32, device=mask.device)
+    for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
+        places = is_edge.nonzero(as_tuple=True)
+        number = is_edge.cumsum(-1)[is_edge] - 1  # which of its row's ranges it is
+        place = *places[:-1], number, torch.full_like(number, side)
+        ranges[place] = (places[-1] + side).to(torch.int32)
+    return ranges
+
+
+def to_bool(ranges: Tensor, num_keys: int) -> Tensor:
+    """Returns the bool mask ``[…, Sq, Sk]`` of ranges ``[…, Sq, R, 2]``, True = attend. It takes O(Sq · Sk) memory."""
+    check_tensor("ranges", ranges)
+    return mask_of_ranges(ranges, check_int("num_keys", num_keys, minimum=0))
+
+
+def from_block_mask(block_mask: Any) -> Tensor:
+    """Returns the ranges ``[B, H, Sq, R, 2]`` of a ``BlockMask`` of ``torch.nn.attention.flex_attention``. It looks at
+    the rows of one block at a time.
+
+    Raises:
+        InputError: a query sees more than four ranges of keys; the message says which is the first.
+    """
+    batch, heads, num_queries, num_keys = block_mask.shape
+    block_m, block_n = block_mask.BLOCK_SIZE
+    partly = _dense_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
+    fully = torch.zeros_like(partly)
+    if block_mask.full_kv_num_blocks is not None:
+        fully = _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    places = [torch.arange(size, device=partly.device) for size in (batch, heads, num_queries, num_keys)]
+    sees = block_mask.mask_mod
+    for dim in (3, 2, 1, 0):  # the function of a mask takes single indices
+        sees = torch.vmap(sees, in_dims=tuple(0 if place == dim else None for place in range(4)))
+    found = []
+    for block, rows in enumerate(places[2].split(block_m)):
+        of_keys = [
+            states[:, :, block].repeat_interleave(block_n, -1)[..., None, :num_keys] for states in (fully, partly)
+        ]
+        mask = of_keys[0] | (of_keys[1] & sees(places[0], places[1], rows, places[3]))
+        try:
+            found.append(from_bool(mask))
+        except InputError as error:
+            raise InputError(f"{error}, counted from query {int(rows[0])}") from None
+    most = max((ranges.shape[-2] for ranges in found), default=1)
+    return torch.cat([torch.nn.functional.pad(ranges, (0, 0, 0, most - ranges.shape[-2])) for ranges in found], dim=2)
+
+
+def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width: int = 64) -> str:
+    """Returns a picture of ranges ``[B, H, Sq, R, 2]``, a line for each query and a character for each key: ``█`` is
+    seen and ``·`` is not. Beyond ``width`` keys or queries a character stands for several, ``▒`` for some of them."""
+    check_rank("ranges", ranges, "[B, H, Sq, R, 2]")
+    mask = to_bool(ranges[batch, head].cpu(), num_keys)
+    step = max(1, -(-max(*mask.shape) // check_int("width", width, minimum=1)))
+    lines = []
+    for rows in mask.split(step):
+        blocks = [bool(block.all()) + bool(block.any()) for block in rows.split(step, dim=1)]
+        lines.append("".join("·▒█"[state] for state in blocks))
+    return "\n".join(lines)
+
+
+def _ranges(*pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Stacks pairs (begin, end) of shape ``[…]`` to ranges ``[…, R, 2]``."""
+    return torch.stack([torch.stack(pair, -1) for pair in pairs], -2)
+
+
+def _expect_few(count: int, query: int) -> None:
+    expect(
+        count <= MOST_RANGES,
+        "mask",
+        f"at most {MOST_RANGES} ranges of visible keys a query",
+        f"{count} for query {query}",
+    )
+
+
+def _dense_blocks(num_blocks: Tensor, indices: Tensor) -> Tensor:
+    """Returns which blocks of keys are listed for each block of rows, bool ``[B, H, row blocks, key blocks]``."""
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    dense = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
+    return dense.scatter(-1, torch.where(is_listed, indices, indices.shape[-1]).long(), True)[..., :-1]

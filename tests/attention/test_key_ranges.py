@@ -1,0 +1,295 @@
+"""Attention over ranges of visible keys: each backend against the oracle, the tiles that are visited, bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastattn
+from attention_cases import SEED, Case, compare, make_problem, run_public, use_small_tiles
+from fastattn import masks, reference
+from fastattn.triton_kernels.attention_launch import Scores, attention_constexprs
+from fastattn.triton_kernels.attention_ranges import list_tiles
+from fastattn.triton_kernels.tiles import AttentionTile
+from kernel_device import DEVICE, ON_EMULATOR
+
+if ON_EMULATOR:
+    from emulator.options import launching
+
+pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
+
+CAUSAL = (-1, 0)
+CASES = [
+    Case(ranges=2, window=CAUSAL, shape=(2, 4, 2, 75, 91), ranges_shape=(1, 0), dtype=torch.bfloat16, grad_lse=True),
+    Case(ranges=4, lengths=((33, 0, 50, 7), (47, 9, 64, 0)), window=(40, 9), sinks=True, alibi="batch", softcap=5.0),
+    Case(ranges=3, shape=(2, 2, 1, 49, 70), mask="inf", dropout=0.2, head_dims=(40, 24)),
+    Case(ranges=1, shape=(2, 2, 1, 70, 33), ranges_shape=(0, 1), mask="bool", sinks=True, dropout=0.3, grad_lse=True),
+]
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str
+)
+def test_each_backend(case: Case, backend: str, monkeypatch: Any) -> None:
+    use_small_tiles(monkeypatch)
+    problem = make_problem(case)
+    found = run_public(case, problem, backend, deterministic=True)
+    compare(case, problem, found, names=found)
+
+
+def test_dropout_has_the_bits_of_a_bool_mask(monkeypatch: Any) -> None:
+    """Uniform probabilities and one-hot values show in the output which weights are kept."""
+    use_small_tiles(monkeypatch)
+    keys = 72
+    case = Case(ranges=2, shape=(1, 2, 1, 50, keys), head_dims=(16, keys), dropout=0.35)
+    problem = make_problem(case)
+    problem.query.zero_()
+    problem.value[:] = torch.eye(keys, device=DEVICE)
+    assert problem.key_ranges is not None
+    by_ranges = run_public(case, problem, "triton")["out"] != 0
+    seen = masks.to_bool(problem.key_ranges, keys)
+    keep = reference.dropout_keep(SEED, 0.35, 1, 2, 50, keys, torch.device(DEVICE))
+    assert torch.equal(by_ranges, keep & seen)
+
+
+def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
+    """Neither NaN nor large numbers in keys and values that no query sees reach a result."""
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, shape=(1, 2, 1, 40, 80))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[..., 0, :].clamp_(max=20)
+    problem.key_ranges[..., 1, :].clamp_(min=53)
+    expected = run_public(case, problem, "triton", deterministic=True)
+    problem.key[..., 20:53, :], problem.value[..., 20:53, :] = torch.nan, torch.inf
+    actual = run_public(case, problem, "triton", deterministic=True)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+    assert not actual["grad_key"][..., 20:53, :].any()
+
+
+# --- which tiles a kernel visits --------------------------------------------------------------------------------------
+
+TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)
+
+
+def tiles_of(case: Case, ranges: Tensor, of_keys: bool, offsets: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Returns the lists that the kernels get."""
+    batch, heads, _, rows, keys = case.shape
+    packed = offsets is not None
+    sizes = {"query": (rows, heads, 16), "key": (keys, heads, 16)} if packed else {}
+    sizes = sizes or {"query": (batch, heads, rows, 16), "key": (batch, heads, keys, 16)}
+    tensors = {name: torch.zeros(size, dtype=torch.float16, device=DEVICE) for name, size in sizes.items()}
+    left, right = case.window
+    given = SimpleNamespace(
+        **tensors,
+        value=tensors["key"],
+        key_ranges=ranges.to(DEVICE),
+        cu_seqlens_q=offsets[0] if offsets else None,
+        cu_seqlens_k=offsets[1] if offsets else None,
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), 2**30),
+        **dict.fromkeys(("alibi_slopes", "dropout_seed", "first_row"), None),
+        **dict.fromkeys(("scale", "softcap", "dropout_p", "first_key", "first_head"), 0),
+        window_left=left,
+        window_right=right,
+    )
+    scores = Scores(given)
+    arguments = {**scores.arguments(), **attention_constexprs(TILE, 16, 16, **scores.options())}
+    return list_tiles(arguments, of_keys)["tiles"].cpu()
+
+
+def expected_tiles(seen: Tensor, of_keys: bool) -> list[list[int]]:
+    """Returns the list of each line of tiles of a mask ``[Sq, Sk]``."""
+    lines = [part.split(TILE.block_n, dim=1) for part in seen.split(TILE.block_m)]
+    lines = list(zip(*lines, strict=True)) if of_keys else lines
+    lists = []
+    for line in lines:
+        full = [i for i, tile in enumerate(line) if tile.all() and tile.shape == (TILE.block_m, TILE.block_n)]
+        some = [i for i, tile in enumerate(line) if tile.any() and i not in full]
+        lists.append([len(full), len(full) + len(some), *full, *some])
+    return lists
+
+
+@settings(max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.integers(1, 70),
+    keys=st.integers(1, 200),
+    num_ranges=st.sampled_from([1, 4]),
+    seed=st.integers(0, 1000),
+    is_causal=st.booleans(),
+)
+def test_lists_have_the_tiles_that_some_row_sees(
+    rows: int, keys: int, num_ranges: int, seed: int, is_causal: bool
+) -> None:
+    case = Case(shape=(2, 2, 1, rows, keys), ranges=num_ranges, seed=seed, window=CAUSAL if is_causal else (-1, -1))
+    ranges = make_problem(case).key_ranges
+    assert ranges is not None
+    seen = masks.to_bool(ranges, keys).cpu()
+    if is_causal:
+        seen = seen & (torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows)
+    for of_keys in (False, True):
+        found = tiles_of(case, ranges, of_keys)
+        for batch, head in itertools.product(range(2), range(2)):
+            for line, tiles in enumerate(expected_tiles(seen[batch, head], of_keys)):
+                assert found[batch, head, line, : len(tiles)].tolist() == tiles
+
+
+def test_lists_of_packed_sequences(monkeypatch: Any) -> None:
+    lengths = ((16, 0, 37, 5, 16), (64, 9, 100, 0, 31))
+    case = Case(ranges=2, lengths=lengths, shape=(1, 2, 1, sum(lengths[0]), sum(lengths[1])))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None and problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None
+    offsets = problem.cu_seqlens_q, problem.cu_seqlens_k
+    for of_keys, block in ((False, TILE.block_m), (True, TILE.block_n)):
+        found = tiles_of(case, problem.key_ranges, of_keys, offsets)
+        for sequence, (num_rows, num_keys) in enumerate(zip(*lengths, strict=True)):
+            first_row = sum(lengths[0][:sequence])
+            first = sum(lengths[of_keys][:sequence]) // block + sequence
+            for head in range(2):
+                seen = masks.to_bool(problem.key_ranges[head, first_row : first_row + num_rows], num_keys).cpu()
+                for line, tiles in enumerate(expected_tiles(seen, of_keys)):
+                    assert found[0, head, first + line, : len(tiles)].tolist() == tiles
+
+
+def test_places_out_of_range_are_absent(monkeypatch: Any) -> None:
+    """On a GPU nobody reads ranges and offsets back: what lies outside counts as absent and is not read."""
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, shape=(1, 2, 1, 20, 70))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[..., 1, :] = torch.tensor([60, 2**31 - 1], device=DEVICE)
+    problem.key_ranges[..., 0, :] = torch.tensor([-(2**31), 10], device=DEVICE)
+    problem.key_ranges[..., :5, 0, :] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    found = run_public(case, problem, "triton", deterministic=True)
+    problem.key_ranges.clamp_(0, 70)
+    expected = run_public(case, problem, "triton", deterministic=True)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_wrong_offsets_lead_nowhere(monkeypatch: Any) -> None:
+    """Sequences that overlap write the same rows, and the same lists of tiles. Nothing outside of the tensors is
+    touched."""
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, lengths=((30, 40, 20), (50, 40, 60)))
+    problem = make_problem(case)
+    problem.cu_seqlens_q = torch.tensor([0, 80, 10, 90], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([3, 150, 140, 149], dtype=torch.int32, device=DEVICE)
+    problem.max_seqlens = (90, 150)
+    with launching(races=False) if ON_EMULATOR else contextlib.nullcontext():
+        found = run_public(case, problem, "triton", deterministic=True)
+    assert not found["grad_key"][:3].any()
+
+
+# --- around the kernels -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        (torch.zeros(1, 1, 5, 1, 2), "torch.int32"),
+        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"\[B or 1, Hq or 1, Sq, R, 2\] beside \[2, 4, 5\] rows"),
+        (torch.zeros(1, 2, 5, 1, 2, dtype=torch.int32), r"beside \[2, 4, 5\] rows, got \[1, 2, 5, 1, 2\]"),
+        (torch.zeros(1, 1, 5, 5, 2, dtype=torch.int32), "1 to 4 ranges for each query, got 5"),
+        (torch.zeros(1, 5, 1, 2, dtype=torch.int32), "5 dimensions"),
+        ("documents", "expected a torch.Tensor or None, got str"),
+    ],
+)
+def test_shapes_and_dtypes_are_checked(ranges: Any, message: str) -> None:
+    query, key = torch.zeros(2, 4, 5, 16, dtype=torch.float16, device=DEVICE), torch.zeros(2, 2, 7, 16).to(DEVICE)
+    ranges = ranges.to(DEVICE) if isinstance(ranges, Tensor) else ranges
+    with pytest.raises((fastattn.InputError, TypeError), match=f"key_ranges: expected .*{message}|{message}"):
+        fastattn.attention(query, key.half(), key.half(), key_ranges=ranges)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] for query \[0, 0, 1\]"),
+        ([[4, 6], [0, 5]], "ranges that do not overlap"),
+        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] for query \[0, 0, 1\]"),
+        ([[-1, 2], [0, 0]], "0 <= begin"),
+        ([[0, 0], [5, 8]], "0 <= begin <= end <= 7"),
+    ],
+)
+def test_ranges_are_checked_where_the_host_may_read(row: Any, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    query, key = (torch.zeros(1, 1, n, 16, dtype=torch.float16, device=DEVICE) for n in (3, 7))
+    ranges = torch.tensor([[[[0, 2], [5, 7]], row, [[2, 2], [2, 2]]]], dtype=torch.int32, device=DEVICE)[None]
+    with pytest.raises(fastattn.InputError, match=f"key_ranges: expected {message}"):
+        fastattn.attention(query, key, key, key_ranges=ranges)
+    packed, offsets = (t[0].transpose(0, 1) for t in (query, key)), [torch.tensor([0, n]).int() for n in (3, 7)]
+    query, key = packed
+    with pytest.raises(fastattn.InputError, match="key_ranges: expected"):
+        fastattn.attention_varlen(query, key, key, *(o.to(DEVICE) for o in offsets), 3, 7, key_ranges=ranges[0])
+
+
+def test_vmap_over_ranges_and_over_queries(monkeypatch: Any) -> None:
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, shape=(3, 2, 1, 20, 40))
+    problem = make_problem(case)
+    query, key, value, ranges = (getattr(problem, name) for name in ("query", "key", "value", "key_ranges"))
+    with fastattn.use_backend("triton"):
+        expected = fastattn.attention(query, key, value, key_ranges=ranges)
+
+        def one(query: Tensor, key: Tensor, value: Tensor, ranges: Tensor) -> Tensor:
+            return fastattn.attention(query[None], key[None], value[None], key_ranges=ranges[None])[0]
+
+        assert torch.equal(torch.vmap(one)(query, key, value, ranges), expected)
+        shared = ranges[:1, :1].contiguous()
+        expected = fastattn.attention(query, key, value, key_ranges=shared)
+        assert torch.equal(torch.vmap(one, in_dims=(0, 0, 0, None))(query, key, value, shared[0]), expected)
+
+
+def test_compiles_without_a_graph_break(monkeypatch: Any) -> None:
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, shape=(1, 2, 1, 20, 40))
+    problem = make_problem(case)
+    compiled = torch.compile(fastattn.attention, fullgraph=True, backend="eager")
+    with fastattn.use_backend("triton"):
+        options = {"key_ranges": problem.key_ranges, "causal": True}
+        expected = fastattn.attention(problem.query, problem.key, problem.value, **options)
+        assert torch.equal(compiled(problem.query, problem.key, problem.value, **options), expected)
+
+
+def test_gradients_by_finite_differences() -> None:
+    case = Case(ranges=3, shape=(1, 2, 2, 5, 9), head_dims=(3, 3))
+    problem = make_problem(case)
+    tensors = [t.double().requires_grad_() for t in (problem.query, problem.key, problem.value)]
+
+    def attend(*tensors: Tensor) -> Tensor:
+        with fastattn.use_backend("torch"):
+            return fastattn.attention(*tensors, key_ranges=problem.key_ranges, softcap=3.0)
+
+    assert torch.autograd.gradcheck(attend, tensors)
+
+
+def test_explain_says_how_much_is_computed() -> None:
+    """Of a dense call, and of two packed sequences of which one sees nothing."""
+    rows, keys = 300, 520
+    query, key = (torch.zeros(1, 1, size, 16, dtype=torch.float16, device=DEVICE) for size in (rows, keys))
+    ranges = masks.window_and_global(keys, (40, 0), 10, device=DEVICE)[:, :, -rows:]
+    found = fastattn.explain(fastattn.attention, query, key, key, key_ranges=ranges)
+    assert found.backend == "triton" and "ranges of visible keys" in found.rejected["cuda"]
+    size = found.tile.block_m, found.tile.block_n
+    mask = torch.nn.functional.pad(masks.to_bool(ranges, keys)[0, 0].cpu(), (0, -keys % size[1], 0, -rows % size[0]))
+    is_seen = mask.unflatten(0, (-1, size[0])).unflatten(-1, (-1, size[1])).any(1).any(-1)
+    assert found.computed == is_seen.double().mean().item() < 1
+    assert f"computes {found.computed:.1%} of the tiles" in str(found)
+
+    query, key, packed = query[0].transpose(0, 1), key[0].transpose(0, 1), torch.zeros_like(ranges[0])
+    packed[:, 100:] = ranges[0, :, 100:]
+    offsets = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 100, rows], [0, 0, keys])]
+    found = fastattn.explain(fastattn.attention_varlen, query, key, key, *offsets, 200, keys, key_ranges=packed)
+    dense = (tensor.transpose(0, 1)[None] for tensor in (query[100:], key, key))
+    expected = fastattn.explain(fastattn.attention, *dense, key_ranges=packed[None, :, 100:])
+    assert found.computed == expected.computed

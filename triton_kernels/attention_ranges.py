@@ -1,0 +1,185 @@
+"""Lists the tiles of scores in which ranges of visible keys let some row see a key, so that kernels visit no others.
+
+A kernel walks along a line of tiles: a tile of rows meets tiles of keys, or a tile of keys meets tiles of rows. The
+list of a line is int32 ``[2 + length]``: how many tiles every row sees all of, how many some row sees any of, and these
+tiles, the full ones first, both in ascending order.
+
+`tile_states_kernel` reads the ranges of every row once and leaves a byte for each tile; `list_tiles_kernel` gathers the
+bytes of a line. The tiles of packed sequences lie one after the other, with a spare one for each sequence, so that no
+length has to be known.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.triton_kernels.attention_common import NO_BIAS, sequence_range
+from fastattn.triton_kernels.attention_launch import Arguments, launch
+from fastattn.triton_kernels.attention_pages import key_range
+from fastattn.triton_kernels.tiles import ceil_div
+
+EMPTY, PARTLY_SEEN, FULLY_SEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # bytes of tiles
+TILES_AT_ONCE = tl.constexpr(32)  # of a line, that a program looks at together
+
+
+@triton.jit
+def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the place of a sequence's first tile among those of its batch; ``begin``: its first row in the tensor."""
+    if PACKED:
+        return (begin // BLOCK + batch).to(tl.int64)
+    else:
+        return tl.zeros([], tl.int64)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right",
+        "stride_ranges_b", "stride_ranges_h", "stride_states_b", "stride_states_h", "num_range_heads",
+    ]
+)  # fmt: skip
+def tile_states_kernel(
+    states, ranges, cu_seqlens_q, cu_seqlens_k,
+    stride_ranges_b, stride_ranges_h, stride_states_b, stride_states_h,
+    num_range_heads, max_seqlen_q, max_seqlen_k, total_q, total_k, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    PACKED: tl.constexpr, PAGED: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Writes one byte for each tile of a tile of rows. Grid: (row tiles * heads * batches of the ranges).
+
+    ``MASK_ALL``: no tile counts as full, because something else may hide keys, too.
+    """
+    num_m_tiles, num_n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M), tl.cdiv(max_seqlen_k, BLOCK_N)
+    m_tile = tl.program_id(0) % num_m_tiles
+    head = (tl.program_id(0) // num_m_tiles % num_range_heads).to(tl.int64)
+    batch = (tl.program_id(0) // num_m_tiles // num_range_heads).to(tl.int64)
+    begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
+    _begin_k, seqlen_k = key_range(cu_seqlens_k, batch, total_k, max_seqlen_k, PAGED)
+    row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    if m_tile * BLOCK_M >= seqlen_q:
+        return
+    low = tl.zeros([BLOCK_M], tl.int32)
+    high = low + seqlen_k
+    if LEFT:
+        low = tl.maximum(low, row + (seqlen_k - seqlen_q) - window_left)
+    if RIGHT:
+        high = tl.minimum(high, row + (seqlen_k - seqlen_q) + window_right + 1)
+    own = ranges + batch * stride_ranges_b + head * stride_ranges_h + (begin_q + row).to(tl.int64) * (2 * RANGES)
+    place = first_tile(begin_q, batch, PACKED, BLOCK_M) + m_tile
+    line = states + batch * stride_states_b + head * stride_states_h + place * num_n_tiles
+    rows_are_complete = (m_tile + 1) * BLOCK_M <= seqlen_q
+    for first in range(0, tl.cdiv(seqlen_k, BLOCK_N), TILES_AT_ONCE):
+        n_tile = first + tl.arange(0, TILES_AT_ONCE)
+        sees_any = tl.zeros([BLOCK_M, TILES_AT_ONCE], tl.int32)
+        sees_all = tl.zeros([BLOCK_M, TILES_AT_ONCE], tl.int32)
+        for r in tl.static_range(RANGES):
+            begin = tl.maximum(tl.load(own + 2 * r, mask=row < seqlen_q, other=0), low)[:, None]
+            end = tl.minimum(tl.load(own + 2 * r + 1, mask=row < seqlen_q, other=0), high)[:, None]
+            first_key = (n_tile * BLOCK_N)[None, :]
+            meets = (begin < end) & (begin < first_key + BLOCK_N) & (end > first_key)
+            holds = (begin <= first_key) & (end >= first_key + BLOCK_N)
+            sees_any |= meets.to(tl.int32)
+            sees_all |= holds.to(tl.int32)
+        state = tl.max(sees_any, 0) * PARTLY_SEEN
+        if not MASK_ALL:
+            state = tl.where((tl.min(sees_all, 0) > 0) & rows_are_complete, FULLY_SEEN, state)
+        tl.store(line + n_tile, state.to(tl.int8), mask=n_tile < num_n_tiles)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride_states_b", "stride_states_h",
+        "stride_tiles_b", "stride_tiles_h", "num_range_heads", "num_listed",
+    ]
+)  # fmt: skip
+def list_tiles_kernel(
+    tiles, states, cu_seqlens_q, cu_seqlens_k, stride_tiles_b, stride_tiles_h, stride_states_b, stride_states_h,
+    num_range_heads, max_seqlen_q, max_seqlen_k, total_q, total_k, num_listed,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr, OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tiles of keys that a tile of rows meets, or with ``OF_KEYS`` the tiles of rows that a tile of keys
+    meets. Grid: (its tiles * heads * batches of the ranges)."""
+    num_m_tiles, num_n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M), tl.cdiv(max_seqlen_k, BLOCK_N)
+    num_lines = num_n_tiles if OF_KEYS else num_m_tiles
+    tile = tl.program_id(0) % num_lines
+    head = (tl.program_id(0) // num_lines % num_range_heads).to(tl.int64)
+    batch = (tl.program_id(0) // num_lines // num_range_heads).to(tl.int64)
+    begin_q, seqlen_q = sequence_range(cu_seqlens_q, batch, total_q, max_seqlen_q)
+    begin_k, seqlen_k = key_range(cu_seqlens_k, batch, total_k, max_seqlen_k, PAGED)
+    first = states + batch * stride_states_b + head * stride_states_h
+    first += first_tile(begin_q, batch, PACKED, BLOCK_M) * num_n_tiles
+    if OF_KEYS:
+        states_of_line, stride, place = first + tile, num_n_tiles, first_tile(begin_k, batch, PACKED, BLOCK_N) + tile
+        num_met, exists = tl.cdiv(seqlen_q, BLOCK_M), tile * BLOCK_N < seqlen_k
+    else:
+        place = first_tile(begin_q, batch, PACKED, BLOCK_M) + tile
+        states_of_line, stride = first + tl.cast(tile, tl.int64) * num_n_tiles, 1
+        num_met, exists = tl.cdiv(seqlen_k, BLOCK_N), tile * BLOCK_M < seqlen_q
+    if not exists:
+        return
+    own = tiles + batch * stride_tiles_b + head * stride_tiles_h + place * (2 + num_listed)
+    count = 0
+    for state in tl.static_range(FULLY_SEEN, EMPTY, -1):
+        for met in range(0, num_met, TILES_AT_ONCE):
+            others = met + tl.arange(0, TILES_AT_ONCE)
+            found = tl.load(states_of_line + others.to(tl.int64) * stride, mask=others < num_met, other=EMPTY) == state
+            behind = tl.cumsum(found.to(tl.int32), 0)  # the found ones up to each, itself included
+            tl.store(own + (1 + count) + behind, others, mask=found)
+            count += tl.max(behind, 0)
+        tl.store(own + (FULLY_SEEN - state), count)
+
+
+@triton.jit
+def find_list(
+    tiles, batch, head, stride_tiles_b, stride_tiles_h, tile, begin, length, num_complete, cu_seqlens,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns where the list of a sequence's ``tile`` of rows or keys has its first tile, how many it has that are
+    full, and how many in all. ``begin`` is the sequence's first row or key in the packed tensor; ``num_complete`` tiles
+    on the list's other side are inside of the sequence, and no more count as full whatever the offsets say."""
+    place = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
+    own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + place * (2 + length))
+    return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
+
+
+def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
+    """Returns the arguments by which a kernel finds its lists, of its tiles of rows or with ``of_keys`` of its tiles of
+    keys, given all its other arguments. A kernel without ranges has no lists."""
+    ranges, is_packed = arguments["ranges"], arguments["cu_seqlens_q"] is not None
+    if ranges is None:
+        return {"tiles": None, "stride_tiles_b": 0, "stride_tiles_h": 0, "num_listed": 0}
+    batches, heads = arguments["num_range_batches"], arguments["num_range_heads"]
+    block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
+    num_m, num_n = ceil_div(arguments["max_seqlen_q"], block_m), ceil_div(arguments["max_seqlen_k"], block_n)
+    outer, lines_m, lines_n = batches, num_m, num_n
+    if is_packed:
+        outer, lines_m, lines_n = (
+            1,
+            arguments["total_q"] // block_m + batches,
+            arguments["total_k"] // block_n + batches,
+        )
+    lines, length = (lines_n, num_m) if of_keys else (lines_m, num_n)
+    states = ranges.new_empty((outer, heads, lines_m, num_n), dtype=torch.int8)
+    # With zeros, an entry names a tile even where sequences overlap, as wrong offsets make them.
+    tiles = ranges.new_zeros((outer, heads, lines, 2 + length))
+    lists = {
+        "tiles": tiles,
+        "stride_tiles_b": 0 if outer == 1 else tiles.stride(0),
+        "stride_tiles_h": 0 if heads == 1 else tiles.stride(1),
+        "num_listed": length,
+    }
+    arguments = {
+        **arguments,
+        **lists,
+        "states": states,
+        "stride_states_b": 0 if outer == 1 else states.stride(0),
+        "stride_states_h": states.stride(1),
+        "PACKED": is_packed,
+        "PAGED": arguments.get("PAGE_SIZE", 0) > 0,
+        "MASK_ALL": arguments["BIAS"] != NO_BIAS.value or arguments.get("PAGE_SIZE", 0) > 0,
+        "OF_KEYS": of_keys,
+    }
+    launch(tile_states_kernel, num_m * heads * batches, arguments)
+    launch(list_tiles_kernel, (num_n if of_keys else num_m) * heads * batches, arguments)
+    return lists
