@@ -49,7 +49,7 @@ DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
         "Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? alibi_slopes, "
         "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
         "float scale, int window_left, int window_right, int? first_row, int first_key, int first_head, float softcap, "
-        "float dropout_p, bool deterministic, bool slopes_grad) -> Tensor grad_slopes");
+        "float dropout_p, bool deterministic, bool slopes_grad, Tensor? key_ranges=None) -> Tensor grad_slopes");
 
     m.def("attention_decode(" DECODE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
 

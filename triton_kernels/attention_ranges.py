@@ -36,15 +36,15 @@ def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right",
-        "stride_ranges_b", "stride_ranges_h", "stride_states_b", "stride_states_h", "num_range_heads",
+        "stride_ranges_b", "stride_ranges_h", "stride_states_b", "stride_states_h", "num_range_heads", "query_offset",
     ]
 )  # fmt: skip
 def tile_states_kernel(
     states, ranges, cu_seqlens_q, cu_seqlens_k,
     stride_ranges_b, stride_ranges_h, stride_states_b, stride_states_h,
-    num_range_heads, max_seqlen_q, max_seqlen_k, total_q, total_k, window_left, window_right,
+    num_range_heads, max_seqlen_q, max_seqlen_k, total_q, total_k, window_left, window_right, query_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
-    PACKED: tl.constexpr, PAGED: tl.constexpr, MASK_ALL: tl.constexpr,
+    PLACED: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     """Writes one byte for each tile of a tile of rows. Grid: (row tiles * heads * batches of the ranges).
 
@@ -59,12 +59,13 @@ def tile_states_kernel(
     row = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     if m_tile * BLOCK_M >= seqlen_q:
         return
+    offset = query_offset if PLACED else seqlen_k - seqlen_q
     low = tl.zeros([BLOCK_M], tl.int32)
     high = low + seqlen_k
     if LEFT:
-        low = tl.maximum(low, row + (seqlen_k - seqlen_q) - window_left)
+        low = tl.maximum(low, row + offset - window_left)
     if RIGHT:
-        high = tl.minimum(high, row + (seqlen_k - seqlen_q) + window_right + 1)
+        high = tl.minimum(high, row + offset + window_right + 1)
     own = ranges + batch * stride_ranges_b + head * stride_ranges_h + (begin_q + row).to(tl.int64) * (2 * RANGES)
     place = first_tile(begin_q, batch, PACKED, BLOCK_M) + m_tile
     line = states + batch * stride_states_b + head * stride_states_h + place * num_n_tiles

@@ -258,7 +258,8 @@ Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_va
                               int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
                               int64_t window_right, std::optional<int64_t> first_row, int64_t first_key,
                               int64_t first_head, double softcap, double dropout_p, bool deterministic,
-                              bool slopes_grad) {
+                              bool slopes_grad, std::optional<Tensor> key_ranges) {
+    check_absent(kAddOp, "key_ranges", key_ranges);
     const std::optional<Tensor> none;
     const ScoreOptions options{none,         alibi_slopes, none,      dropout_seed, scale,   window_left,
                                window_right, first_row,    first_key, first_head,   softcap, dropout_p};

@@ -33,6 +33,6 @@ Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_va
                               int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left,
                               int64_t window_right, std::optional<int64_t> first_row, int64_t first_key,
                               int64_t first_head, double softcap, double dropout_p, bool deterministic,
-                              bool slopes_grad);
+                              bool slopes_grad, std::optional<Tensor> key_ranges);
 
 }  // namespace fastattn

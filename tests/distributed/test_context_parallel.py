@@ -31,6 +31,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"dropout_p": 0.4, "dropout_seed": 77, "causal": True},
     {"causal": True, "alibi_slopes": (2, 4), "sinks": (4,), "window": (9, 9), "dropout_p": 0.2, "dropout_seed": 2**60},
     {"causal": True, "alibi_slopes": (4,), "sinks": (4,), "window": (9, 9), "softcap": 5.0},
+    {"key_ranges": (1, 4), "causal": True, "dropout_p": 0.2, "dropout_seed": 5},
+    {"key_ranges": (2, 1), "sinks": (4,), "window": (20, 9)},
 ]
 
 
@@ -44,12 +46,16 @@ def problem(length: int = 32, kv_heads: int = 4, dtype: torch.dtype = torch.floa
     return [drawn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-def with_tensors(options: dict[str, Any]) -> dict[str, Any]:
-    """Shapes become tensors that need gradients."""
-    return {
-        name: drawn(*value, seed=7).abs().requires_grad_() if name in ("alibi_slopes", "sinks") else value
-        for name, value in options.items()
-    }
+def with_tensors(options: dict[str, Any], length: int) -> dict[str, Any]:
+    """Shapes become tensors that need gradients, or ranges for ``length`` rows over as many keys."""
+
+    def tensor(name: str, shape: Any) -> Any:
+        if name == "key_ranges":
+            cuts = drawn(*shape, length, 4, seed=8).sigmoid() * (length + 1)
+            return cuts.sort(-1).values.to(torch.int32).clamp(max=length).unflatten(-1, (2, 2))
+        return drawn(*shape, seed=7).abs().requires_grad_() if name in ("alibi_slopes", "sinks") else shape
+
+    return {name: tensor(name, value) for name, value in options.items()}
 
 
 def in_words(strategy: str, layout: str, given: dict[str, Any], text: str) -> str:
@@ -133,16 +139,18 @@ def check_against_one_process(
 ) -> None:
     from fastattn.distributed import context_parallel_attention, shard_sequence
 
-    whole, options = problem(length), with_tensors(given)
+    whole, options = problem(length), with_tensors(given, length)
     expected = reference.attention(*whole, **options)
     weights = [drawn(*result.shape, seed=9) for result in expected]
-    learnt = [value for value in options.values() if isinstance(value, Tensor)]
+    learnt = [value for value in options.values() if isinstance(value, Tensor) and value.requires_grad]
     grads = torch.autograd.grad(expected, [*whole, *learnt], weights)
 
     def mine(tensor: Tensor) -> Tensor:
         return shard_sequence(tensor.detach(), 2, group=mesh, layout=layout)
 
     own = [mine(tensor).requires_grad_() for tensor in whole]
+    if "key_ranges" in options:
+        options["key_ranges"] = mine(options["key_ranges"])
     found = context_parallel_attention(*own, group=mesh, strategy=strategy, layout=layout, return_lse=True, **options)
     own_grads = torch.autograd.grad(found, [*own, *learnt], [mine(weight) for weight in weights])
     close = {"rtol": 1e-10, "atol": 1e-10, "msg": partial(in_words, strategy, layout, given)}
@@ -160,7 +168,7 @@ def heads_and_keys_over_a_mesh(rank: int, mesh: DeviceMesh) -> None:
     from fastattn.distributed import context_parallel_attention, gather_sequence, shard_sequence
 
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("keys", "heads"))
-    options = with_tensors({"window": (9, 3), "alibi_slopes": (2, 4), "sinks": (4,), "dropout_p": 0.3})
+    options = with_tensors({"window": (9, 3), "alibi_slopes": (2, 4), "sinks": (4,), "dropout_p": 0.3}, 32)
     whole = problem(kv_heads=2)
     expected = reference.attention(*whole, **options, dropout_seed=5)
     learnt = [*whole, options["alibi_slopes"], options["sinks"]]

@@ -31,6 +31,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"window": (5, 6), "alibi_slopes": (8, 4)},
     {"causal": True, "alibi_slopes": (4,), "dropout_p": 0.3, "dropout_seed": 99, "sinks": (4,)},
     {"dropout_p": 0.2, "dropout_seed": 2**60},
+    {"key_ranges": 4, "sinks": (4,)},
+    {"key_ranges": 1, "causal": True, "dropout_p": 0.3, "dropout_seed": 5},
 ]
 
 
@@ -55,11 +57,17 @@ def in_one_process(whole: list[Tensor], lengths: tuple[int, ...] = LENGTHS, **op
 
 
 def with_tensors(options: dict[str, Any]) -> dict[str, Any]:
-    """Shapes become tensors that need gradients."""
-    return {
-        name: drawn(*value, seed=7).abs().requires_grad_() if name in ("alibi_slopes", "sinks") else value
-        for name, value in options.items()
-    }
+    """Shapes become tensors that need gradients, and a number of heads ranges of keys."""
+
+    def tensor(name: str, shape: Any) -> Any:
+        if name == "key_ranges":
+            lengths = torch.tensor(LENGTHS)
+            num_keys = lengths.repeat_interleave(lengths)[:, None]
+            cuts = (drawn(shape, sum(LENGTHS), 4, seed=8).sigmoid() * (num_keys + 1)).sort(-1).values
+            return cuts.to(torch.int32).clamp(max=num_keys).to(torch.int32).unflatten(-1, (2, 2))
+        return drawn(*shape, seed=7).abs().requires_grad_() if name in ("alibi_slopes", "sinks") else shape
+
+    return {name: tensor(name, value) for name, value in options.items()}
 
 
 # --- How sequences are dealt ------------------------------------------------------------------------------------------
@@ -222,9 +230,11 @@ def check_against_one_process(
     whole, options = problem(kv_heads=kv_heads), with_tensors(given)
     expected = in_one_process(whole, **options)
     weights = [drawn(*result.shape, seed=9) for result in expected]
-    learnt = [value for value in options.values() if isinstance(value, Tensor)]
+    learnt = [value for value in options.values() if isinstance(value, Tensor) and value.requires_grad]
     grads = torch.autograd.grad(expected, [*whole, *learnt], weights)
     own = [shards.shard(tensor.detach(), padding=float("nan")).requires_grad_() for tensor in whole]
+    if "key_ranges" in options:
+        options["key_ranges"] = shards.shard(options["key_ranges"], 1)
     found = context_parallel_attention_varlen(*own, shards, strategy=strategy, return_lse=True, **options)
     own_weights = [shards.shard(weights[0]), shards.shard(weights[1], 1)]
     own_grads = torch.autograd.grad(found, [*own, *learnt], own_weights)

@@ -44,7 +44,8 @@ def prepared(
     if cast is not None:  # before anything is sent: 16-bit messages are smaller
         checked = checked.with_tensors(tuple(autocast_to(cast, tensor) for tensor in checked[:3]))
     checked = checked._replace(dropout_seed=_common_seed(call, groups) if call.dropout_p > 0 else None)
-    attention = LocalAttention(checked.without_tensors(), 0, call.query.shape[1], asked())
+    options = checked.without_tensors()._replace(key_ranges=checked.key_ranges)
+    attention = LocalAttention(options, 0, call.query.shape[1], asked())
     return Inputs(*checked[:3], call.alibi_slopes, call.sinks, attention), *split_groups(groups, strategy)
 
 
@@ -59,7 +60,8 @@ def _checked(call: AttentionCall) -> AttentionCall:
 
 def _facts(call: AttentionCall) -> dict[str, Any]:
     """Returns by name what all ranks must share."""
-    tensors = {name: getattr(call, name) for name in ("query", "key", "value", "alibi_slopes", "sinks")}
+    names = ("query", "key", "value", "alibi_slopes", "sinks", "key_ranges")
+    tensors = {name: getattr(call, name) for name in names}
     seed = call.dropout_seed
     return {
         **{name: None if t is None else (list(t.shape), str(t.dtype)) for name, t in tensors.items()},

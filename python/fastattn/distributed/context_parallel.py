@@ -13,7 +13,14 @@ from torch import Tensor
 from typing_extensions import Never, Unpack  # torch brings it
 
 from fastattn.call import UNBOUNDED, AttentionCall
-from fastattn.checks import check_rank, check_tensor, device_checks_are_on, expect, refuse_keywords
+from fastattn.checks import (
+    check_rank,
+    check_tensor,
+    device_checks_are_on,
+    expect,
+    places_are_checked,
+    refuse_keywords,
+)
 from fastattn.distributed.arguments import prepared
 from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Spread
 from fastattn.distributed.collectives import Group, process_groups, to_all_heads, to_own_heads
@@ -23,10 +30,11 @@ from fastattn.distributed.packed import PackedLayout, PackedShards
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
 from fastattn.functional.attention import AttentionOptions, attend
-from fastattn.functional.attention_checks import check_slopes
+from fastattn.functional.attention_checks import check_ranges, check_slopes
 
 
 class _PackedOptions(AttentionOptions, total=False):
+    key_ranges: Tensor | None
     strategy: str
 
 
@@ -60,6 +68,7 @@ def context_parallel_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
@@ -88,6 +97,8 @@ def context_parallel_attention(
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
+        key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: those of this rank's rows, by positions in the whole
+            sequence.
         dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on the
             number of ranks.
 
@@ -108,6 +119,7 @@ def context_parallel_attention(
         value,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        key_ranges=key_ranges,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -126,6 +138,8 @@ def context_parallel_attention(
             rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
             parts = f"parts of a multiple of {KEYS_OF_A_DRAW} rows for dropout with strategy 'ring'"
             expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
+        if isinstance(key_ranges, Tensor) and key_ranges.dim() == 5 and places_are_checked(key_ranges):
+            check_ranges(key_ranges, query.shape[2] * math.prod(map(dist.get_world_size, groups)))
         return {"layout": layout}
 
     inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
@@ -134,7 +148,7 @@ def context_parallel_attention(
     if by_keys is None:
         out, lse = _attend_alone(inputs)
     else:
-        goes_by_places = alibi_slopes is not None or dropout_p > 0
+        goes_by_places = alibi_slopes is not None or key_ranges is not None or dropout_p > 0
         window = inputs.attention.options.window
         spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], window, goes_by_places)
         over_keys = ring_attention if strategy == "ring" else gathered_attention
@@ -170,7 +184,9 @@ def _attend_alone(inputs: Inputs) -> tuple[Tensor, Tensor]:
         query, key, value = (tensor[entries] for tensor in inputs[:3])
         slopes = inputs.slopes if inputs.slopes is None or inputs.slopes.dim() == 1 else inputs.slopes[entries]
         first = first_head + entries.start * all_heads
-        call = options.with_tensors((query, key, value, None, slopes, inputs.sinks))
+        ranges = options.key_ranges
+        ranges = ranges if ranges is None or ranges.shape[0] == 1 else ranges[entries]
+        call = options.with_tensors((query, key, value, None, slopes, inputs.sinks))._replace(key_ranges=ranges)
         found = attend(call._replace(return_lse=True, first_head=first))
         assert isinstance(found, tuple)
         return found
@@ -234,6 +250,7 @@ def context_parallel_attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     scale: float | None = None,
@@ -253,6 +270,8 @@ def context_parallel_attention_varlen(
         strategy: as for ``context_parallel_attention``.
         alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences. The other options are those of
             ``fastattn.attention_varlen``.
+        key_ranges: int32 ``[Hq or 1, num_rows, R, 2]``: those of this rank's rows, as ``shards.shard(ranges, 1)`` gives
+            them; keys count from the first one of each sequence.
         dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on how
             sequences are spread.
 
@@ -271,12 +290,17 @@ def context_parallel_attention_varlen(
         check_tensor(name, tensor)
         check_rank(name, tensor, "[num_rows, H, D]")
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    if key_ranges is not None:
+        check_tensor("key_ranges", key_ranges)
+        check_rank("key_ranges", key_ranges, "[Hq or 1, num_rows, R, 2]")
+        key_ranges = key_ranges[None]
     call = AttentionCall(
         query,
         key,
         value,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        key_ranges=key_ranges,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -292,6 +316,9 @@ def context_parallel_attention_varlen(
             expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", tensor.shape[2])
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
+        if key_ranges is not None and key_ranges.shape[2] == shards.num_rows and places_are_checked(key_ranges):
+            lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # the last one for padding
+            check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
     inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
@@ -317,7 +344,10 @@ def _attend_to_rows(
     if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
         padding = (0, 0, 0, layout.cut_rows - num_cut)
         query, key, value = (F.pad(tensor[:, :, :num_cut], padding) for tensor in inputs[:3])
-        cut = inputs._replace(query=query, key=key, value=value)
+        ranges = inputs.attention.options.key_ranges
+        if ranges is not None:
+            ranges = F.pad(ranges[:, :, :num_cut], (0, 0, 0, 0, 0, layout.cut_rows - num_cut))
+        cut = inputs._replace(query=query, key=key, value=value, attention=inputs.attention.with_ranges(ranges))
         if by_heads is not None:
             out, lse = _with_other_heads(cut, layout, rank, by_heads, by_keys, over_keys)
         else:
@@ -371,8 +401,10 @@ def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.index_select(0, number_tensor)
         own_call = options.with_tensors((query, key, value, None, slopes, inputs.sinks, offsets, offsets))
+        ranges = options.key_ranges
         result = attend(
             own_call._replace(
+                key_ranges=None if ranges is None else ranges[0, :, own],
                 max_seqlen_q=longest,
                 max_seqlen_k=longest,
                 return_lse=True,

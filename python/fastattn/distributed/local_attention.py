@@ -18,7 +18,7 @@ from fastattn.functional.attention_block import BackwardTensors, add_gradients_o
 
 class LocalAttention(NamedTuple):
     """Attention with options that all blocks share, except for the window, for heads from ``first_head`` on of
-    ``all_heads``. The options are a call without tensors, except for slopes.
+    ``all_heads``. The options are a call without tensors, except for slopes, and for the ranges of this rank's rows.
 
     ``asked`` is what the thread of the call has asked of the dispatcher. Gradients follow it too, in autograd's thread.
     """
@@ -31,10 +31,16 @@ class LocalAttention(NamedTuple):
     def with_slopes(self, slopes: Tensor | None) -> LocalAttention:
         return self._replace(options=self.options._replace(alibi_slopes=slopes))
 
+    def with_ranges(self, ranges: Tensor | None) -> LocalAttention:
+        return self._replace(options=self.options._replace(key_ranges=ranges))
+
     def for_heads(self, heads: slice) -> LocalAttention:
         """Returns this attention for some of its heads."""
-        slopes = self.options.alibi_slopes
-        options = self.options._replace(alibi_slopes=None if slopes is None else slopes[..., heads])
+        slopes, ranges = self.options.alibi_slopes, self.options.key_ranges
+        options = self.options._replace(
+            alibi_slopes=None if slopes is None else slopes[..., heads],
+            key_ranges=ranges if ranges is None or ranges.shape[1] == 1 else ranges[:, heads],
+        )
         return self._replace(options=options, first_head=self.first_head + heads.start)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -96,6 +102,7 @@ class LocalAttention(NamedTuple):
                 self.options._replace(
                     window=block.window,
                     alibi_slopes=_slopes_of(self.options.alibi_slopes, block, entries),
+                    key_ranges=_ranges_of(self.options.key_ranges, block, entries),
                     first_row=block.first_row,
                     first_key=block.first_key,
                     first_head=self.first_head + first,
@@ -123,7 +130,12 @@ class Inputs(NamedTuple):
         slopes = None if self.slopes is None else self.slopes[..., own]
         sinks = None if self.sinks is None else self.sinks[own]
         query, key, value = map(to_own_heads, self[:3])
-        return Inputs(query, key, value, slopes, sinks, self.attention.for_heads(own))
+        attention, ranges = self.attention.for_heads(own), self.attention.options.key_ranges
+        if ranges is not None:
+            if ranges.shape[1] == 1:  # each rank gets a copy as the ranges of its only head
+                ranges = ranges.expand(-1, dist.get_world_size(group), -1, -1, -1)
+            attention = attention.with_ranges(to_own_heads(ranges.flatten(-2)).unflatten(-1, (-1, 2)))
+        return Inputs(query, key, value, slopes, sinks, attention)
 
 
 def no_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +153,14 @@ def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | 
     if slopes is None or slopes.dim() == 1:
         return slopes
     return slopes[entries] if block.document is None else slopes[block.document]
+
+
+def _ranges_of(ranges: Tensor | None, block: Block, entries: slice) -> Tensor | None:
+    """Returns the ranges of a block's rows, of which each part outside of the block's keys is empty."""
+    if ranges is None:
+        return None
+    own = (ranges if ranges.shape[0] == 1 else ranges[entries])[:, :, block.rows]
+    return (own - block.first_key).clamp(0, block.keys.stop - block.keys.start)
 
 
 def query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
