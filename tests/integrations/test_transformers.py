@@ -142,6 +142,33 @@ class TestMasksOfTheUser:
             make_model("llama", "fastattn")(**tokens(), attention_mask=mask)
 
 
+class TestRangesOfKeys:
+    """Llama 4 attends in chunks, in every other layer."""
+
+    @pytest.fixture(autouse=True)
+    def chunked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = {**FAMILIES["llama"][2], "head_dim": 8, "attention_chunk_size": 4, "intermediate_size_mlp": 48}
+        options |= {"num_local_experts": 2, "interleave_moe_layer_step": 4, "no_rope_layers": [1, 0]}
+        monkeypatch.setitem(FAMILIES, "llama4", ("Llama4ForCausalLM", "Llama4TextConfig", options))
+
+    @pytest.mark.parametrize("padding", ["none", "left", "right"])
+    def test_chunks_form_no_mask(self, padding: str, biases: list[Tensor]) -> None:
+        eager, ours = both("llama4")
+        outputs = [output_of(model, tokens(padding)) for model in (eager, ours)]
+        torch.testing.assert_close(outputs[1], outputs[0], **EXACT)
+        assert all(bias.shape[1:3] == (1, 1) for bias in biases)
+        for output in outputs:
+            output.cos().sum().backward()
+        for wanted, came in zip(eager.parameters(), ours.parameters(), strict=True):
+            if wanted.grad is not None:
+                torch.testing.assert_close(came.grad, wanted.grad, rtol=2e-3, atol=2e-3)
+
+    def test_generation(self) -> None:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        wanted, came = (model.generate(**tokens("left"), **options) for model in both("llama4"))
+        assert torch.equal(came, wanted)
+
+
 class TestPackedSequences:
     LENGTHS = ((4, 2, 3), (1, 8))
 

@@ -15,8 +15,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.mistral import modeling_mistral  # noqa: F401  # as where a model makes masks: its code is read
 
 import tiny_models  # noqa: F401  # before transformers asks the Hub
-from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
+from fastattn.integrations.transformers import masks
+from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, Ranges, read
 from fastattn.integrations.transformers.masks import make_mask
+from fastattn.masks import to_bool
 
 BATCH = 2
 WINDOW = 3
@@ -33,6 +35,8 @@ def as_whole_mask(mask: Tensor | None, q_length: int, kv_length: int, *, causal:
     if mask is not None and mark is None:
         assert mask.dtype == torch.bool
         return mask.expand(BATCH, 1, q_length, kv_length)
+    if isinstance(mark, Ranges):
+        return to_bool(mark.key_ranges, kv_length).expand(BATCH, 1, q_length, kv_length)
     if isinstance(mark, Offsets):
         ids = torch.searchsorted(mark.cu_seqlens, torch.arange(BATCH * q_length), right=True).view(BATCH, -1)
         visible = (ids[:, :, None] == ids[:, None, :]) & (column <= row)
@@ -155,29 +159,55 @@ def test_packed_sequences_become_offsets(packed_first: bool) -> None:
         assert torch.equal(came, sdpa_mask(**where))
 
 
-def test_what_is_not_recognised_becomes_a_whole_mask() -> None:
-    def custom(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query + key) % 3 != batch
+def custom(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (query + key) % 3 != batch
 
+
+@pytest.mark.parametrize("use_vmap", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2**24], ids=["row by row", "at once"])
+@pytest.mark.parametrize("q_offset", [0, torch.tensor(3)], ids=str)
+def test_what_is_not_recognised_becomes_ranges(
+    q_offset: int | Tensor, at_once: int, use_vmap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "MOST_MASKED_AT_ONCE", at_once)
+    padding = torch.ones(BATCH, 9, dtype=torch.bool)
+    padding[1, :2] = False
     functions = {
         "custom": custom,
         "union": masking_utils.or_masks(causal(), custom),
         "intersection": masking_utils.and_masks(sliding(), custom),
         "chunks": masking_utils.chunked_causal_mask_function(2, torch.zeros(BATCH, dtype=torch.int64)),
         "blocks": masking_utils.or_masks(
-            causal(), masking_utils.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]] * BATCH))
+            causal(), masking_utils.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1, -1, 2, 2]] * BATCH))
         ),
     }
-    for (name, function), use_vmap in itertools.product(functions.items(), (False, True)):
+    for (name, function), attention_mask in itertools.product(functions.items(), (None, padding)):
         where = {
             "batch_size": BATCH,
             "q_length": 6,
-            "kv_length": 6,
+            "kv_length": 9,
+            "q_offset": q_offset,
             "mask_function": function,
+            "attention_mask": attention_mask,
             "use_vmap": use_vmap,
             "allow_is_causal_skip": False,
         }
-        assert torch.equal(make_mask(**where, config=LlamaConfig()), sdpa_mask(**where)), name
+        mask = make_mask(**where, config=MistralConfig())
+        assert isinstance(read(mask), Ranges), name
+        assert torch.equal(as_whole_mask(mask, 6, 9, causal=False, window=None), sdpa_mask(**where)), name
+
+
+def test_too_many_ranges_or_a_model_that_works_on_masks_get_a_whole_mask() -> None:
+    def comb(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query < 3) | (key % 2 == 0)
+
+    where = {"batch_size": BATCH, "q_length": 9, "kv_length": 9, "allow_is_causal_skip": False}
+    assert torch.equal(
+        make_mask(**where, mask_function=comb, config=MistralConfig()), sdpa_mask(**where, mask_function=comb)
+    )
+    of_unread_code = type("Config", (), {"__module__": "nowhere"})()
+    mask = make_mask(**where, mask_function=custom, config=of_unread_code)
+    assert torch.equal(mask, sdpa_mask(**where, mask_function=custom))
 
 
 def test_chunks_that_are_longer_than_everything_are_causal() -> None:

@@ -15,7 +15,7 @@ from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.functional.spread_attention import SpreadAttention, in_force
 from fastattn.integrations.transformers.eight_bit_cache import attend_8bit
-from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, read
+from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, Ranges, read
 
 _REFUSED = {
     "output_attentions": 'attention weights are never formed; set attn_implementation="eager" to get them',
@@ -124,7 +124,11 @@ def attend(
         window = causal_window if mark.reach is None else (mark.reach, mark.reach)
     elif mask is None and is_causal:
         window = causal_window
-    out = attention(query, key, value, window=window, bias=_bias(mask, position_bias, query, key), **options._asdict())
+    key_ranges = None
+    if isinstance(mark, Ranges):
+        key_ranges, mask = mark.key_ranges.clamp(max=key.shape[2]), None
+    bias = _bias(mask, position_bias, query, key)
+    out = attention(query, key, value, window=window, bias=bias, key_ranges=key_ranges, **options._asdict())
     return out.transpose(1, 2).contiguous(), None
 
 

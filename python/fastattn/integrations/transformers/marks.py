@@ -13,6 +13,7 @@ int8    ``[B or 0, R, 1, N]``  the first N keys take part where the mark is not 
                                either side, or all keys where that is N or more
 int32   ``[B, 1, 1, 1]``       the only query of each sequence is the last of this many keys of a static cache
 int32   ``[1, 1, N + 1, M]``   N packed sequences of at most M tokens: N + 1 offsets, each repeated M times
+int16   ``[B, 4 R, 1, Sq]``    R ranges of keys for each query: their int32 bounds, in halves
 ======  =====================  =======================================================================================
 
 Repeated values are expanded views, which take no memory.
@@ -53,6 +54,12 @@ class Offsets(NamedTuple):
     max_seqlen: int
 
 
+class Ranges(NamedTuple):
+    """The ranges of keys that each query sees, int32 ``[B, 1, Sq, R, 2]``."""
+
+    key_ranges: Tensor
+
+
 def mark_keys(present: Tensor | None, count: int, reach: int | None, device: torch.device | str) -> Tensor:
     """Returns the mark for ``Keys``; ``present`` is bool ``[B, count]`` or None."""
     if present is None:
@@ -82,7 +89,12 @@ def mark_offsets(sequence_ids: Tensor) -> Tensor:
     return offsets.to(torch.int32)[None, None, :, None].expand(-1, -1, -1, longest)
 
 
-def read(mark: Tensor) -> Keys | Lengths | Offsets | None:
+def mark_ranges(ranges: Tensor) -> Tensor:
+    """Returns the mark for ``Ranges``; ``ranges`` is ``[B, 1, Sq, R, 2]``."""
+    return ranges.contiguous().view(torch.int16).flatten(-2).transpose(-2, -1)[:, 0, :, None]
+
+
+def read(mark: Tensor) -> Keys | Lengths | Offsets | Ranges | None:
     """Returns the meaning of a mark, or None for a mask."""
     if mark.dtype == torch.int8:
         rows, reach, _, count = mark.shape
@@ -95,4 +107,6 @@ def read(mark: Tensor) -> Keys | Lengths | Offsets | None:
         if mark.shape[2] == 1:
             return Lengths(mark.flatten())
         return Offsets(mark[0, 0, :, 0].contiguous(), mark.shape[3])
+    if mark.dtype == torch.int16:
+        return Ranges(mark.movedim(1, -1).contiguous().view(torch.int32).unflatten(-1, (-1, 2)))
     return None

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from fastattn.errors import InputError
 from fastattn.functional.spread_attention import in_force
-from fastattn.integrations.transformers.marks import mark_keys, mark_lengths, mark_offsets
+from fastattn.integrations.transformers.marks import mark_keys, mark_lengths, mark_offsets, mark_ranges
 from fastattn.integrations.transformers.model_code import (
     check_uses_interface,
     has_attention_of_its_own,
@@ -25,6 +26,9 @@ from fastattn.integrations.transformers.model_code import (
     wants_whole_masks,
 )
 from fastattn.integrations.transformers.patterns import Pattern, recognise, recognise_traced
+from fastattn.masks import from_bool
+
+MOST_MASKED_AT_ONCE = 2**24  # pairs of a query and a key, of which ranges are made together
 
 
 def make_mask(
@@ -75,6 +79,8 @@ def make_mask(
         pattern = recognise_traced(mask_function, config, local_size, is_plain)
     else:
         pattern = recognise(mask_function, last_position=kv_offset + kv_length - 1)
+    if pattern is None and not (traced or is_read_by_others or q_length == 1 or wants_whole_masks(config)):
+        return _as_ranges(whole_mask, q_length, kv_length, q_offset)
     if pattern is None or is_read_by_others:
         return whole_mask()
     if (spread := in_force()) and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
@@ -122,6 +128,19 @@ def make_mask(
         if not traced and bool(present.all()):
             present = None
     return mark_keys(present, count, None, device)
+
+
+def _as_ranges(whole_mask: Callable[..., Any], q_length: int, kv_length: int, q_offset: int | Tensor) -> Any:
+    """Returns the mark of a mask by which each query sees few ranges of keys, made of some queries' masks at a time, or
+    else the whole mask. It waits for the GPU."""
+    found, step = [], max(1, MOST_MASKED_AT_ONCE // max(1, kv_length))
+    try:
+        for first in range(0, q_length, step):
+            found.append(from_bool(whole_mask(q_length=min(step, q_length - first), q_offset=q_offset + first)))
+    except InputError:
+        return whole_mask()
+    most = max(ranges.shape[-2] for ranges in found)
+    return mark_ranges(torch.cat([pad(ranges, (0, 0, 0, most - ranges.shape[-2])) for ranges in found], dim=2))
 
 
 def _window_is_known(pattern: Pattern, kv_length: int, config: Any) -> bool:
