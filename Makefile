@@ -91,7 +91,7 @@ test-all: $(TOOLS) library ## every test, few cases of each; PYTEST_ARGS="--rest
 # allocation of its own, so that its bounds are the kernel's; graphs need torch's own allocator.
 TORCH ?= 2.11.0
 CUDA_PYTEST := .venv-cuda/bin/python -m pytest -q -p cuda_torch.plugin
-KERNEL_TESTS := tests/all_kernels/test_each_kernel.py tests/attention/test_three_backends.py
+KERNEL_TESTS := tests/all_kernels/test_each_kernel.py
 
 test-cuda: $(TOOLS) $(BUILT) ## the kernels under torch's CUDA build, on emulated GPUs; TORCH=2.12.0 chooses the release
 	$(BIN)/python tests/cuda_torch/environment.py --torch $(TORCH)

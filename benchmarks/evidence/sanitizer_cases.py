@@ -109,6 +109,15 @@ def packed(device: torch.device, gradients: bool) -> None:
         out.backward(random(device, *out.shape, seed=9))
 
 
+def ranges(device: torch.device) -> None:
+    """Attends over ranges of keys that differ between heads, and computes the gradients."""
+    leaves = [tensor.requires_grad_() for tensor in query_key_value(device, 64)]
+    of_heads = [fastattn.masks.window_and_global(150, (left, 0), 10)[:, :, -70:] for left in (40, 5)]
+    out = fastattn.attention(*leaves, key_ranges=torch.cat(of_heads, dim=1).to(device))
+    assert isinstance(out, Tensor)
+    out.backward(random(device, *out.shape, seed=9))
+
+
 def step(device: torch.device, caches: Iterable[Tensor], lengths: tuple[int, int], tokens: int, **options: Any) -> None:
     """Appends new tokens to each of two sequences in ``caches`` and attends to them, in 3 splits by default."""
     k_cache, v_cache = caches
@@ -238,6 +247,7 @@ CASES: dict[str, Case] = {
     "forward and backward of a block with a window": partial(block, head_dim=64, window=(40, 30)),
     "every option": partial(every_option, gradients=False),
     "every option, gradients": partial(every_option, gradients=True),
+    "ranges of keys, gradients": ranges,
     "packed": partial(packed, gradients=False),
     "packed, gradients": partial(packed, gradients=True),
     "prompts in pages of 16": partial(prompts_in_pages, page_size=16),

@@ -22,7 +22,7 @@ def label(case: Mapping[str, Any], without: Collection[str] = ()) -> str:
 
 
 def _attention_parts(case: Mapping[str, Any]) -> dict[str, str]:
-    mask = "causal" if case["causal"] else "full"
+    mask = case.get("mask") or ("causal" if case["causal"] else "full")  # older results lack the field
     return {
         "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results lack the field
         "seqlen": f"length {case['seqlen']}",

@@ -24,6 +24,28 @@ namespace {
 constexpr const char* kOp = "attention_forward";
 constexpr double kLog2E = 1.4426950408889634;
 
+// Allocates the lists of tiles that ranges of keys leave to a kernel, and starts the kernel that makes them. The tensor
+// has to live until the first kernel has been started.
+Tensor list_tiles(AttentionForwardParams& attention, const Tensor& query, const AttentionSizes& sizes,
+                  const TileFacts& tile, const DeviceFacts& facts, Stream stream) {
+    const KeyRangesView& ranges = attention.scores.ranges;
+    TileLists& lists = attention.tile_lists;
+    lists.block_m = tile.block_m, lists.block_n = tile.block_n;
+    lists.length = ceil_div(attention.key.rows, tile.block_n);
+    lists.is_packed = sizes.is_packed;
+    const int64_t num_tiles = sizes.is_packed ? query.size(0) / tile.block_m + sizes.batch
+                                              : ceil_div(int64_t{attention.query.rows}, int64_t{tile.block_m});
+    const int64_t of_head = num_tiles * (2 + lists.length), of_batch = ranges.heads * of_head;
+    lists.head_stride = ranges.heads == 1 ? 0 : of_head;
+    lists.batch_stride = sizes.is_packed || ranges.batch == 1 ? 0 : of_batch;
+    Tensor memory = make_workspace(query, [&](WorkspaceArena& arena) {
+        lists.data = arena.take<int32_t>(sizes.is_packed ? of_batch : ranges.batch * of_batch);
+    });
+    auto& kernel = attention_key_ranges_kernels().find(facts.compute_capability, 0, std::nullopt, false);
+    kernel.launch(attention, stream);
+    return memory;
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(
@@ -33,7 +55,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     int64_t window_right, std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap,
     double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out,
     std::optional<Tensor> key_ranges) {
-    check_absent(kOp, "key_ranges", key_ranges);
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);
@@ -72,15 +93,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     attention.heads_per_group = heads_per_group(attention.query, attention.key, facts.l2_bytes);
     ScoreTensors tensors;
     attention.scores = score_params(kOp, options, query, sizes, tensors);
+    attention.scores.ranges = key_ranges_view(kOp, key_ranges, query, sizes);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
-    const ForwardTraits traits{options.change_scores(), block_table.has_value()};
+    const ForwardTraits traits{options.change_scores() || key_ranges, block_table.has_value()};
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
-    // CTAs may split the keys of a tile: see scheduler/key_splits.h.
+    std::optional<Tensor> lists;
+    if (key_ranges) lists = list_tiles(attention, query, sizes, kernel.tile, facts, device.stream());
+    // CTAs may split the keys of a tile: see scheduler/key_splits.h. The work of ranges cannot be told by positions.
     std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
     const int64_t rows_of_workspace = workspace_rows(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);
-    if (rows_of_workspace > 0 && !batch_invariant) {
+    if (rows_of_workspace > 0 && !batch_invariant && !key_ranges) {
         workspace = make_partial_workspace(attention.partials, query, rows_of_workspace, sizes.value_dim,
                                            num_ctas * kMostSlotsPerCta * kCombineRounds);
         attention.resident_ctas = static_cast<int32_t>(num_ctas);

@@ -19,4 +19,10 @@ inline KernelTable<AttentionForwardParams>& attention_forward_options_kernels() 
     return table;
 }
 
+// The lists of tiles that the others visit where rows see ranges of keys.
+inline KernelTable<AttentionForwardParams>& attention_key_ranges_kernels() {
+    static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward, ranges of keys");
+    return table;
+}
+
 }  // namespace fastattn

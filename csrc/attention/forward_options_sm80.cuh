@@ -1,10 +1,10 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
-// dropout, and keys in pages.
+// dropout, ranges of keys, and keys in pages.
 //
 // CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the scores are
 // finished before the softmax, and P is thinned after it. Which options there are is decided at run time, alike for a
-// whole CTA. Tiles that no row sees are not visited; those of which rows see only some keys, and all where there is a
-// bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
+// whole CTA. Tiles that no row sees are not visited, ranges of keys bring a list of the others (key_ranges_sm80.cuh);
+// those of which rows see only some keys, and all where there is a bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
 // computed. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 
@@ -17,6 +17,7 @@
 #include "attention/tiles_sm80.h"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
 #include "device/largest_score.cuh"
 #include "device/nonfinite.cuh"
 #include "device/paged_rows.cuh"
@@ -84,9 +85,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
     const Steps steps = steps_of(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
-    // Tiles that every row sees all of.
-    const int32_t begin_full = scores.has_bias() ? end_tile : ceil_div(last_sees.begin, kBlockN);
-    const int32_t end_full = first_sees.end / kBlockN;
+    // Tiles that every row sees all of: from tile begin_full on, or the first ones of the list.
+    const bool has_ranges = options.ranges.data != nullptr;
+    const int32_t* list = has_ranges ? attention.tile_lists.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
+    const int32_t begin_full = scores.has_bias() ? end_tile : has_ranges ? 0 : ceil_div(last_sees.begin, kBlockN);
+    const int32_t end_full = has_ranges ? list[0] : first_sees.end / kBlockN;
 
     if (attention.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
@@ -97,8 +100,16 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const Dropout dropout(options, tile.batch * attention.query.heads + tile.head);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
-    // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first.
-    int32_t key_tile = end_tile - 1;
+    // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first, or from the
+    // end of the list to its beginning. A place says how many come before a tile, there or from key 0 on.
+    int32_t place = has_ranges ? list[1] - 1 : end_tile - 1;
+    const int32_t begin_place = has_ranges ? 0 : begin_tile;
+    const auto tile_at = [&](int32_t place) {
+        if (!has_ranges) return place;
+        const auto last_tile = static_cast<uint32_t>(attention.tile_lists.length - 1);
+        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + place]), last_tile));
+    };
+    int32_t key_tile = place >= begin_place ? tile_at(place) : 0;
     const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
                                                               attention.query.head_dim);
@@ -126,14 +137,21 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             loader.template load<true>(num_rows);
         }
     };
+    // From the tile before the one that was copied to `next`, which is the same one without a list.
+    const auto skip_to = [&](auto& loader, const HeadsView<const uint16_t>& view, int32_t next) {
+        if constexpr (!kPaged) {
+            if (has_ranges) loader.skip((next - (key_tile - 1)) * int64_t{kBlockN} * view.row_stride);
+        }
+    };
 
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * Config::kRowElements, ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
     // One tile of keys. kMasked: some row does not see some of it.
-    const auto step = [&](int32_t first_key, bool is_last, auto masked) {
+    const auto step = [&](int32_t next_tile, bool is_last, auto masked) {
         constexpr bool kMasked = masked.value;
+        const int32_t first_key = key_tile * kBlockN;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
@@ -145,7 +163,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         }  // waits until K has landed and every warp has read the V before, which may be overwritten then
         load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
-        if (!is_last) find_rows(first_key - kBlockN);
+        skip_to(load_v, attention.value, next_tile);
+        if (!is_last) find_rows(next_tile * kBlockN);
         gemm_qk<kDataType>(rS, sQ, sK);
 
         ptx::cp_async_wait_group<0>();  // V
@@ -155,10 +174,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         } else {
             __syncthreads();
         }  // waits until V has landed and every warp has read K, which may be overwritten then
-        if (!is_last) load(load_k, kBlockN);
+        skip_to(load_k, attention.key, next_tile);
+        if (!is_last) load(load_k, keys.length - next_tile * kBlockN);
         ptx::cp_async_commit_group();
 
         scores.template to_scores<kMasked>(rS, warp_row, first_key, lane);
+        const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
+        if (kMasked && has_ranges) row_ranges().hide_others(rS, warp_row, first_key, lane);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (attention.max_logits != nullptr) shared.largest_scores.take(max);
@@ -167,26 +189,29 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (options.dropout_seed != nullptr) dropout.drop(rS, warp_row, first_key, lane);
         if (some_nonfinite) {
             const auto sees = [&](int m, int half, int n) {
-                return scores.sees(warp_row + m * kMmaM + accumulator_row(lane) + 8 * half, first_key + n);
+                const int32_t row = warp_row + m * kMmaM + accumulator_row(lane) + 8 * half, key = first_key + n;
+                return scores.sees(row, key) && (!has_ranges || row_ranges().sees(row, key));
             };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, lane);
         }
         gemm_pv<kDataType>(rO, rS, sV);
     };
 
-    if (key_tile >= begin_tile) {
+    if (place >= begin_place) {
         find_rows(key_tile * kBlockN);
         load_q.template load<true>(rows.length - first_row);
         load(load_k, keys.length - key_tile * kBlockN);
         ptx::cp_async_commit_group();
     }
-    for (; key_tile >= begin_tile; --key_tile) {
-        const bool is_full = key_tile >= begin_full && key_tile < end_full, is_last = key_tile == begin_tile;
+    for (; place >= begin_place; --place) {
+        const bool is_full = place >= begin_full && place < end_full, is_last = place == begin_place;
+        const int32_t next_tile = is_last ? key_tile : tile_at(place - 1);
         if (is_full) {
-            step(key_tile * kBlockN, is_last, std::false_type{});
+            step(next_tile, is_last, std::false_type{});
         } else {
-            step(key_tile * kBlockN, is_last, std::true_type{});
+            step(next_tile, is_last, std::true_type{});
         }
+        key_tile = next_tile;
     }
 
     // Epilogue. It looks again which tile this is: the loops have no registers for it.

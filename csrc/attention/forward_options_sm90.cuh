@@ -1,5 +1,5 @@
 // Attention forward for Hopper with every option: what forward_sm90.cuh computes, with softcap, ALiBi or a bias on the
-// scores, and dropout.
+// scores, dropout, and ranges of keys.
 //
 // Roles, rings, work and shared memory are those of forward_sm90.cuh; see there. A tile has rows of one head. Every
 // step looks for maxima, because scores come out of Q·Kᵀ unfinished: they are scaled, capped and biased, and P is
@@ -9,7 +9,7 @@
 //   other pipes          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide
-// keys. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths,
+// keys. Ranges of keys bring a list of the tiles to visit (key_ranges_sm80.cuh). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths,
 // packed or not, any window, sinks, any finite scale.
 #pragma once
 
@@ -20,6 +20,7 @@
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/bias_tile.cuh"
 #include "device/dropout.cuh"
+#include "device/key_ranges.cuh"
 #include "device/mask.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/scores.cuh"
@@ -96,16 +97,22 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.template to_scores<false>(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
-            if (is_masked) mask_own_columns(rS, seen_by, missing.present_in_order(first_key, lane), first_key, lane);
+            if (is_masked) {
+                mask_own_columns(rS, seen_by, missing.present_in_order(first_key, lane), first_key, lane);
+                if (options.ranges.data != nullptr) {
+                    const RowRanges ranges(options.ranges, rows.batch, rows.head, rows.queries);
+                    ranges.hide_others(rS, own_row, first_key, lane);
+                }
+            }
         };
 
         if (num_tiles > 0) {
-            bias.load(tiles.tile(num_tiles) * kBlockN);
+            bias.load(tile.key_tile(num_tiles) * kBlockN);
             consumer.start_qk(rS);
             consumer.template wait_qk<0>(rS);
             for (int32_t num_left = num_tiles;; --num_left) {
                 // In flight: P·V of the tile before.
-                const int32_t first_key = tiles.tile(num_left) * kBlockN;
+                const int32_t first_key = tile.key_tile(num_left) * kBlockN;
                 const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
@@ -124,7 +131,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (num_left == 1) break;
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP);
-                bias.load(tiles.tile(num_left - 1) * kBlockN);
+                bias.load(tile.key_tile(num_left - 1) * kBlockN);
                 consumer.template wait_qk<1>(rS);
             }
             consumer.release_query();
@@ -139,7 +146,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         consumer.add_nonfinite_values(params, tile, rO, [&](int32_t row, int32_t key) {
             // Made anew: the loop has no registers for it.
             const HeadScores late(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
-            return late.sees(row, key);
+            const bool is_in_range = options.ranges.data == nullptr ||
+                                     RowRanges(options.ranges, rows.batch, rows.head, rows.queries).sees(row, key);
+            return is_in_range && late.sees(row, key);
         });
         if (params.max_logits != nullptr) {
             shared.largest_scores.leave(params.max_logits + rows.head, /*factor=*/1.0f);

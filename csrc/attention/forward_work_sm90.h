@@ -63,7 +63,8 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
         heads = params.key.heads;
     }
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
-    if (tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
+    const bool may_pair = params.scores.ranges.data == nullptr;  // which differ between tiles of rows, and heads
+    if (may_pair && tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
         constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
         if (group % 2 == 0 && schedule.log2_packed == 0) {
@@ -152,6 +153,13 @@ struct RowsOfCta {
     FASTATTN_DEVICE KeyRange keys_of(int32_t packed_row) const { return window.keys_of(row_of(packed_row)); }
 
     FASTATTN_DEVICE bool cluster_has_rows() const { return cluster_begin < num_rows(); }
+
+    // Returns the list of the tiles that ranges of keys leave; null if there are none, or no rows.
+    FASTATTN_DEVICE const int32_t* tile_list(const AttentionForwardParams& params) const {
+        if (params.scores.ranges.data == nullptr || !cluster_has_rows()) return nullptr;
+        const TileLists& lists = params.tile_lists;
+        return lists.of(batch, head, first_row / lists.block_m, queries.begin);
+    }
 
     // Returns the key tiles of all CTAs of the cluster; none if it has no rows.
     FASTATTN_DEVICE KeyTiles key_tiles(int32_t block_n) const {

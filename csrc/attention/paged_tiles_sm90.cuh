@@ -178,7 +178,7 @@ struct MissingPages {
         : table(rows.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
-            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with the tiles of other splits
+            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with the tiles of other splits, and unlisted ones
             const bool lacks =
                 table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
                                  threadIdx.x % kWarpgroupSize, kWarpgroupSize);

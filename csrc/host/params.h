@@ -81,6 +81,30 @@ struct PartialWorkspace {
     uint64_t launch_id;
 };
 
+// Ranges of keys, [batch, heads, rows, num, 2] of int32: a row sees the keys of its ranges [begin, end) alone. Strides
+// count ranges, and are 0 where one stands for many. Packed: the rows of all sequences follow each other, and the batch
+// stride is 0. The numbers are not trusted.
+inline constexpr int32_t kMostRanges = 4;
+struct KeyRangesView {
+    const int32_t* data;  // null: rows see all keys
+    int32_t batch, heads, num;
+    int64_t batch_stride, head_stride;
+};
+
+// Lists of the tiles of keys that tiles of rows see: see attention/key_ranges_sm80.cuh. Strides count numbers.
+struct TileLists {
+    int32_t* data;
+    int32_t block_m, block_n, length;  // of a tile, and the most tiles in a list
+    bool is_packed;
+    int64_t batch_stride, head_stride;
+
+    // first_row: of the sequence, in the packed tensor.
+    FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
+        const int64_t place = tile + (is_packed ? first_row / block_m + batch : 0);
+        return data + batch * batch_stride + head * head_stride + place * (2 + length);
+    }
+};
+
 // Where the first row, key and head of a call stand in a larger one, of which it is a block: dropout draws by positions
 // there.
 struct DropoutOrigin {
@@ -97,6 +121,7 @@ struct ScoreParams {
     // Row i stands at key i + query_offset.
     int32_t query_offset = kLastRowAtLastKey;
     BiasView bias;
+    KeyRangesView ranges;
     const float* alibi_slopes;  // [batch, heads], or null
     int64_t alibi_batch_stride;
     const float* sinks;           // [heads], or null
@@ -121,6 +146,7 @@ struct AttentionForwardParams {
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
     int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see scheduler/work_tile.h
     PagedParams paged;        // for the kernels that take pages
+    TileLists tile_lists;     // beside scores.ranges
     // Null where no tile is split; resident_ctas: how many CTAs run at a time. See scheduler/key_splits.h.
     PartialWorkspace partials;
     int32_t resident_ctas;

@@ -83,7 +83,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 copied[name] = reason
     computed = None
     if choice.backend != "torch" and isinstance(named.get("key_ranges"), Tensor):
-        computed = _share_of_tiles(named, choice.tile.block_m, choice.tile.block_n)
+        tile = choice.tile if isinstance(choice.tile, dict) else vars(choice.tile)
+        computed = _share_of_tiles(named, tile["block_m"], tile["block_n"])
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, computed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastattn
-from attention_cases import SEED, Case, compare, make_problem, run_public, use_small_tiles
+from attention_cases import SEED, Case, compare, forward_arguments, make_problem, run_public, use_small_tiles
+from cuda_kernels import EMULATED, FAMILY, HAS_KERNELS, NO_KERNELS, checked
 from fastattn import masks, reference
 from fastattn.triton_kernels.attention_launch import Scores, attention_constexprs
 from fastattn.triton_kernels.attention_ranges import list_tiles
 from fastattn.triton_kernels.tiles import AttentionTile
 from kernel_device import DEVICE, ON_EMULATOR
+from oracle import check_against_oracle
 
 if ON_EMULATOR:
     from emulator.options import launching
+if EMULATED:
+    from emulator import device, launches
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
@@ -77,7 +82,134 @@ def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
     assert not actual["grad_key"][..., 20:53, :].any()
 
 
-# --- which tiles a kernel visits --------------------------------------------------------------------------------------
+# --- the CUDA C++ forward kernels ------------------------------------------------------------------------------------
+
+# More than one tile of rows and several of keys, of which some are full and some are empty.
+CUDA_CASES = [
+    Case(ranges=2, shape=(2, 4, 2, 270, 401), ranges_shape=(1, 1), head_dims=(64, 64), sinks=True),
+    Case(ranges=4, shape=(2, 2, 1, 200, 333), ranges_shape=(1, 0), head_dims=(128, 128), dtype=torch.bfloat16),
+    Case(ranges=1, shape=(2, 2, 2, 150, 350), ranges_shape=(0, 1), head_dims=(96, 96), window=CAUSAL),
+    Case(ranges=3, shape=(2, 2, 1, 140, 300), mask="inf", dropout=0.2, softcap=4.0, head_dims=(40, 24)),
+    Case(ranges=2, shape=(1, 2, 1, 139, 290), mask="bool", window=(150, 40), head_dims=(192, 128)),
+    Case(
+        ranges=4, lengths=((133, 0, 250, 7), (147, 9, 264, 0)), ranges_shape=(0, 1), alibi="batch", head_dims=(32, 32)
+    ),
+    Case(ranges=3, lengths=((33, 300), (65, 310)), window=(100, 0), sinks=True, head_dims=(256, 256)),
+]
+
+
+@pytest.fixture(params=[80, 90], ids=["sm_80", "sm_90"])
+def gpu(request: pytest.FixtureRequest) -> Iterator[int]:
+    if not HAS_KERNELS:
+        pytest.skip(NO_KERNELS)
+    if not EMULATED:
+        if request.param != FAMILY:
+            pytest.skip("another GPU is here")
+        yield request.param
+        return
+    with device.emulated(request.param, num_sms=3):
+        yield request.param
+
+
+def cuda_forward(case: Case, problem: Any, **launching: Any) -> dict[str, Tensor]:
+    with checked(**launching):
+        found = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem), key_ranges=problem.key_ranges)
+    return dict(zip(("out", "lse"), found, strict=False))
+
+
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+def test_cuda_forward(case: Case, gpu: int) -> None:
+    problem = make_problem(case)
+    if not EMULATED:
+        compare(case, problem, cuda_forward(case, problem), names=("out", "lse"))
+        return
+    with launches.recorded() as found:
+        result = cuda_forward(case, problem, seed=case.shape[-1])
+    names = [launched.report.kernel for launched in found]
+    assert ["attention_key_ranges_sm80" in name for name in names] == [True, False]
+    assert f"attention_forward_options_sm{gpu}" in names[1]
+    compare(case, problem, result, names=("out", "lse"))
+
+
+def test_cuda_forward_over_pages(gpu: int) -> None:
+    """Pages of a size that TMA can and cannot copy in boxes, one of them missing."""
+    case = Case(ranges=3, lengths=((130, 70), (200, 290)), window=(120, 5), head_dims=(64, 64), dtype=torch.bfloat16)
+    problem = make_problem(case)
+    for page_size in (16, 5):
+        num_pages = -(-290 // page_size)
+        pages = torch.full((2 * num_pages, 2, page_size, 64), torch.nan, dtype=case.dtype, device=DEVICE)
+        caches = [pages, pages.clone()]
+        table = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(3)).view(2, -1).to(torch.int32)
+        begin = 0
+        for sequence, length in enumerate(case.lengths[1]):
+            for cache, packed in zip(caches, (problem.key, problem.value), strict=True):
+                rows = packed[begin : begin + length]
+                for i, page in enumerate(rows.split(page_size)):
+                    cache[table[sequence, i], :, : len(page)] = page.transpose(0, 1)
+            begin += length
+        table[1, 3] = 2**30
+        arguments = {
+            "query": problem.query,
+            "key": caches[0],
+            "value": caches[1],
+            "cu_seqlens_q": problem.cu_seqlens_q,
+            "cu_seqlens_k": problem.cu_seqlens_k,
+            "max_seqlen_q": 130,
+            "max_seqlen_k": 290,
+            "block_table": table.to(DEVICE),
+            "key_ranges": problem.key_ranges,
+            "window": case.window,
+        }
+        with checked(), fastattn.use_backend("cuda"):
+            found = fastattn.attention_varlen(**arguments, return_lse=True)
+        exact = {
+            name: value.double() if name in ("query", "key", "value") else value for name, value in arguments.items()
+        }
+        oracle = reference.attention_varlen(**exact)
+        composite = reference.attention_varlen(**arguments, compute_dtype=case.dtype)
+        for name, *values in zip(("out", "lse"), found, oracle, composite, strict=True):
+            check_against_oracle(f"pages of {page_size}: {name}", *values)
+
+
+def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
+    case = Case(ranges=2, lengths=((100, 140, 20), (250, 140, 60)), head_dims=(64, 64))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
+    problem.key_ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    compare(case, problem, cuda_forward(case, problem), names=("out", "lse"))
+    problem.cu_seqlens_q = torch.tensor([0, 180, 10, 190], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([3, 450, 140, 449], dtype=torch.int32, device=DEVICE)
+    cuda_forward(case, problem, races=False, uninitialised=False)
+
+
+def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
+    """What stands in other tiles is not read: on the emulator it may be anything that is an error to read."""
+    case = Case(ranges=2, shape=(1, 2, 1, 64, 1000), head_dims=(64, 64))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[..., 0, :] = torch.tensor([10, 50], device=DEVICE)
+    problem.key_ranges[..., 1, :] = torch.tensor([900, 950], device=DEVICE)
+    expected = cuda_forward(case, problem)
+    problem.key[..., 200:700, :], problem.value[..., 200:700, :] = torch.nan, torch.nan
+    found = cuda_forward(case, problem)
+    assert torch.equal(found["out"], expected["out"]) and torch.equal(found["lse"], expected["lse"])
+    if EMULATED:
+        with launches.recorded() as all_launches:
+            cuda_forward(case, problem)
+        listed = all_launches[-1]
+        problem.key_ranges[..., 0, :] = torch.tensor([0, 900], device=DEVICE)
+        with launches.recorded() as all_launches:
+            cuda_forward(case, problem)
+        products = "wgmma.mma_async" if gpu == 90 else "mma.sync"
+        few, many = (
+            sum(count for opcode, count in each.report.opcodes.items() if products in opcode)
+            for each in (listed, all_launches[-1])
+        )
+        assert 0 < 3 * few < many
+
+
+# --- which tiles Triton's kernels visit -------------------------------------------------------------------------------
 
 TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)
 
@@ -279,8 +411,12 @@ def test_explain_says_how_much_is_computed() -> None:
     query, key = (torch.zeros(1, 1, size, 16, dtype=torch.float16, device=DEVICE) for size in (rows, keys))
     ranges = masks.window_and_global(keys, (40, 0), 10, device=DEVICE)[:, :, -rows:]
     found = fastattn.explain(fastattn.attention, query, key, key, key_ranges=ranges)
-    assert found.backend == "triton" and "ranges of visible keys" in found.rejected["cuda"]
-    size = found.tile.block_m, found.tile.block_n
+    assert found.backend == ("cuda" if HAS_KERNELS else "triton")
+    leaf = query.clone().requires_grad_()
+    with_gradients = fastattn.explain(fastattn.attention, leaf, key, key, key_ranges=ranges)
+    assert with_gradients.backend == "triton"
+    assert "gradients beside ranges of visible keys" in with_gradients.rejected["cuda"]
+    size = (found.tile["block_m"], found.tile["block_n"]) if HAS_KERNELS else (found.tile.block_m, found.tile.block_n)
     mask = torch.nn.functional.pad(masks.to_bool(ranges, keys)[0, 0].cpu(), (0, -keys % size[1], 0, -rows % size[0]))
     is_seen = mask.unflatten(0, (-1, size[0])).unflatten(-1, (-1, size[1])).any(1).any(-1)
     assert found.computed == is_seen.double().mean().item() < 1

@@ -56,7 +56,8 @@ def test_attention_is_checked_against_the_whole_computation(
         )
     else:
         bias = None if inputs.bias is None else inputs.bias.double()
-        out, _ = reference.attention(*leaves, causal=case.causal, window=window, bias=bias)
+        ranges = inputs.key_ranges
+        out, _ = reference.attention(*leaves, causal=case.causal, window=window, bias=bias, key_ranges=ranges)
     gradients = torch.autograd.grad(out, leaves, inputs.grad_out.double())
     for expected, whole in (
         (case_attention.expected_forward(case, inputs), (out,)),
@@ -133,7 +134,14 @@ def test_every_benchmark_measures_its_cases(
         assert [row["implementation"] for row in measured] == ["fastattn torch", peer.name]
         assert measured[0]["status"] == "ok", measured[0]["reason"]
         assert measured[0]["error"] < 0.02
-        allowed = ("no packed", "no window", "no paged", "no sequences", "no causal mask that ends with the keys")
+        allowed = (
+            "no packed",
+            "no window",
+            "no paged",
+            "no sequences",
+            "no causal mask that ends",
+            "no mask of ranges",
+        )
         assert measured[1]["status"] == "ok" or measured[1]["reason"].startswith(allowed), measured[1]["reason"]
         rows += results.with_ratios(measured)
     assert any(row["ratio_to_best_peer"] == 1.0 for row in rows)

@@ -21,7 +21,9 @@ from benchmarks.measure import plots, results, timing
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.cases.masks import MASKS, mask_mod, ranges_of
 from benchmarks.measure.timing import Call, Timing
+from fastattn import masks
 from fastattn.profiler import work
 from fastattn.profiler.roofline import COMPUTE, LAUNCH, MEMORY, bound
 from fastattn.profiler.work import Work
@@ -62,6 +64,16 @@ def test_varlen_work_counts_the_actual_lengths() -> None:
     assert len(case.lengths) == 5 and case.lengths[0] == 128 and all(16 <= n <= 128 for n in case.lengths)
     assert case.lengths == dataclasses.replace(case, causal=True).lengths  # the same at every call
     assert case.forward_work().flops == 4 * 64 * 2 * sum(n * n for n in case.lengths)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seqlen", [150, 1024])
+def test_masks_as_ranges_and_as_functions_are_the_same(mask: str, seqlen: int) -> None:
+    found = masks.to_bool(ranges_of(mask, seqlen), seqlen)[0, 0]
+    row, column = torch.arange(seqlen)[:, None], torch.arange(seqlen)
+    assert torch.equal(found, mask_mod(mask, seqlen, torch.device("cpu"))(0, 0, row, column))
+    case = AttentionCase(head_dim=64, seqlen=seqlen, batch=2, heads=6, kv_heads=3, mask=mask)
+    assert case.pairs == 2 * 6 * found.sum()
 
 
 def test_work_with_fewer_queries_than_keys() -> None:

@@ -83,7 +83,8 @@ def test_the_report_names_both_gpus() -> None:
 
 
 def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
-    """One of the kernel tests and one of the emulator's run; the benchmarks have a test above."""
+    """One of the kernel tests and one of the emulator's run. The benchmarks have a test above, and what
+    compute-sanitizer watches has tests/bench/test_sanitizer_cases.py."""
     out = tmp_path / "out"
     run(
         *(
@@ -93,16 +94,15 @@ def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
             "--out",
             str(out),
             "--stages",
-            "library,tests,sanitizer,emulator",
+            "library,tests,emulator",
             "--jobs",
             "1",
         ),
-        *("--limits", "tests=300,sanitizer=300,emulator=300"),
+        *("--limits", "tests=300,emulator=300"),
         PYTEST_ADDOPTS="-k 'test_merge_attention_and_its_gradients or test_atomics'",
     )
     stages = {stage["stage"]: stage for stage in json.loads((out / "gpu_check.json").read_text())["stages"]}
     assert stages["library"]["status"] == "passed" and stages["tests"]["status"] == "passed"
-    assert "its cases ran without it" in stages["sanitizer"]["headline"] or stages["sanitizer"]["status"] == "passed"
 
 
 def test_a_profile_without_cupti_says_so() -> None:

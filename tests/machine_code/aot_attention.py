@@ -35,6 +35,7 @@ FLOATS = ("scale", "softcap", "dropout_factor")
 DEFAULTS: dict[str, Any] = {
     "left": False,
     "right": False,
+    "ranges": 0,
     "placed": False,
     "softcap": False,
     "alibi": False,
@@ -44,7 +45,8 @@ DEFAULTS: dict[str, Any] = {
 }
 CAUSAL = {**DEFAULTS, "right": True}
 BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
-EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"alibi": False, "placed": False, "bias": ADDITIVE_BIAS.value}
+EVERYTHING = dict.fromkeys(DEFAULTS, True) | {"ranges": 0, "alibi": False, "placed": False, "bias": ADDITIVE_BIAS.value}
+RANGES = {**DEFAULTS, "right": True, "ranges": 4}
 ALIBI = {**DEFAULTS, "left": True, "right": True, "alibi": True, "dropout": True}
 SLOPES = {**EVERYTHING, "alibi": True, "bias": NO_BIAS.value}
 
@@ -77,6 +79,8 @@ def argument_types(
         "alibi_slopes": "*fp32:16" if options["alibi"] else "none",
         "sinks": "*fp32:16" if options["sinks"] else "none",
         "dropout_seed": "*i64:16" if options["dropout"] else "none",
+        "ranges": "*i32:16" if options["ranges"] else "none",
+        "tiles": "*i32:16" if options["ranges"] else "none",
         "cu_seqlens_q": of_pages,
         "cu_seqlens_k": of_pages,
         "block_table": of_pages,
@@ -159,4 +163,6 @@ def builds() -> list[Build]:
     ]
     found.append(build("forward", 90, 64, ALIBI, "bf16"))
     found.append(build("key_value", 90, 128, BOOL, "fp16"))
+    for arch, head_dim in ((80, 64), (90, 128)):
+        found += [build(kernel, arch, head_dim, RANGES, "bf16") for kernel in ("forward", "query", "key_value")]
     return found

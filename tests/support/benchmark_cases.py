@@ -15,6 +15,7 @@ from benchmarks.measure.cases import int8 as case_int8
 from benchmarks.measure.cases.attention import AttentionCase
 from benchmarks.measure.cases.decode import DecodeCase
 from benchmarks.measure.cases.int8 import Int8Case
+from benchmarks.measure.cases.masks import MASKS
 from benchmarks.measure.implementations import CUBLAS
 from benchmarks.measure.labels import label
 from fastattn.profiler.roofline import Limits, bound
@@ -38,6 +39,7 @@ ATTENTION_CASES = [
     dataclasses.replace(ATTENTION, causal=True, queries=5),
     dataclasses.replace(ATTENTION, causal=True, window=7, queries=13),
     dataclasses.replace(ATTENTION, bias=True, queries=5),
+    *(dataclasses.replace(ATTENTION, mask=mask, seqlen=150) for mask in MASKS),
     dataclasses.replace(ATTENTION, causal=True, varlen=True, batch=3, queries=20),  # more than one sequence has
 ]
 DECODE_CASES = [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fastattn
 from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.cases.masks import MASKS, ranges_of
 from benchmarks.measure.implementations import Prepared
 from fastattn import reference
 from fastattn.profiler import work
@@ -30,7 +31,8 @@ class AttentionCase:
 
     ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
     ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number of
-    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys.
+    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys. ``mask`` is one of those
+    of ranges of keys (`masks.MASKS`), in place of all others.
     """
 
     head_dim: int
@@ -44,6 +46,7 @@ class AttentionCase:
     bias: bool = False
     varlen: bool = False
     queries: int = 0
+    mask: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,6 +75,9 @@ class AttentionCase:
     @property
     def pairs(self) -> int:
         """Returns the number of pairs of a query and a key that it sees, over all sequences and query heads."""
+        if self.mask:
+            begin, end = ranges_of(self.mask, self.seqlen).long().unbind(-1)
+            return self.batch * self.heads * int((end - begin).sum())
         right = 0 if self.causal or self.window >= 0 else -1
         lengths = zip(self.query_lengths, self.lengths, strict=True)
         return self.heads * sum(work.visible_pairs(*each, self.window, right) for each in lengths)
@@ -112,6 +118,7 @@ class AttentionInputs(NamedTuple):
 
     ``query`` and ``grad_out`` are ``[B, Hq, Sq, D]``, ``key`` and ``value`` ``[B, Hkv, Sk, D]``; packed, all are
     ``[total, H, D]``. ``bias`` is ``[1, Hq, Sq, Sk]``. The ``cu_seqlens`` are int32 ``[B + 1]``, None in a dense case.
+    ``key_ranges`` are int32 ``[1, 1, S, R, 2]``.
     """
 
     query: Tensor
@@ -121,6 +128,7 @@ class AttentionInputs(NamedTuple):
     bias: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
+    key_ranges: Tensor | None = None
 
 
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
@@ -135,7 +143,8 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
     bias = normal(*case.bias_shape) if case.bias else None
     offsets_q = offsets(case.query_lengths, device) if case.varlen else None
     offsets_k = offsets(case.lengths, device) if case.varlen else None
-    return AttentionInputs(query, key, value, grad_out, bias, offsets_q, offsets_k)
+    ranges = ranges_of(case.mask, case.seqlen).to(device) if case.mask else None
+    return AttentionInputs(query, key, value, grad_out, bias, offsets_q, offsets_k, ranges)
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -159,7 +168,8 @@ def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Ten
             window=window,
         )
     else:
-        out = fastattn.attention(query, key, value, causal=case.causal, window=window, bias=inputs.bias)
+        options = {"causal": case.causal, "window": window, "bias": inputs.bias, "key_ranges": inputs.key_ranges}
+        out = fastattn.attention(query, key, value, **options)
     assert isinstance(out, Tensor)
     return out
 
@@ -222,6 +232,7 @@ def _by_chunks(
                 causal=is_causal,
                 window=(case.window, -1),
                 bias=bias,
+                key_ranges=None if inputs.key_ranges is None else inputs.key_ranges[:, :, first:last],
                 compute_dtype=dtype,
             )
         if with_gradients:
@@ -269,6 +280,7 @@ def quick_cases() -> list[AttentionCase]:
         replace(plain, bias=True),
         replace(plain, causal=True, window=1024),
         replace(plain, causal=True, dtype="float16"),
+        *(replace(multi_head(128, 16384), mask=mask) for mask in MASKS),
     ]
 
 
@@ -290,6 +302,7 @@ def full_cases() -> list[AttentionCase]:
             replace(multi_head(head_dim, seqlen), causal=True, varlen=True),
             replace(multi_head(head_dim, seqlen), bias=True),
             replace(multi_head(head_dim, seqlen), causal=True, window=seqlen // 4),
+            *(replace(multi_head(head_dim, seqlen), mask=mask) for mask in MASKS),
         )
     ]
     return dense + with_options
@@ -315,14 +328,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, nargs="+", help="only these")
     parser.add_argument("--seqlen", type=int, nargs="+", help="only these")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="only this one")
-    parser.add_argument("--mask", choices=("causal", "full", "window"), help="only this one")
+    parser.add_argument("--mask", choices=("causal", "full", "window", *MASKS), help="only this one")
 
 
 def chosen(options: argparse.Namespace, cases: Iterable[AttentionCase]) -> list[AttentionCase]:
     """Returns the cases that the options keep."""
 
     def is_kept(case: AttentionCase) -> bool:
-        mask = "window" if case.window >= 0 else "causal" if case.causal else "full"
+        mask = case.mask or ("window" if case.window >= 0 else "causal" if case.causal else "full")
         return (
             (options.head_dim is None or case.head_dim in options.head_dim)
             and (options.seqlen is None or case.seqlen in options.seqlen)

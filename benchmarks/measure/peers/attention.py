@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.measure.cases.attention import AttentionCase, AttentionInputs, offsets
+from benchmarks.measure.cases.masks import mask_mod
 from benchmarks.measure.implementations import (
     Implementation,
     Prepare,
@@ -27,6 +28,8 @@ from benchmarks.measure.implementations import (
     require,
     torch_version,
 )
+
+NO_RANGES = "mask of ranges of keys but as one in memory"
 
 
 class Built(NamedTuple):
@@ -77,6 +80,7 @@ def _heads_last(tensor: Tensor) -> Tensor:
 
 def _sdpa(case: AttentionCase, inputs: AttentionInputs) -> Built:
     require(not case.varlen, "packed sequences")
+    require(not case.mask, NO_RANGES)
     require(case.window < 0, "window but as a mask in memory")
     grouped = case.heads != case.kv_heads
     mask: Any = inputs.bias
@@ -109,6 +113,9 @@ def _flex(case: AttentionCase, inputs: AttentionInputs) -> Built:
 
 @functools.lru_cache(maxsize=1)  # all sets of inputs of one case share the mask
 def _block_mask(case: AttentionCase, device: torch.device) -> Any:
+    if case.mask:
+        visible = mask_mod(case.mask, case.seqlen, device)
+        return create_block_mask(visible, None, None, case.seqlen, case.seqlen, device=str(device))
     if not case.causal and case.window < 0:
         return None
     reach = case.window if case.window >= 0 else case.seqlen
@@ -138,6 +145,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 def _flash(case: AttentionCase, inputs: AttentionInputs, module: str, unbounded: int | None) -> Built:
     """Prepares a generation of flash-attn. They differ in their module and the value ``unbounded`` of no window."""
     require(not case.bias, "additive bias")
+    require(not case.mask, NO_RANGES)
     flash_attn = importlib.import_module(module)
     function = flash_attn.flash_attn_func
     window = (case.window, 0) if case.window >= 0 else (unbounded, unbounded)
@@ -168,6 +176,7 @@ def _flashinfer_single(case: AttentionCase, inputs: AttentionInputs) -> Prepared
 
     require(case.batch == 1 and not case.varlen, "batch in this function")
     require(not case.bias, "additive bias")
+    require(not case.mask, NO_RANGES)
     query, key, value = (_heads_last(t)[0] for t in (inputs.query, inputs.key, inputs.value))
     options = {"causal": case.causal or case.window >= 0, "window_left": case.window}
     return Prepared(
@@ -180,6 +189,7 @@ def _flashinfer_batch(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
     import flashinfer
 
     require(not case.bias, "additive bias")
+    require(not case.mask, NO_RANGES)
     device = inputs.query.device
     query, key, value = (
         t if case.varlen else _heads_last(t).flatten(0, 1) for t in (inputs.query, inputs.key, inputs.value)
@@ -214,6 +224,7 @@ def _xformers(case: AttentionCase, inputs: AttentionInputs) -> Built:
     group = case.heads // case.kv_heads
     require(not case.bias or group == 1, "additive bias with grouped heads")
     require(not case.varlen or case.window < 0, "window over packed sequences")
+    require(not case.mask, NO_RANGES)
     mask: Any = None
     if case.varlen:
         mask = attn_bias.BlockDiagonalMask.from_seqlens(list(case.query_lengths), list(case.lengths))

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
         "key ranges": "ranges of visible keys (key_ranges)",
+        "key ranges gradients": "gradients beside ranges of visible keys",
         "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
@@ -67,8 +68,8 @@ FEATURES: dict[str, dict[str, str]] = {
     },
 }
 
-# Options of attention that do more to scores than scaling them and hiding some by position.
-CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout"})
+# Options of attention that do more to scores than scaling them and hiding some by their distance.
+CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout", "key ranges"})
 
 # The feature of a call that uses an 8-bit cache, by the cache's dtype.
 FEATURE_OF_CACHE = {torch.int8: "int8 cache", torch.float8_e4m3fn: "fp8 cache"}
@@ -140,7 +141,7 @@ _WITH_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_ATTENTION - {"key ranges"}, head_dims=range(8, 257, 8), pads=True),
+        "cuda": Support(_ATTENTION - {"key ranges gradients"}, head_dims=range(8, 257, 8), pads=True),
         "triton": Support(_ATTENTION, head_dims=range(16, 513, 8), pads=True, most_dims_with_gradients=256),
     },
     "decode": {

@@ -125,6 +125,7 @@ def describe_attention(call: AttentionCall) -> Request:
         "gqa": heads != kv_heads,
         "value dim": value.shape[-1] != query.shape[-1],
         "key ranges": call.key_ranges is not None,
+        "key ranges gradients": call.key_ranges is not None and needs_grad,
         "max logit": call.return_max_logit,
         "varlen": call.is_packed,
         "paged": is_paged,
