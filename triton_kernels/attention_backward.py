@@ -120,7 +120,8 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
         complete = with_tile("query")
         num_programs = ceil_div(max_seqlen_q, complete["BLOCK_M"]) * batch * num_heads
         launch(attention_backward_rows_kernel, num_programs, complete)
-        launch(attention_backward_query_kernel, num_programs, {**complete, **list_tiles(complete)})
+        of_rows = {**complete, **list_tiles(complete)}
+        launch(attention_backward_query_kernel, num_programs, of_rows)
     if num_heads == 0:  # keys and values may still have heads
         if not adds:
             grad_key.zero_()
@@ -153,10 +154,9 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
     slopes = given.alibi_slopes if given.slopes_grad else None
     grad_slopes = query.new_zeros((0,) if slopes is None else slopes.shape, dtype=torch.float32)
     if slopes is not None and lse.numel() > 0:
-        complete = with_tile("query")
-        splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, complete["BLOCK_M"]))
+        splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, of_rows["BLOCK_M"]))
         parts = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
-        complete |= {"slope_sums": parts, "num_splits": splits, **list_tiles(complete)}
+        complete = {**of_rows, "slope_sums": parts, "num_splits": splits}
         launch(attention_backward_slopes_kernel, parts.numel(), complete)
         grad_slopes = parts.sum((0, 2))[None] if slopes.shape[0] == 1 else parts.sum(2)
     return grad_bias, grad_sinks, grad_slopes

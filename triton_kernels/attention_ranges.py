@@ -69,7 +69,6 @@ def tile_states_kernel(
     own = ranges + batch * stride_ranges_b + head * stride_ranges_h + (begin_q + row).to(tl.int64) * (2 * RANGES)
     place = first_tile(begin_q, batch, PACKED, BLOCK_M) + m_tile
     line = states + batch * stride_states_b + head * stride_states_h + place * num_n_tiles
-    rows_are_complete = (m_tile + 1) * BLOCK_M <= seqlen_q
     for first in range(0, tl.cdiv(seqlen_k, BLOCK_N), TILES_AT_ONCE):
         n_tile = first + tl.arange(0, TILES_AT_ONCE)
         sees_any = tl.zeros([BLOCK_M, TILES_AT_ONCE], tl.int32)
@@ -84,7 +83,7 @@ def tile_states_kernel(
             sees_all |= holds.to(tl.int32)
         state = tl.max(sees_any, 0) * PARTLY_SEEN
         if not MASK_ALL:
-            state = tl.where((tl.min(sees_all, 0) > 0) & rows_are_complete, FULLY_SEEN, state)
+            state = tl.where(tl.min(sees_all, 0) > 0, FULLY_SEEN, state)  # never beside rows that do not exist
         tl.store(line + n_tile, state.to(tl.int8), mask=n_tile < num_n_tiles)
 
 

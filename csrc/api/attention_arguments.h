@@ -161,6 +161,9 @@ inline KeyRangesView key_ranges_view(const char* op, std::optional<Tensor>& key_
     check(key_ranges->scalar_type() == ScalarType::Int, op, "key_ranges must be int32, got ", dtype_text(*key_ranges));
     check_device(op, "key_ranges", *key_ranges, query);
     key_ranges = torch::stable::contiguous(*key_ranges);
+    if (reinterpret_cast<uintptr_t>(key_ranges->data_ptr()) % sizeof(int64_t) != 0) {
+        key_ranges = torch::stable::clone(*key_ranges);  // a view into int32 numbers
+    }
     const int64_t of_head = rows * num, of_batch = heads * of_head;
     return {static_cast<const int32_t*>(key_ranges->data_ptr()),
             to_int32(op, "key_ranges", batch),

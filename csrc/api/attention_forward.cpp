@@ -24,8 +24,8 @@ namespace {
 constexpr const char* kOp = "attention_forward";
 constexpr double kLog2E = 1.4426950408889634;
 
-// Allocates the lists of tiles that ranges of keys leave to a kernel, and starts the kernel that makes them. The tensor
-// has to live until the first kernel has been started.
+// Allocates the lists of tiles that ranges of keys leave to the forward kernel, and starts the kernel that makes them.
+// The tensor has to live until the forward kernel has been started.
 Tensor list_tiles(AttentionForwardParams& attention, const Tensor& query, const AttentionSizes& sizes,
                   const TileFacts& tile, const DeviceFacts& facts, Stream stream) {
     const KeyRangesView& ranges = attention.scores.ranges;
@@ -41,6 +41,7 @@ Tensor list_tiles(AttentionForwardParams& attention, const Tensor& query, const 
     Tensor memory = make_workspace(query, [&](WorkspaceArena& arena) {
         lists.data = arena.take<int32_t>(sizes.is_packed ? of_batch : ranges.batch * of_batch);
     });
+    check(tile.block_m <= kMostListedRows, kOp, "the kernel's tile has ", tile.block_m, " rows");
     auto& kernel = attention_key_ranges_kernels().find(facts.compute_capability, 0, std::nullopt, false);
     kernel.launch(attention, stream);
     return memory;
@@ -55,6 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     int64_t window_right, std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap,
     double dropout_p, std::optional<Tensor> block_table, bool batch_invariant, bool return_max_logit, bool exact_out,
     std::optional<Tensor> key_ranges) {
+    if (block_table) check_absent(kOp, "key_ranges", key_ranges);
     const AttentionSizes sizes =
         check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                         attention_forward_options_kernels().largest_head_dim(), block_table);

@@ -28,7 +28,8 @@ template <int kHeadDim_, int kValueDim_, typename Tile_ = ForwardTileSm90<kHeadD
 struct ForwardConfigSm90 : Tile_ {
     using Tile = Tile_;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-    static constexpr bool kTakesRanges = !std::is_same_v<Tile, ForwardTileSm90<kHeadDim, kValueDim>>;  // of keys
+    // Whether the kernel goes by lists of tiles: the one with options, whose tile is not the plain one's.
+    static constexpr bool kTakesRanges = !std::is_same_v<Tile, ForwardTileSm90<kHeadDim, kValueDim>>;
     static constexpr int kBlockM = Tile::kNumConsumers * kWarpgroupM;
     static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
     static constexpr int kMinCtasPerSm = 1;
@@ -55,18 +56,23 @@ inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 // it.
 struct CtaWorkTile {
     RowsOfCta rows;
-    KeyTiles key_tiles;     // of this CTA's split, or places in `listed`
-    const int32_t* listed;  // the tiles that ranges of keys leave; null: there are none
-    int32_t last_listed;    // no number in a list counts as more, whatever wrong offsets have made of it
+    KeyTiles key_tiles;  // of this CTA's split, or their places in `list`
     TilePartials partials;
     int32_t cta;                              // as `partials` count them
     int32_t first_nonfinite, last_nonfinite;  // keys that make_finite() took NaN or infinity from
 
-    // The tile of keys that comes next where num_left are left.
-    FASTATTN_DEVICE int32_t key_tile(int32_t num_left) const {
+    const int32_t* list;  // of the tiles that ranges of keys leave; null: there are none
+
+    // The tile of keys that comes next where num_left are left. Wrong offsets of packed sequences may have left any
+    // number in the list, which then means the last tile.
+    template <bool kTakesRanges>
+    FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t place = key_tiles.tile(num_left);
-        if (listed == nullptr) return place;
-        return min(static_cast<uint32_t>(listed[place]), static_cast<uint32_t>(last_listed));
+        if constexpr (kTakesRanges) {
+            const auto last_tile = static_cast<uint32_t>(params.tile_lists.length - 1);
+            if (list != nullptr) return min(static_cast<uint32_t>(list[2 + place]), last_tile);
+        }
+        return place;
     }
 
     FASTATTN_DEVICE bool is_first_split() const { return partials.first == cta; }

@@ -1,11 +1,12 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
-// dropout, ranges of keys, and keys in pages.
+// dropout, and either ranges of keys or keys in pages.
 //
 // CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the scores are
 // finished before the softmax, and P is thinned after it. Which options there are is decided at run time, alike for a
-// whole CTA. Tiles that no row sees are not visited, ranges of keys bring a list of the others (key_ranges_sm80.cuh);
-// those of which rows see only some keys, and all where there is a bias, are computed with masks. kPaged: a thread looks up where its rows of the next tile lie while this one is
-// computed. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+// whole CTA. Tiles that no row sees are not visited; ranges of keys bring a list of the others (key_ranges_sm80.cuh).
+// Tiles of which rows see only some keys, and all where there is a bias, are computed with masks. kPaged: a thread
+// looks up where its rows of the next tile lie while this one is computed. Preconditions: those of HeadsView, head dims
+// multiples of 8 and at most kHeadDim.
 #pragma once
 
 #include <type_traits>
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const Steps steps = steps_of(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     // Tiles that every row sees all of: from tile begin_full on, or the first ones of the list.
-    const bool has_ranges = options.ranges.data != nullptr;
+    const bool has_ranges = !kPaged && options.ranges.data != nullptr;
     const int32_t* list = has_ranges ? attention.tile_lists.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
     const int32_t begin_full = scores.has_bias() ? end_tile : has_ranges ? 0 : ceil_div(last_sees.begin, kBlockN);
     const int32_t end_full = has_ranges ? list[0] : first_sees.end / kBlockN;
@@ -101,15 +102,17 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
     // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first, or from the
-    // end of the list to its beginning. A place says how many come before a tile, there or from key 0 on.
-    int32_t place = has_ranges ? list[1] - 1 : end_tile - 1;
+    // end of the list to its beginning. The place of a tile is its index in the list, or without one the tile itself.
+    // The first tile alone may lack keys: in a list it is the last one of those that are not full. Wrong offsets of
+    // packed sequences may have left any numbers there; they count as tiles that exist.
+    const int32_t num_tiles = ceil_div(keys.length, kBlockN), num_complete = keys.length / kBlockN;
+    int32_t place = has_ranges ? min(list[1], num_tiles) - 1 : end_tile - 1;
     const int32_t begin_place = has_ranges ? 0 : begin_tile;
-    const auto tile_at = [&](int32_t place) {
+    const auto tile_at = [&](int32_t place, int32_t num_tiles) {
         if (!has_ranges) return place;
-        const auto last_tile = static_cast<uint32_t>(attention.tile_lists.length - 1);
-        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + place]), last_tile));
+        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + place]), static_cast<uint32_t>(num_tiles - 1)));
     };
-    int32_t key_tile = place >= begin_place ? tile_at(place) : 0;
+    int32_t key_tile = place >= begin_place ? tile_at(place, num_tiles) : 0;
     const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
                                                               attention.query.head_dim);
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             loader.template load<true>(num_rows);
         }
     };
-    // From the tile before the one that was copied to `next`, which is the same one without a list.
+    // Makes a loader, which has copied key_tile and goes on to the tile before it in memory, go on to `next`.
     const auto skip_to = [&](auto& loader, const HeadsView<const uint16_t>& view, int32_t next) {
         if constexpr (!kPaged) {
             if (has_ranges) loader.skip((next - (key_tile - 1)) * int64_t{kBlockN} * view.row_stride);
@@ -175,7 +178,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             __syncthreads();
         }  // waits until V has landed and every warp has read K, which may be overwritten then
         skip_to(load_k, attention.key, next_tile);
-        if (!is_last) load(load_k, keys.length - next_tile * kBlockN);
+        if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
         scores.template to_scores<kMasked>(rS, warp_row, first_key, lane);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     }
     for (; place >= begin_place; --place) {
         const bool is_full = place >= begin_full && place < end_full, is_last = place == begin_place;
-        const int32_t next_tile = is_last ? key_tile : tile_at(place - 1);
+        const int32_t next_tile = is_last ? key_tile : tile_at(place - 1, num_complete);
         if (is_full) {
             step(next_tile, is_last, std::false_type{});
         } else {

@@ -9,8 +9,9 @@
 //   other pipes          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
 // Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide
-// keys. Ranges of keys bring a list of the tiles to visit (key_ranges_sm80.cuh). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths,
-// packed or not, any window, sinks, any finite scale.
+// keys. Ranges of keys bring a list of the tiles to visit (key_ranges_sm80.cuh). Preconditions: those of HeadsView,
+// head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or not, any window, sinks, any
+// finite scale.
 #pragma once
 
 #include <cstdint>
@@ -106,13 +107,16 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             }
         };
 
+        const auto key_tile = [&](int32_t num_left) {
+            return tile.template key_tile<Config::kTakesRanges>(params, num_left);
+        };
         if (num_tiles > 0) {
-            bias.load(tile.key_tile(num_tiles) * kBlockN);
+            bias.load(key_tile(num_tiles) * kBlockN);
             consumer.start_qk(rS);
             consumer.template wait_qk<0>(rS);
             for (int32_t num_left = num_tiles;; --num_left) {
                 // In flight: P·V of the tile before.
-                const int32_t first_key = tile.key_tile(num_left) * kBlockN;
+                const int32_t first_key = key_tile(num_left) * kBlockN;
                 const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
@@ -131,7 +135,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (num_left == 1) break;
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP);
-                bias.load(tile.key_tile(num_left - 1) * kBlockN);
+                bias.load(key_tile(num_left - 1) * kBlockN);
                 consumer.template wait_qk<1>(rS);
             }
             consumer.release_query();

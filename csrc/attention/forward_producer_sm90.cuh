@@ -85,18 +85,13 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
     int idx = kNoMoreTiles;
     if (is_split ? walk.left > 0 : tile_idx < schedule.num_tiles) {
         const RowsOfCta rows(all_params.attention, schedule, tile_idx, is_split, rank, Config::kBlockM);
-        KeyTiles tiles = rows.key_tiles(Config::kBlockN);
-        const int32_t* list = Config::kTakesRanges ? rows.tile_list(all_params.attention) : nullptr;
-        if (list != nullptr) tiles = KeyTiles::of_list(list[0], list[1]);
+        const KeyTiles tiles = rows.template key_tiles<Config::kTakesRanges>(all_params.attention, Config::kBlockN);
         const TilePartials partials = is_split ? walk.partials(shared.steps, cluster, tiles.num_tiles())
                                                : TilePartials{1, static_cast<int32_t>(cluster), 1};
         idx = partials.count > 1 ? kSplitTiles + shared.num_split++ : ring.stage;
         CtaWorkTile& tile = shared.work_tiles[idx];
         tile.rows = rows;
-        if (Config::kTakesRanges) {
-            tile.listed = list != nullptr ? list + 2 : nullptr;
-            tile.last_listed = all_params.attention.tile_lists.length - 1;
-        }
+        if constexpr (Config::kTakesRanges) tile.list = rows.tile_list(all_params.attention);
         tile.key_tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
         // CTAs of one rank combine among themselves, and are numbered in the order of their clusters.
         const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(schedule));
@@ -127,8 +122,8 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
         CtaWorkTile& tile = shared.work_tiles[idx];
         begin(tile);
         for (int32_t num_left = tile.key_tiles.num_tiles(); num_left > 0; --num_left) {
-            const int32_t key_tile = Config::kTakesRanges ? tile.key_tile(num_left) : tile.key_tiles.tile(num_left);
-            take(tile, key_tile, num_left > tile.key_tiles.num_full);
+            take(tile, tile.template key_tile<Config::kTakesRanges>(all_params.attention, num_left),
+                 num_left > tile.key_tiles.num_full);
         }
         __syncwarp();  // waits until every lane has read the work tile
         if (kTells) {

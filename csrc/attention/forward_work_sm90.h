@@ -63,7 +63,7 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
         heads = params.key.heads;
     }
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
-    const bool may_pair = params.scores.ranges.data == nullptr;  // which differ between tiles of rows, and heads
+    const bool may_pair = params.scores.ranges.data == nullptr;  // the lists of two CTAs would differ
     if (may_pair && tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
         constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
@@ -165,6 +165,15 @@ struct RowsOfCta {
     FASTATTN_DEVICE KeyTiles key_tiles(int32_t block_n) const {
         if (!cluster_has_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
+    }
+
+    // Returns the same, or the places of the tiles in their list.
+    template <bool kTakesRanges>
+    FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
+        if constexpr (kTakesRanges) {
+            if (const int32_t* list = tile_list(params)) return KeyTiles::of_list(list[0], list[1]);
+        }
+        return key_tiles(block_n);
     }
 };
 #endif

@@ -4,8 +4,8 @@
 //
 // A warp, which is a CTA, makes one list, int32 [2 + length]: the number of full tiles, that of all, and the tiles. Its
 // lanes look at 32 tiles of keys at a time. The lists of packed sequences lie one after the other, with a spare one for
-// each sequence, so that nobody has to know the lengths. Ranges in device memory are not trusted: what lies outside of
-// the keys is absent. Preconditions: no more than kMostRows rows in a tile.
+// each sequence, so that nobody has to know the lengths. What ranges have outside of the keys is absent. Preconditions:
+// a tile has at most kMostListedRows rows.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,6 @@
 #include "host/launch.h"
 
 namespace fastattn {
-
-inline constexpr int kMostListedRows = 192;
 
 __global__ void __launch_bounds__(kWarpSize)
     attention_key_ranges_sm80(const __grid_constant__ AttentionForwardParams params) {
@@ -50,7 +48,9 @@ __global__ void __launch_bounds__(kWarpSize)
 
     int32_t* list = lists.of(batch, head, first_row / lists.block_m, rows.begin);
     int32_t count = 0;
-    for (const bool takes_full : {true, false}) {
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+        const bool takes_full = pass == 0;
         for (int32_t first = 0; first * lists.block_n < num_keys; first += kWarpSize) {
             const int32_t begin = (first + lane) * lists.block_n, end = begin + lists.block_n;
             bool sees_some = false, sees_all = end <= num_keys;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWarpSize)
             if (is_listed) list[2 + count + __popc(listed & ((1u << lane) - 1))] = first + lane;
             count += __popc(listed);
         }
-        if (lane == 0) list[takes_full ? 0 : 1] = count;
+        if (lane == 0) list[pass] = count;
     }
 }
 

@@ -81,10 +81,10 @@ struct PartialWorkspace {
     uint64_t launch_id;
 };
 
-// Ranges of keys, [batch, heads, rows, num, 2] of int32: a row sees the keys of its ranges [begin, end) alone. Strides
-// count ranges, and are 0 where one stands for many. Packed: the rows of all sequences follow each other, and the batch
-// stride is 0. The numbers are not trusted.
-inline constexpr int32_t kMostRanges = 4;
+// Ranges of keys, [batch, heads, rows, num, 2] of int32, aligned to 8 bytes: a row sees the keys of its ranges
+// [begin, end) alone. Strides count ranges, and are 0 where one stands for many. Packed: the rows of all sequences
+// follow each other, and the batch stride is 0. The numbers are not trusted.
+inline constexpr int32_t kMostRanges = 4, kMostListedRows = 192;
 struct KeyRangesView {
     const int32_t* data;  // null: rows see all keys
     int32_t batch, heads, num;

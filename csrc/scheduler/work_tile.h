@@ -36,7 +36,8 @@ inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m,
     const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int64_t num_real = is_packed ? int64_t{params.packed.total_q} / block_m * params.query.heads : num_tiles;
-    const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
+    const ScoreParams& scores = params.scores;
+    const bool is_masked = scores.window_left >= 0 || scores.window_right >= 0 || scores.ranges.data != nullptr;
     return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
 }
 

@@ -15,6 +15,7 @@ from fastattn.dispatch.reasons import each_once
 from fastattn.dispatch.request import Choice
 from fastattn.dispatch.thread_state import Explained, explaining
 from fastattn.errors import InputError
+from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.functional.int8_weight import Int8Weight
 from fastattn.layout import as_matrix, reason_to_copy
@@ -25,7 +26,8 @@ class Explanation:
     """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
 
     ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the share of all tiles of
-    scores that a call with ``key_ranges`` computes, or None; it does not count a causal mask or a window.
+    scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. It counts no causal mask or
+    window.
     """
 
     backend: str
@@ -82,7 +84,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             if reason is not None:
                 copied[name] = reason
     computed = None
-    if choice.backend != "torch" and isinstance(named.get("key_ranges"), Tensor):
+    is_told = function in (attention, attention_varlen) and isinstance(named.get("key_ranges"), Tensor)
+    if choice.backend != "torch" and is_told:
         tile = choice.tile if isinstance(choice.tile, dict) else vars(choice.tile)
         computed = _share_of_tiles(named, tile["block_m"], tile["block_n"])
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, computed)
@@ -94,9 +97,10 @@ def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
     if named.get("cu_seqlens_q") is None:
         sequences = [(ranges, key.shape[-2])]
     else:
-        rows, keys = (named[name].cpu().diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-        *of_sequences, _ = ranges.split([*rows, ranges.shape[1] - sum(rows)], dim=1)
-        sequences = list(zip(of_sequences, keys, strict=True))
+        offsets, keys = named["cu_seqlens_q"].tolist(), named["cu_seqlens_k"].diff().tolist()
+        sequences = [
+            (ranges[:, begin:end], count) for begin, end, count in zip(offsets, offsets[1:], keys, strict=False)
+        ]
     computed = total = 0
     for of_sequence, num_keys in sequences:
         first_key = torch.arange(0, num_keys, block_n)

@@ -37,8 +37,8 @@ from fastattn.reference import mask_of_ranges
 def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = None) -> Tensor:
     """Returns ranges ``[1, 1, S, 1, 2]`` by which each token sees its own document, up to itself where ``causal``.
 
-    Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, int32 ``[N + 1]``. Tokens behind
-    the last document, up to ``seqlen``, see nothing. Without ``seqlen`` the last offset is read back.
+    Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, int32 ``[N + 1]``. Tokens outside
+    of all documents, up to ``seqlen``, see nothing. Without ``seqlen`` the last offset is read back.
     """
     check_tensor("cu_seqlens", cu_seqlens)
     check_rank("cu_seqlens", cu_seqlens, "[N + 1]")
@@ -47,14 +47,15 @@ def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = N
     offsets = torch.cat([cu_seqlens.to(torch.int32), cu_seqlens.new_full((1,), length, dtype=torch.int32)])
     document = torch.searchsorted(offsets[1:-1].contiguous(), token, right=True)
     begin = offsets[document]
-    end = torch.where(token < offsets[-2], token + 1 if causal else offsets[document + 1], begin)
-    return _ranges((begin, end))[None, None]
+    is_inside = (token >= offsets[0]) & (token < offsets[-2])
+    end = torch.where(is_inside, token + 1 if causal else offsets[document + 1], begin)
+    return _ranges((begin, end))[None, None].clamp(max=length)
 
 
-def prefix(lengths: int | Tensor, seqlen: int) -> Tensor:
+def prefix(lengths: int | Tensor, seqlen: int, *, device: Any = None) -> Tensor:
     """Returns ranges ``[B, 1, S, 1, 2]`` of a prefix language model: each token sees the first ``lengths[b]`` tokens,
     and all up to itself (Raffel et al., "T5", 2020, section 3.2.1)."""
-    lengths = torch.as_tensor(lengths, dtype=torch.int32).reshape(-1, 1)
+    lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device).reshape(-1, 1)
     seqlen = check_int("seqlen", seqlen, minimum=0)
     token = torch.arange(seqlen, dtype=torch.int32, device=lengths.device)
     end = torch.maximum(lengths, token + 1).clamp(max=seqlen)
@@ -96,7 +97,7 @@ def window_and_global(
 
 def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
     """Returns ranges ``[1, 1, S, R, 2]`` by which each token sees itself and its ancestors. ``parents[i]`` comes before
-    ``i``, and is -1 for a root. The fewer branches a path leaves, the fewer ranges it takes.
+    ``i``, and is -1 for a root. A token needs one range for each run of consecutive ancestors.
 
     Raises:
         InputError: a token needs more than four ranges, or its parent does not come before it.
@@ -109,7 +110,7 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
             path[-1] = (path[-1][0], token + 1)
         else:
             path.append((token, token + 1))
-        _expect_few(len(path), token)
+        _expect_few("parents", len(path), token)
         paths.append(path)
     most = max(map(len, paths), default=1)
     padded = [path + [(0, 0)] * (most - len(path)) for path in paths]
@@ -130,12 +131,13 @@ def from_bool(mask: Tensor) -> Tensor:
     counts = begins.sum(-1)
     if counts.numel() and int(counts.max()) > MOST_RANGES:
         *_, query = row = (counts > MOST_RANGES).nonzero()[0].tolist()
-        _expect_few(int(counts[tuple(row)]), query)
+        _expect_few("mask", int(counts[tuple(row)]), query)
     most = max(1, int(counts.max())) if counts.numel() else 1
     ranges = torch.zeros(*counts.shape, most, 2, dtype=torch.int32, device=mask.device)
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
         places = is_edge.nonzero(as_tuple=True)
-        number = is_edge.cumsum(-1)[is_edge] - 1  # which of its row's ranges it is
+        before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # edges of earlier rows
+        number = torch.arange(len(places[-1]), device=mask.device) - before_row[places[:-1]]
         place = *places[:-1], number, torch.full_like(number, side)
         ranges[place] = (places[-1] + side).to(torch.int32)
     return ranges
@@ -174,7 +176,9 @@ def from_block_mask(block_mask: Any) -> Tensor:
             found.append(from_bool(mask))
         except InputError as error:
             raise InputError(f"{error}, counted from query {int(rows[0])}") from None
-    most = max((ranges.shape[-2] for ranges in found), default=1)
+    if not found:
+        return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
+    most = max(ranges.shape[-2] for ranges in found)
     return torch.cat([torch.nn.functional.pad(ranges, (0, 0, 0, most - ranges.shape[-2])) for ranges in found], dim=2)
 
 
@@ -196,10 +200,10 @@ def _ranges(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.stack(pair, -1) for pair in pairs], -2)
 
 
-def _expect_few(count: int, query: int) -> None:
+def _expect_few(name: str, count: int, query: int) -> None:
     expect(
         count <= MOST_RANGES,
-        "mask",
+        name,
         f"at most {MOST_RANGES} ranges of visible keys a query",
         f"{count} for query {query}",
     )

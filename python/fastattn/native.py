@@ -221,7 +221,7 @@ def attention_forward_kernel(
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout or softcap does so."""
+    """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout, softcap or ranges do."""
     traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
     return _text(

@@ -15,14 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastattn
-from attention_cases import SEED, Case, compare, forward_arguments, make_problem, run_public, use_small_tiles
-from cuda_kernels import EMULATED, FAMILY, HAS_KERNELS, NO_KERNELS, checked
+from attention_cases import (
+    SEED,
+    Case,
+    compare,
+    forward_arguments,
+    make_problem,
+    run_ops,
+    run_public,
+    use_small_tiles,
+)
+from cuda_kernels import EMULATED, FAMILY, HAS_KERNELS, NO_KERNELS, checked, only_emulated
 from fastattn import masks, reference
 from fastattn.triton_kernels.attention_launch import Scores, attention_constexprs
 from fastattn.triton_kernels.attention_ranges import list_tiles
 from fastattn.triton_kernels.tiles import AttentionTile
 from kernel_device import DEVICE, ON_EMULATOR
 from oracle import check_against_oracle
+from test_blocks import add_arguments
 
 if ON_EMULATOR:
     from emulator.options import launching
@@ -49,6 +59,21 @@ def test_each_backend(case: Case, backend: str, monkeypatch: Any) -> None:
     problem = make_problem(case)
     found = run_public(case, problem, backend, deterministic=True)
     compare(case, problem, found, names=found)
+
+
+@pytest.mark.slow
+def test_a_block_of_a_larger_call(monkeypatch: Any) -> None:
+    """Windows go by places in the whole, ranges by the block's own keys. Gradients may be added to sums."""
+    use_small_tiles(monkeypatch)
+    case = Case(ranges=2, shape=(2, 4, 2, 90, 200), window=(90, 9), first_row=150, first_key=36)
+    problem = make_problem(case)
+    found = run_ops(torch.ops.fastattn_triton, case, problem)
+    compare(case, problem, found)
+    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
+    arguments = add_arguments(case, problem, sums, found["out"], found["lse"])
+    torch.ops.fastattn_triton.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
+    for name, total in zip(("query", "key", "value"), sums, strict=True):
+        assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
 
 
 def test_dropout_has_the_bits_of_a_bool_mask(monkeypatch: Any) -> None:
@@ -82,6 +107,46 @@ def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
     assert not actual["grad_key"][..., 20:53, :].any()
 
 
+def test_pages() -> None:
+    """Of two sizes, one of them missing. The kernels are Triton's."""
+    case = Case(ranges=3, lengths=((130, 70), (200, 290)), window=(120, 5), head_dims=(64, 64), dtype=torch.bfloat16)
+    problem = make_problem(case)
+    for page_size in (16, 5):
+        num_pages = -(-290 // page_size)
+        pages = torch.full((2 * num_pages, 2, page_size, 64), torch.nan, dtype=case.dtype, device=DEVICE)
+        caches = [pages, pages.clone()]
+        table = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(3)).view(2, -1).to(torch.int32)
+        begin = 0
+        for sequence, length in enumerate(case.lengths[1]):
+            for cache, packed in zip(caches, (problem.key, problem.value), strict=True):
+                rows = packed[begin : begin + length]
+                for i, page in enumerate(rows.split(page_size)):
+                    cache[table[sequence, i], :, : len(page)] = page.transpose(0, 1)
+            begin += length
+        table[1, 3] = 2**30
+        arguments = {
+            "query": problem.query,
+            "key": caches[0],
+            "value": caches[1],
+            "cu_seqlens_q": problem.cu_seqlens_q,
+            "cu_seqlens_k": problem.cu_seqlens_k,
+            "max_seqlen_q": 130,
+            "max_seqlen_k": 290,
+            "block_table": table.to(DEVICE),
+            "key_ranges": problem.key_ranges,
+            "window": case.window,
+        }
+        with fastattn.use_backend("triton"):
+            found = fastattn.attention_varlen(**arguments, return_lse=True)
+        exact = {
+            name: value.double() if name in ("query", "key", "value") else value for name, value in arguments.items()
+        }
+        oracle = reference.attention_varlen(**exact)
+        composite = reference.attention_varlen(**arguments, compute_dtype=case.dtype)
+        for name, *values in zip(("out", "lse"), found, oracle, composite, strict=True):
+            check_against_oracle(f"pages of {page_size}: {name}", *values)
+
+
 # --- the CUDA C++ forward kernels ------------------------------------------------------------------------------------
 
 # More than one tile of rows and several of keys, of which some are full and some are empty.
@@ -95,6 +160,7 @@ CUDA_CASES = [
         ranges=4, lengths=((133, 0, 250, 7), (147, 9, 264, 0)), ranges_shape=(0, 1), alibi="batch", head_dims=(32, 32)
     ),
     Case(ranges=3, lengths=((33, 300), (65, 310)), window=(100, 0), sinks=True, head_dims=(256, 256)),
+    Case(ranges=2, shape=(2, 4, 2, 90, 200), window=(90, 9), first_row=150, first_key=36, head_dims=(64, 64)),
 ]
 
 
@@ -131,44 +197,27 @@ def test_cuda_forward(case: Case, gpu: int) -> None:
     compare(case, problem, result, names=("out", "lse"))
 
 
-def test_cuda_forward_over_pages(gpu: int) -> None:
-    """Pages of a size that TMA can and cannot copy in boxes, one of them missing."""
-    case = Case(ranges=3, lengths=((130, 70), (200, 290)), window=(120, 5), head_dims=(64, 64), dtype=torch.bfloat16)
+def test_cuda_forward_takes_a_view_of_any_numbers(gpu: int) -> None:
+    """Pairs of numbers that are not aligned to 8 bytes, and the largest scores."""
+    case = Case(ranges=3, shape=(1, 2, 1, 70, 150), head_dims=(64, 64))
     problem = make_problem(case)
-    for page_size in (16, 5):
-        num_pages = -(-290 // page_size)
-        pages = torch.full((2 * num_pages, 2, page_size, 64), torch.nan, dtype=case.dtype, device=DEVICE)
-        caches = [pages, pages.clone()]
-        table = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(3)).view(2, -1).to(torch.int32)
-        begin = 0
-        for sequence, length in enumerate(case.lengths[1]):
-            for cache, packed in zip(caches, (problem.key, problem.value), strict=True):
-                rows = packed[begin : begin + length]
-                for i, page in enumerate(rows.split(page_size)):
-                    cache[table[sequence, i], :, : len(page)] = page.transpose(0, 1)
-            begin += length
-        table[1, 3] = 2**30
-        arguments = {
-            "query": problem.query,
-            "key": caches[0],
-            "value": caches[1],
-            "cu_seqlens_q": problem.cu_seqlens_q,
-            "cu_seqlens_k": problem.cu_seqlens_k,
-            "max_seqlen_q": 130,
-            "max_seqlen_k": 290,
-            "block_table": table.to(DEVICE),
-            "key_ranges": problem.key_ranges,
-            "window": case.window,
-        }
-        with checked(), fastattn.use_backend("cuda"):
-            found = fastattn.attention_varlen(**arguments, return_lse=True)
-        exact = {
-            name: value.double() if name in ("query", "key", "value") else value for name, value in arguments.items()
-        }
-        oracle = reference.attention_varlen(**exact)
-        composite = reference.attention_varlen(**arguments, compute_dtype=case.dtype)
-        for name, *values in zip(("out", "lse"), found, oracle, composite, strict=True):
-            check_against_oracle(f"pages of {page_size}: {name}", *values)
+    ranges = problem.key_ranges
+    assert ranges is not None
+    buffer = torch.zeros(ranges.numel() + 1, dtype=torch.int32, device=DEVICE)
+    buffer[1:] = ranges.flatten()
+    with checked(), fastattn.use_backend("cuda"):
+        found, largest = fastattn.attention(
+            problem.query,
+            problem.key,
+            problem.value,
+            key_ranges=buffer[1:].view(ranges.shape),
+            return_max_logit=True,
+        )
+    assert torch.equal(found, cuda_forward(case, problem)["out"])
+    *_, expected = reference.attention(
+        problem.query.double(), problem.key.double(), problem.value.double(), key_ranges=ranges, return_max_logit=True
+    )
+    torch.testing.assert_close(largest.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
@@ -183,30 +232,26 @@ def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
     cuda_forward(case, problem, races=False, uninitialised=False)
 
 
+@only_emulated
 def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
-    """What stands in other tiles is not read: on the emulator it may be anything that is an error to read."""
+    """On the emulator, which counts the products."""
     case = Case(ranges=2, shape=(1, 2, 1, 64, 1000), head_dims=(64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None
     problem.key_ranges[..., 0, :] = torch.tensor([10, 50], device=DEVICE)
     problem.key_ranges[..., 1, :] = torch.tensor([900, 950], device=DEVICE)
-    expected = cuda_forward(case, problem)
-    problem.key[..., 200:700, :], problem.value[..., 200:700, :] = torch.nan, torch.nan
-    found = cuda_forward(case, problem)
-    assert torch.equal(found["out"], expected["out"]) and torch.equal(found["lse"], expected["lse"])
-    if EMULATED:
-        with launches.recorded() as all_launches:
-            cuda_forward(case, problem)
-        listed = all_launches[-1]
-        problem.key_ranges[..., 0, :] = torch.tensor([0, 900], device=DEVICE)
-        with launches.recorded() as all_launches:
-            cuda_forward(case, problem)
-        products = "wgmma.mma_async" if gpu == 90 else "mma.sync"
-        few, many = (
-            sum(count for opcode, count in each.report.opcodes.items() if products in opcode)
-            for each in (listed, all_launches[-1])
-        )
-        assert 0 < 3 * few < many
+    with launches.recorded() as all_launches:
+        cuda_forward(case, problem)
+    listed = all_launches[-1]
+    problem.key_ranges[..., 0, :] = torch.tensor([0, 900], device=DEVICE)
+    with launches.recorded() as all_launches:
+        cuda_forward(case, problem)
+    products = "wgmma.mma_async" if gpu == 90 else "mma.sync"
+    few, many = (
+        sum(count for opcode, count in each.report.opcodes.items() if products in opcode)
+        for each in (listed, all_launches[-1])
+    )
+    assert 0 < 3 * few < many
 
 
 # --- which tiles Triton's kernels visit -------------------------------------------------------------------------------
@@ -275,7 +320,7 @@ def test_lists_have_the_tiles_that_some_row_sees(
                 assert found[batch, head, line, : len(tiles)].tolist() == tiles
 
 
-def test_lists_of_packed_sequences(monkeypatch: Any) -> None:
+def test_lists_of_packed_sequences() -> None:
     lengths = ((16, 0, 37, 5, 16), (64, 9, 100, 0, 31))
     case = Case(ranges=2, lengths=lengths, shape=(1, 2, 1, sum(lengths[0]), sum(lengths[1])))
     problem = make_problem(case)
@@ -329,8 +374,8 @@ def test_wrong_offsets_lead_nowhere(monkeypatch: Any) -> None:
     ("ranges", "message"),
     [
         (torch.zeros(1, 1, 5, 1, 2), "torch.int32"),
-        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"\[B or 1, Hq or 1, Sq, R, 2\] beside \[2, 4, 5\] rows"),
-        (torch.zeros(1, 2, 5, 1, 2, dtype=torch.int32), r"beside \[2, 4, 5\] rows, got \[1, 2, 5, 1, 2\]"),
+        (torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), r"\[B or 1, Hq or 1, Sq, R, 2\] for a query \[2, 4, 5, 16\]"),
+        (torch.zeros(1, 2, 5, 1, 2, dtype=torch.int32), r"for a query \[2, 4, 5, 16\], got \[1, 2, 5, 1, 2\]"),
         (torch.zeros(1, 1, 5, 5, 2, dtype=torch.int32), "1 to 4 ranges for each query, got 5"),
         (torch.zeros(1, 5, 1, 2, dtype=torch.int32), "5 dimensions"),
         ("documents", "expected a torch.Tensor or None, got str"),
@@ -339,16 +384,16 @@ def test_wrong_offsets_lead_nowhere(monkeypatch: Any) -> None:
 def test_shapes_and_dtypes_are_checked(ranges: Any, message: str) -> None:
     query, key = torch.zeros(2, 4, 5, 16, dtype=torch.float16, device=DEVICE), torch.zeros(2, 2, 7, 16).to(DEVICE)
     ranges = ranges.to(DEVICE) if isinstance(ranges, Tensor) else ranges
-    with pytest.raises((fastattn.InputError, TypeError), match=f"key_ranges: expected .*{message}|{message}"):
+    with pytest.raises((fastattn.InputError, TypeError), match=f"key_ranges: .*{message}"):
         fastattn.attention(query, key.half(), key.half(), key_ranges=ranges)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] for query \[0, 0, 1\]"),
+        ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] at \[0, 0, 1\]"),
         ([[4, 6], [0, 5]], "ranges that do not overlap"),
-        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] for query \[0, 0, 1\]"),
+        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] at \[0, 0, 1\]"),
         ([[-1, 2], [0, 0]], "0 <= begin"),
         ([[0, 0], [5, 8]], "0 <= begin <= end <= 7"),
     ],
@@ -365,8 +410,10 @@ def test_ranges_are_checked_where_the_host_may_read(row: Any, message: str, monk
         fastattn.attention_varlen(query, key, key, *(o.to(DEVICE) for o in offsets), 3, 7, key_ranges=ranges[0])
 
 
-def test_vmap_over_ranges_and_over_queries(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_vmap_over_ranges_and_over_queries(check: str, monkeypatch: Any) -> None:
     use_small_tiles(monkeypatch)
+    monkeypatch.setenv("FASTATTN_CHECK", check)
     case = Case(ranges=2, shape=(3, 2, 1, 20, 40))
     problem = make_problem(case)
     query, key, value, ranges = (getattr(problem, name) for name in ("query", "key", "value", "key_ranges"))
@@ -382,15 +429,16 @@ def test_vmap_over_ranges_and_over_queries(monkeypatch: Any) -> None:
         assert torch.equal(torch.vmap(one, in_dims=(0, 0, 0, None))(query, key, value, shared[0]), expected)
 
 
-def test_compiles_without_a_graph_break(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic: bool, monkeypatch: Any) -> None:
     use_small_tiles(monkeypatch)
-    case = Case(ranges=2, shape=(1, 2, 1, 20, 40))
-    problem = make_problem(case)
-    compiled = torch.compile(fastattn.attention, fullgraph=True, backend="eager")
-    with fastattn.use_backend("triton"):
+    compiled = torch.compile(fastattn.attention, fullgraph=True, backend="eager", dynamic=dynamic)
+    for rows in (20, 23):
+        problem = make_problem(Case(ranges=2, shape=(1, 2, 1, rows, 40)))
         options = {"key_ranges": problem.key_ranges, "causal": True}
-        expected = fastattn.attention(problem.query, problem.key, problem.value, **options)
-        assert torch.equal(compiled(problem.query, problem.key, problem.value, **options), expected)
+        with fastattn.use_backend("triton"):
+            expected = fastattn.attention(problem.query, problem.key, problem.value, **options)
+            assert torch.equal(compiled(problem.query, problem.key, problem.value, **options), expected)
 
 
 def test_gradients_by_finite_differences() -> None:

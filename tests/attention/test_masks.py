@@ -29,6 +29,9 @@ def test_documents(causal: bool) -> None:
     padded = masks.to_bool(masks.documents(offsets, causal=causal, seqlen=11), 11)[0, 0]
     assert torch.equal(padded[:8, :8], masks.to_bool(found, 8)[0, 0])
     assert not padded[8:].any() and not padded[:, 8:].any()
+    cut = masks.documents(torch.tensor([2, 4, 9], dtype=torch.int32), causal=causal, seqlen=6)
+    assert not masks.to_bool(cut, 6)[0, 0, :2].any() and masks.to_bool(cut, 6)[0, 0, 2:].diagonal(2).all()
+    fastattn.attention(*(torch.ones(1, 1, 6, 8) for _ in range(3)), key_ranges=cut)  # which checks the ranges
 
 
 def test_documents_see_what_packed_sequences_see() -> None:
@@ -93,7 +96,9 @@ def test_tree() -> None:
     assert found.shape[-2] == 2
     with pytest.raises(fastattn.InputError, match="parents: expected -1 or an earlier token for token 1, got 1"):
         masks.tree([-1, 1])
-    with pytest.raises(fastattn.InputError, match="at most 4 ranges of visible keys a query, got 5 for query 8"):
+    with pytest.raises(
+        fastattn.InputError, match="parents: expected at most 4 ranges of visible keys a query, got 5 for query 8"
+    ):
         masks.tree([-1, -1, 0, -1, 2, -1, 4, -1, 6])
     assert masks.tree([]).shape == (1, 1, 0, 1, 2)
 

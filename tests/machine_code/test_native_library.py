@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # th
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 SCHEMA_ARGUMENTS = {
-    "attention_forward": 23,
-    "attention_backward": 26,
-    "attention_backward_add": 26,
+    "attention_forward": 24,
+    "attention_backward": 27,
+    "attention_backward_add": 27,
     "attention_decode": 21,
     "attention_decode_out": 22,
     "append_to_cache": 7,

@@ -168,8 +168,8 @@ def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Ten
             window=window,
         )
     else:
-        options = {"causal": case.causal, "window": window, "bias": inputs.bias, "key_ranges": inputs.key_ranges}
-        out = fastattn.attention(query, key, value, **options)
+        bias, ranges = inputs.bias, inputs.key_ranges
+        out = fastattn.attention(query, key, value, causal=case.causal, window=window, bias=bias, key_ranges=ranges)
     assert isinstance(out, Tensor)
     return out
 

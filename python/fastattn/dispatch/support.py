@@ -31,6 +31,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "slope gradients": "the gradient of ALiBi slopes",
         "key ranges": "ranges of visible keys (key_ranges)",
         "key ranges gradients": "gradients beside ranges of visible keys",
+        "paged key ranges": "ranges of visible keys over paged keys and values",
         "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
@@ -141,7 +142,9 @@ _WITH_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(_ATTENTION - {"key ranges gradients"}, head_dims=range(8, 257, 8), pads=True),
+        "cuda": Support(
+            _ATTENTION - {"key ranges gradients", "paged key ranges"}, head_dims=range(8, 257, 8), pads=True
+        ),
         "triton": Support(_ATTENTION, head_dims=range(16, 513, 8), pads=True, most_dims_with_gradients=256),
     },
     "decode": {
@@ -181,6 +184,6 @@ def _support_cell(op: str, support: Support | None) -> str:
     if support is None:
         return "–"
     missing = [words for feature, words in FEATURES[op].items() if feature not in support.features]
-    what = "everything, except " + " and ".join(missing) if missing else "everything"
+    what = "everything, except " + ", ".join(missing) if missing else "everything"
     dims = "" if support.head_dims is None else f"; head dims {support.head_dims_text()}"
     return f"{what}; {support.dtypes_text()}{dims}"

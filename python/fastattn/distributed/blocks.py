@@ -59,7 +59,8 @@ class Reading(NamedTuple):
 class Spread(NamedTuple):
     """A sequence of which each rank has ``length`` rows and keys.
 
-    ``goes_by_places`` is true with ALiBi or dropout: a score then depends on the places of its row and key.
+    ``goes_by_places`` is true with ALiBi, dropout or ranges of keys: a score then depends on the places of its row and
+    key.
     """
 
     layout: str

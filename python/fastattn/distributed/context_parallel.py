@@ -30,7 +30,7 @@ from fastattn.distributed.packed import PackedLayout, PackedShards
 from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
 from fastattn.functional.attention import AttentionOptions, attend
-from fastattn.functional.attention_checks import check_ranges, check_slopes
+from fastattn.functional.attention_checks import check_ranges, check_shape_of_ranges, check_slopes
 
 
 class _PackedOptions(AttentionOptions, total=False):
@@ -98,7 +98,7 @@ def context_parallel_attention(
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
         key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: those of this rank's rows, by positions in the whole
-            sequence.
+            sequence. They hide keys from the kernels alone: all keys are sent that the window lets a rank see.
         dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on the
             number of ranks.
 
@@ -138,7 +138,9 @@ def context_parallel_attention(
             rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
             parts = f"parts of a multiple of {KEYS_OF_A_DRAW} rows for dropout with strategy 'ring'"
             expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
-        if isinstance(key_ranges, Tensor) and key_ranges.dim() == 5 and places_are_checked(key_ranges):
+        if key_ranges is not None:
+            check_shape_of_ranges(key_ranges, query, is_packed=False)
+        if key_ranges is not None and places_are_checked(key_ranges):
             check_ranges(key_ranges, query.shape[2] * math.prod(map(dist.get_world_size, groups)))
         return {"layout": layout}
 
@@ -316,7 +318,9 @@ def context_parallel_attention_varlen(
             expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", tensor.shape[2])
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
-        if key_ranges is not None and key_ranges.shape[2] == shards.num_rows and places_are_checked(key_ranges):
+        if key_ranges is not None:
+            check_shape_of_ranges(key_ranges, query, is_packed=False)
+        if key_ranges is not None and places_are_checked(key_ranges):
             lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # the last one for padding
             check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}

@@ -4,7 +4,7 @@ In step s a rank attends to the keys of the rank s places before it, while the k
 merged in float32. The backward pass goes through the same blocks, with the output and the lse over all keys, and sends
 the gradients of a block's keys in float32 to the rank that owns them. Half of the heads of a rank's own block are left
 to the end, while the last gradients arrive. Keys come directly from their owner, not from hand to hand: that takes as
-many bytes, and no rank waits for another's work. What a mask hides is neither sent nor computed.
+many bytes, and no rank waits for another's work. What a window hides is neither sent nor computed.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ def attention(
             long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
         key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees the keys of its ranges ``[begin,
-            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels compute no
-            score outside of the tiles that hold such keys. ``fastattn.masks`` makes ranges. On a CPU, and with
-            ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
+            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels pass over
+            tiles without such keys, except for the gradient of a bias. ``fastattn.masks`` makes ranges. On a CPU, and
+            with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
         dropout_p: the probability with which dropout zeroes an attention weight.
         dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
             generator.
@@ -384,9 +384,10 @@ def prepare(call: AttentionCall) -> Prepared:
             bias = autocast_to(cast, bias)
         call = call.with_tensors((autocast_to(cast, query), key, value, bias))
     call, request = check_once(call)
-    places = call.cu_seqlens_q, call.cu_seqlens_k, call.block_table, call.key_ranges
-    if any(tensor is not None for tensor in places) and places_are_checked(*places):
+    if call.cu_seqlens_q is not None and places_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
         _check_places(call)
+    if call.key_ranges is not None and places_are_checked(call.key_ranges, call.cu_seqlens_q, call.cu_seqlens_k):
+        _check_ranges(call)
     if call.dropout_seed is not None:
         seed = seed_tensor(call.dropout_seed, query.device) if call.dropout_p > 0 else None
         call = call._replace(dropout_seed=seed)
@@ -394,11 +395,9 @@ def prepare(call: AttentionCall) -> Prepared:
 
 
 def _check_places(call: AttentionCall) -> None:
-    """Checks offsets and table of packed sequences, and ranges of keys. It reads them back."""
+    """Checks offsets and table of packed sequences. It reads them back."""
     query, key, table = call.query, call.key, call.block_table
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        check_ranges(call.key_ranges, key.shape[2])
-        return
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
     check_offsets("cu_seqlens_k", call.cu_seqlens_k, None if table is not None else key.shape[0], call.max_seqlen_k)
     if table is not None:
@@ -406,10 +405,20 @@ def _check_places(call: AttentionCall) -> None:
         longest = max(lengths.tolist(), default=0)
         expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
         check_pages(table, lengths, key.shape[0], key.shape[2])
-    if call.key_ranges is not None:
-        offsets_q, num_keys = call.cu_seqlens_q.long(), call.cu_seqlens_k.diff()
-        first, last = int(offsets_q[0]), int(offsets_q[-1])  # rows outside of all sequences may have any ranges
-        check_ranges(call.key_ranges[:, first:last], num_keys.repeat_interleave(offsets_q.diff()))
+
+
+def _check_ranges(call: AttentionCall) -> None:
+    """Checks ranges of keys, which it reads back. Rows that belong to no sequence may have any."""
+    assert call.key_ranges is not None
+    if torch._C._are_functorch_transforms_active():
+        return  # what is mapped cannot be read
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        check_ranges(call.key_ranges, call.key.shape[2])
+        return
+    offsets, num_rows = call.cu_seqlens_q.long(), call.query.shape[0]
+    counts = torch.cat([offsets[:1], offsets.diff(), num_rows - offsets[-1:]])
+    lengths = torch.nn.functional.pad(call.cu_seqlens_k.diff(), (1, 1), value=torch.iinfo(torch.int32).max)
+    check_ranges(call.key_ranges, lengths.repeat_interleave(counts))
 
 
 def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:

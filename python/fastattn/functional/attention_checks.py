@@ -182,13 +182,13 @@ def check_shape_of_ranges(ranges: Any, query: Tensor, is_packed: bool) -> None:
     whole = [query.shape[1], query.shape[0]] if is_packed else list(query.shape[:3])
     came, shared = list(ranges.shape), len(whole) - 1
     fits = all(size in (1, own) for size, own in zip(came[:shared], whole, strict=False)) and came[shared] == whole[-1]
-    expect(fits and came[-1] == 2, "key_ranges", f"{layout} beside [{', '.join(map(str, whole))}] rows", came)
+    expect(fits and came[-1] == 2, "key_ranges", f"{layout} for a query {list(query.shape)}", came)
     expect(1 <= came[-2] <= MOST_RANGES, "key_ranges", f"1 to {MOST_RANGES} ranges for each query", came[-2])
 
 
 def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
     """Checks that ranges ``[…, rows, R, 2]`` lie within the keys, of which each row may have another number, and do not
-    overlap. It reads them back, so call it only if `places_are_checked`."""
+    overlap. It reads them back, so call it only if `places_are_checked`, and not under ``torch.func``."""
     begin, end = ranges.unbind(-1)
     if isinstance(num_keys, Tensor):
         num_keys = num_keys[:, None]
@@ -197,16 +197,14 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         place = is_wrong.nonzero()[0].tolist()
         row, wrong = place[:-1], ranges[tuple(place)].tolist()
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
-        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} for query {row}")
+        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at {row}")
     # Empty ranges go last, behind all others.
     order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
     begin, end = begin.gather(-1, order), end.gather(-1, order)
     overlap = (begin[..., 1:] < end[..., :-1]) & (begin[..., 1:] < end[..., 1:])
     if bool(overlap.any()):
         row = overlap.nonzero()[0].tolist()[:-1]
-        raise InputError(
-            f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} for query {row}"
-        )
+        raise InputError(f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} at {row}")
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:

@@ -108,7 +108,10 @@ class _Attention(torch.autograd.Function):
 
 
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
-    """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas."""
+    """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas.
+
+    Those that list tiles for ranges of keys are not among them.
+    """
     if backend == "triton":
         asked_for = [("bias", backward.bias_grad), ("slopes", backward.slopes_grad)]
         launched = ["rows", "query", "key_value", *(name for name, wanted in asked_for if wanted)]

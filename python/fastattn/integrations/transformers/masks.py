@@ -83,8 +83,8 @@ def make_mask(
         return whole_mask()
 
     def unlike_any_pattern() -> Tensor:
-        may_be_ranges = not traced and q_length > 1 and not wants_whole_masks(config)
-        return _as_ranges(whole_mask, q_length, kv_length, q_offset) if may_be_ranges else whole_mask()
+        may_be_ranges = not traced and q_length > 1 and not in_force() and not wants_whole_masks(config)
+        return _as_ranges(whole_mask, batch_size, q_length, kv_length, q_offset) if may_be_ranges else whole_mask()
 
     if pattern is None:
         return unlike_any_pattern()
@@ -135,10 +135,12 @@ def make_mask(
     return mark_keys(present, count, None, device)
 
 
-def _as_ranges(whole_mask: Callable[..., Any], q_length: int, kv_length: int, q_offset: int | Tensor) -> Any:
+def _as_ranges(
+    whole_mask: Callable[..., Any], batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor
+) -> Any:
     """Returns the mark of a mask by which each query sees few ranges of keys, made of some queries' masks at a time, or
     else the whole mask. It waits for the GPU."""
-    found, step = [], max(1, MOST_MASKED_AT_ONCE // max(1, kv_length))
+    found, step = [], max(1, MOST_MASKED_AT_ONCE // max(1, batch_size * kv_length))
     try:
         for first in range(0, q_length, step):
             found.append(from_bool(whole_mask(q_length=min(step, q_length - first), q_offset=q_offset + first)))
