@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!has_ranges) return place;
         return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + place]), static_cast<uint32_t>(num_tiles - 1)));
     };
-    int32_t key_tile = place >= begin_place ? tile_at(place, num_tiles) : 0;
+    int32_t key_tile = has_ranges && place < 0 ? 0 : tile_at(place, num_tiles);
     const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
                                                               attention.query.head_dim);
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     }
     for (; place >= begin_place; --place) {
         const bool is_full = place >= begin_full && place < end_full, is_last = place == begin_place;
-        const int32_t next_tile = is_last ? key_tile : tile_at(place - 1, num_complete);
+        const int32_t next_tile = has_ranges && is_last ? key_tile : tile_at(place - 1, num_complete);
         if (is_full) {
             step(next_tile, is_last, std::false_type{});
         } else {
