@@ -13,7 +13,6 @@
 #include "attention/forward.h"
 #include "device/fragment.cuh"
 #include "device/key_ranges.cuh"
-#include "device/paged_rows.cuh"
 #include "device/sequence.cuh"
 #include "host/launch.h"
 
@@ -31,9 +30,7 @@ __global__ void __launch_bounds__(kWarpSize)
     const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
     if (first_row >= rows.length) return;
     const int32_t num_keys =
-        params.paged.block_table != nullptr
-            ? paged_keys(params.packed.cu_seqlens_k, batch, params.key.rows)
-            : sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows).length;
+        sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows).length;
     const Window window = window_of(params.scores, rows.length, num_keys);
 
     // The ranges of each row, as far as its window goes.

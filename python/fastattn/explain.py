@@ -26,8 +26,8 @@ class Explanation:
     """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
 
     ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the share of all tiles of
-    scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. It counts no causal mask or
-    window.
+    scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. A causal mask or window
+    may leave fewer.
     """
 
     backend: str
@@ -104,7 +104,7 @@ def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
     computed = total = 0
     for of_sequence, num_keys in sequences:
         first_key = torch.arange(0, num_keys, block_n)
-        for rows in of_sequence.split(block_m, dim=-3):
+        for rows in of_sequence.split(block_m, dim=-3) if of_sequence.shape[-3] else ():
             begin, end = rows.flatten(-3, -2).unsqueeze(-3).unbind(-1)  # […, 1, rows * R]
             meets = (begin < end) & (begin < first_key[:, None] + block_n) & (end > first_key[:, None])
             computed, total = computed + int(meets.any(-1).sum()), total + meets[..., 0].numel()

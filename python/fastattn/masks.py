@@ -1,9 +1,9 @@
 """Makes ranges of visible keys, the ``key_ranges`` of ``attention`` and ``attention_varlen``.
 
 Ranges are int32 ``[B or 1, H or 1, Sq, R, 2]``: each query sees the keys of up to four half-open ranges ``[begin,
-end)``. They say in O(S) memory what a bool mask says in O(S²), and kernels pass over tiles that nobody sees. Packed
-sequences take them without the batch, ``[H or 1, total_q, R, 2]``: ``torch.cat([a[0], b[0]], dim=1)`` of ranges with as
-many R, since keys count from the first one of each sequence.
+end)``. They say in O(S) memory what a bool mask says in O(S²), and kernels skip tiles that no query sees. Packed
+sequences take them without the batch, ``[H or 1, total_q, R, 2]``, as ``torch.cat([a[0], b[0]], dim=1)`` joins ranges
+of the same R, since keys count from the first one of each sequence.
 
 Example:
     >>> ranges = fastattn.masks.shared_prompt(4, [3, 3])  # one prompt, two answers
@@ -54,7 +54,7 @@ def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = N
 
 def prefix(lengths: int | Tensor, seqlen: int, *, device: Any = None) -> Tensor:
     """Returns ranges ``[B, 1, S, 1, 2]`` of a prefix language model: each token sees the first ``lengths[b]`` tokens,
-    and all up to itself (Raffel et al., "T5", 2020, section 3.2.1)."""
+    and all up to itself (Raffel et al., "T5", 2020, section 3.2.1). ``lengths`` is an int or ``[B]``."""
     lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device).reshape(-1, 1)
     seqlen = check_int("seqlen", seqlen, minimum=0)
     token = torch.arange(seqlen, dtype=torch.int32, device=lengths.device)
@@ -66,7 +66,8 @@ def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) ->
     """Returns ranges ``[1, 1, S, 2, 2]`` of a prompt and several answers to it, one after the other in one sequence:
     each answer sees the prompt and itself up to the token at hand, as if it were alone with the prompt.
 
-    Positions, as rotary embedding needs them, then count on from the prompt in every answer.
+    Positions, as rotary embedding needs them, then count on from the prompt in every answer. ``window`` and
+    ``alibi_slopes`` go by places in the sequence, where later answers stand further from the prompt: they do not suit.
     """
     sizes = [check_int("prompt", prompt, minimum=0), *(check_int("answers", n, minimum=0) for n in answers)]
     token = torch.arange(sum(sizes), dtype=torch.int32, device=device)
@@ -83,10 +84,10 @@ def window_and_global(
     around itself, as in ``attention``; those first tokens see all (Beltagy et al., "Longformer", 2020). With ``causal``
     no token sees a later one (Xiao et al., "attention sinks", 2024)."""
     seqlen, num_global = check_int("seqlen", seqlen, minimum=0), check_int("num_global", num_global, minimum=0)
-    left, right = check_window(window)
+    left, right = (seqlen if side < 0 else min(side, seqlen) for side in check_window(window))
     token = torch.arange(seqlen, dtype=torch.int32, device=device)
-    begin = (token - (left if left >= 0 else seqlen)).clamp(min=min(num_global, seqlen))
-    end = (token + (right if right >= 0 else seqlen)).clamp(max=seqlen - 1) + 1
+    begin = (token - left).clamp(min=min(num_global, seqlen))
+    end = (token + right).clamp(max=seqlen - 1) + 1
     end = torch.where(token < num_global, seqlen, end)
     begin = torch.where(token < num_global, num_global, begin).clamp(max=seqlen)
     if causal:
@@ -118,8 +119,8 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
 
 
 def from_bool(mask: Tensor) -> Tensor:
-    """Returns the ranges ``[…, Sq, R, 2]`` of a bool mask ``[…, Sq, Sk]``, True = attend, which is what ``attention``
-    takes of a mask ``[B or 1, H or 1, Sq, Sk]``.
+    """Returns the ranges ``[…, Sq, R, 2]`` of a bool mask ``[…, Sq, Sk]``, True = attend; those of a mask
+    ``[B or 1, H or 1, Sq, Sk]`` are what ``attention`` takes. It waits for the GPU.
 
     Raises:
         InputError: a query sees more than four ranges of keys; the message says which is the first.
@@ -166,6 +167,8 @@ def from_block_mask(block_mask: Any) -> Tensor:
     sees = block_mask.mask_mod
     for dim in (3, 2, 1, 0):  # the function of a mask takes single indices
         sees = torch.vmap(sees, in_dims=tuple(0 if place == dim else None for place in range(4)))
+    if num_queries == 0:
+        return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
     found = []
     for block, rows in enumerate(places[2].split(block_m)):
         of_keys = [
@@ -176,15 +179,14 @@ def from_block_mask(block_mask: Any) -> Tensor:
             found.append(from_bool(mask))
         except InputError as error:
             raise InputError(f"{error}, counted from query {int(rows[0])}") from None
-    if not found:
-        return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
     most = max(ranges.shape[-2] for ranges in found)
     return torch.cat([torch.nn.functional.pad(ranges, (0, 0, 0, most - ranges.shape[-2])) for ranges in found], dim=2)
 
 
 def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width: int = 64) -> str:
     """Returns a picture of ranges ``[B, H, Sq, R, 2]``, a line for each query and a character for each key: ``█`` is
-    seen and ``·`` is not. Beyond ``width`` keys or queries a character stands for several, ``▒`` for some of them."""
+    seen and ``·`` is not. Beyond ``width`` keys or queries a character stands for several, ``▒`` if only some are seen.
+    """
     check_rank("ranges", ranges, "[B, H, Sq, R, 2]")
     mask = to_bool(ranges[batch, head].cpu(), num_keys)
     step = max(1, -(-max(*mask.shape) // check_int("width", width, minimum=1)))

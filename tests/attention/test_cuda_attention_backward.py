@@ -685,7 +685,8 @@ def op_arguments(**changes: Any) -> dict[str, Any]:
     out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     schema = torch.ops.fastattn.attention_backward.default._schema
     names = [argument.name for argument in schema.arguments]
-    return {**dict(zip(names, backward_arguments(case, problem, out, lse), strict=True)), **changes}
+    arguments = backward_arguments(case, problem, out, lse)
+    return {**dict(zip(names, (*arguments, problem.key_ranges), strict=True)), **changes}
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:

@@ -50,14 +50,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize(
+each_case = pytest.mark.parametrize(
     "case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str
 )
-def test_each_backend(case: Case, backend: str, monkeypatch: Any) -> None:
+
+
+@each_case
+def test_triton_and_its_gradients(case: Case, monkeypatch: Any) -> None:
     use_small_tiles(monkeypatch)
     problem = make_problem(case)
-    found = run_public(case, problem, backend, deterministic=True)
+    found = run_public(case, problem, "triton", deterministic=True)
+    compare(case, problem, found, names=found)
+
+
+@each_case
+def test_pytorch_and_its_gradients(case: Case) -> None:
+    problem = make_problem(case)
+    found = run_public(case, problem, "torch", deterministic=True)
     compare(case, problem, found, names=found)
 
 
@@ -213,6 +222,7 @@ def test_cuda_forward_takes_a_view_of_any_numbers(gpu: int) -> None:
             key_ranges=buffer[1:].view(ranges.shape),
             return_max_logit=True,
         )
+    compare(case, problem, {"out": found}, names=("out",))
     assert torch.equal(found, cuda_forward(case, problem)["out"])
     *_, expected = reference.attention(
         problem.query.double(), problem.key.double(), problem.value.double(), key_ranges=ranges, return_max_logit=True
@@ -391,9 +401,9 @@ def test_shapes_and_dtypes_are_checked(ranges: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] at \[0, 0, 1\]"),
+        ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] at key_ranges\[0, 0, 1\]"),
         ([[4, 6], [0, 5]], "ranges that do not overlap"),
-        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] at \[0, 0, 1\]"),
+        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] at key_ranges\[0, 0, 1\]"),
         ([[-1, 2], [0, 0]], "0 <= begin"),
         ([[0, 0], [5, 8]], "0 <= begin <= end <= 7"),
     ],
@@ -463,7 +473,7 @@ def test_explain_says_how_much_is_computed() -> None:
     leaf = query.clone().requires_grad_()
     with_gradients = fastattn.explain(fastattn.attention, leaf, key, key, key_ranges=ranges)
     assert with_gradients.backend == "triton"
-    assert "gradients beside ranges of visible keys" in with_gradients.rejected["cuda"]
+    assert "gradients with ranges of visible keys" in with_gradients.rejected["cuda"]
     size = (found.tile["block_m"], found.tile["block_n"]) if HAS_KERNELS else (found.tile.block_m, found.tile.block_n)
     mask = torch.nn.functional.pad(masks.to_bool(ranges, keys)[0, 0].cpu(), (0, -keys % size[1], 0, -rows % size[0]))
     is_seen = mask.unflatten(0, (-1, size[0])).unflatten(-1, (-1, size[1])).any(1).any(-1)
@@ -472,7 +482,7 @@ def test_explain_says_how_much_is_computed() -> None:
 
     query, key, packed = query[0].transpose(0, 1), key[0].transpose(0, 1), torch.zeros_like(ranges[0])
     packed[:, 100:] = ranges[0, :, 100:]
-    offsets = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 100, rows], [0, 0, keys])]
+    offsets = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 0, 100, rows], [0, 0, 0, keys])]
     found = fastattn.explain(fastattn.attention_varlen, query, key, key, *offsets, 200, keys, key_ranges=packed)
     dense = (tensor.transpose(0, 1)[None] for tensor in (query[100:], key, key))
     expected = fastattn.explain(fastattn.attention, *dense, key_ranges=packed[None, :, 100:])

@@ -224,7 +224,7 @@ def test_who_asks_for_a_whole_mask_gets_one() -> None:
 
 def test_a_window_that_the_layers_keep_to_themselves_is_in_the_mask() -> None:
     unknown = SimpleNamespace(sliding_window=WINDOW)
-    for config, kind in ((MistralConfig(sliding_window=WINDOW), Keys), (unknown, Ranges)):
+    for config, kind in ((MistralConfig(sliding_window=WINDOW), Keys), (unknown, type(None))):
         mask = make_mask(BATCH, 6, 6, mask_function=sliding(), local_size=WINDOW, config=config)
         assert isinstance(read(mask), kind)
 

@@ -85,6 +85,7 @@ def launched_triton_kernels() -> list[tuple[str, str]]:
 
 def test_every_kernel_in_the_sources_is_known() -> None:
     operators = {"attention_forward": "attention_forward", "attention_backward": "attention_backward"}
+    operators |= {"attention_ranges": "attention_forward"}
     operators |= {"decode_dequantize": "dequantize_cache", "decode": "attention_decode", "int8_matmul": "int8_matmul"}
     operators |= {name: name for name in ("merge_attention_backward", "merge_attention")}
     kernels = launched_triton_kernels()

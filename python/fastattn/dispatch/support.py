@@ -30,8 +30,8 @@ FEATURES: dict[str, dict[str, str]] = {
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
         "key ranges": "ranges of visible keys (key_ranges)",
-        "key ranges gradients": "gradients beside ranges of visible keys",
-        "paged key ranges": "ranges of visible keys over paged keys and values",
+        "key ranges gradients": "gradients with ranges of visible keys",
+        "paged key ranges": "ranges of visible keys over pages",
         "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
@@ -184,6 +184,7 @@ def _support_cell(op: str, support: Support | None) -> str:
     if support is None:
         return "–"
     missing = [words for feature, words in FEATURES[op].items() if feature not in support.features]
-    what = "everything, except " + ", ".join(missing) if missing else "everything"
+    *first, last = missing or [""]
+    what = f"everything, except {', '.join(first)}{', and ' if first else ''}{last}" if missing else "everything"
     dims = "" if support.head_dims is None else f"; head dims {support.head_dims_text()}"
     return f"{what}; {support.dtypes_text()}{dims}"

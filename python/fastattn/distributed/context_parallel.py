@@ -97,8 +97,9 @@ def context_parallel_attention(
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
-        key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: those of this rank's rows, by positions in the whole
-            sequence. They hide keys from the kernels alone: all keys are sent that the window lets a rank see.
+        key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: those of this rank's rows, as ``shard_sequence(ranges,
+            2, layout=…)`` gives them; they count the keys of the whole sequence. They save computation and no
+            communication: a rank still receives all keys that the window lets it see.
         dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on the
             number of ranks.
 
@@ -319,7 +320,7 @@ def context_parallel_attention_varlen(
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
         if key_ranges is not None:
-            check_shape_of_ranges(key_ranges, query, is_packed=False)
+            check_shape_of_ranges(key_ranges[0], query[0].transpose(0, 1), is_packed=True)
         if key_ranges is not None and places_are_checked(key_ranges):
             lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # the last one for padding
             check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))

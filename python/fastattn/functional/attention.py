@@ -128,9 +128,9 @@ def attention(
             long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
         key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees the keys of its ranges ``[begin,
-            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels pass over
-            tiles without such keys, except for the gradient of a bias. ``fastattn.masks`` makes ranges. On a CPU, and
-            with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
+            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels skip
+            tiles without such keys; only the one for the gradient of a bias computes them. ``fastattn.masks`` makes
+            ranges. On a CPU, and with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
         dropout_p: the probability with which dropout zeroes an attention weight.
         dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
             generator.
@@ -408,7 +408,7 @@ def _check_places(call: AttentionCall) -> None:
 
 
 def _check_ranges(call: AttentionCall) -> None:
-    """Checks ranges of keys, which it reads back. Rows that belong to no sequence may have any."""
+    """Checks ranges of keys, which it reads back. Those of rows of no sequence may reach beyond all keys."""
     assert call.key_ranges is not None
     if torch._C._are_functorch_transforms_active():
         return  # what is mapped cannot be read

@@ -197,14 +197,16 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         place = is_wrong.nonzero()[0].tolist()
         row, wrong = place[:-1], ranges[tuple(place)].tolist()
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
-        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at {row}")
+        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at key_ranges{row}")
     # Empty ranges go last, behind all others.
     order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
     begin, end = begin.gather(-1, order), end.gather(-1, order)
     overlap = (begin[..., 1:] < end[..., :-1]) & (begin[..., 1:] < end[..., 1:])
     if bool(overlap.any()):
         row = overlap.nonzero()[0].tolist()[:-1]
-        raise InputError(f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} at {row}")
+        raise InputError(
+            f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} at key_ranges{row}"
+        )
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:

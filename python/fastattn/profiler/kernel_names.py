@@ -7,7 +7,7 @@ import re
 # The names of fastattn's Triton kernels: in the replay of a CUDA graph, no operator tells whose kernel it is.
 _TRITON_KERNEL = re.compile(
     r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|dequantize|forward|grad_input|merge"
-    r"|merge_attention(_backward)?)_kernel"
+    r"|merge_attention(_backward)?|tile_states|list_tiles)_kernel"
 )
 
 

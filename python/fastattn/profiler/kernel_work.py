@@ -25,7 +25,8 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
-    return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), False
+    has_ranges = "key_ranges" in call.arguments and call["key_ranges"].is_tensor  # whose numbers are on the device
+    return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), has_ranges
 
 
 def _forward(call: OperatorCall) -> Work:
@@ -193,7 +194,9 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
+_LISTS: _WorkOf = {"key_ranges": None, "tile_states": None, "list_tiles": None}  # of tiles, for ranges of keys
 _BACKWARD: _WorkOf = {
+    **_LISTS,
     "attention_backward_rows_sm": _native_rows,
     "attention_backward_key_value_sm": _native_key_value,
     "attention_backward_key_value_large_sm": _native_key_value,
@@ -208,7 +211,7 @@ _BACKWARD: _WorkOf = {
     "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
 }
 _WORK: dict[str, _WorkOf] = {  # by operator
-    "attention_forward": {"attention_forward": _forward},
+    "attention_forward": {**_LISTS, "attention_forward": _forward},
     "attention_backward": _BACKWARD,
     "attention_backward_add": _BACKWARD,
     "attention_decode": _DECODING,

@@ -81,13 +81,9 @@ def make_mask(
         pattern = recognise(mask_function, last_position=kv_offset + kv_length - 1)
     if is_read_by_others:
         return whole_mask()
-
-    def unlike_any_pattern() -> Tensor:
+    if pattern is None:
         may_be_ranges = not traced and q_length > 1 and not in_force() and not wants_whole_masks(config)
         return _as_ranges(whole_mask, batch_size, q_length, kv_length, q_offset) if may_be_ranges else whole_mask()
-
-    if pattern is None:
-        return unlike_any_pattern()
     if (spread := in_force()) and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
         error = InputError(
             "sliding_window: expected causal layers that pass it to the attention function, inside of "
@@ -97,7 +93,7 @@ def make_mask(
 
     if pattern.sequence_ids is not None:  # transformers only recognises packed sequences without padding or a cache
         if attention_mask is not None or wants_whole_masks(config) or not _window_is_known(pattern, kv_length, config):
-            return unlike_any_pattern()
+            return whole_mask()
         return mark_offsets(pattern.sequence_ids.expand(batch_size, -1))
 
     present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -114,7 +110,7 @@ def make_mask(
         return mark_keys(None, kv_length, -1, device) if present is None else present[:, None, None, :]
 
     if not _window_is_known(pattern, kv_length, config):
-        return unlike_any_pattern()
+        return whole_mask()
     if q_length == 1:
         if present is not None:
             is_later = torch.arange(kv_length, device=present.device) > q_offset - kv_offset
