@@ -31,7 +31,7 @@ def ranges_of(mask: str, seqlen: int) -> Tensor:
 
 
 def mask_mod(mask: str, seqlen: int, device: torch.device) -> Callable[..., Any]:
-    """Returns the function of indices that says the same, as one writes it for FlexAttention."""
+    """Returns the same mask as a function of indices, in the form that FlexAttention takes."""
     if mask == "documents":
         offsets = _document_offsets(seqlen)
         document = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff()).to(device)
