@@ -23,9 +23,8 @@ from fastattn.triton_kernels.attention_common import (
     masked_tile,
     score_gradients,
     sequence_range,
-    tile_range,
 )
-from fastattn.triton_kernels.attention_ranges import find_list
+from fastattn.triton_kernels.attention_ranges import tiles_of_rows
 
 
 @triton.jit
@@ -131,18 +130,11 @@ def attention_backward_query_kernel(
         seed = tl.load(dropout_seed)
     dq = tl.zeros([BLOCK_M, WIDTH_QK], tl.float32)
 
-    begin, full_begin, full_end, end = tile_range(
-        first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
-    )
+    begin, full_begin, full_end, end, listed = tiles_of_rows(
+        tiles, batch, head, stride_tiles_b, stride_tiles_h, num_listed, begin_q, cu_seqlens_q, first_row, last_row,
+        offset, window_left, window_right, seqlen_k, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES,
+    )  # fmt: skip
     num_complete = seqlen_k // BLOCK_N
-    listed = tiles
-    if RANGES > 0:
-        listed, full_end, end = find_list(
-            tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed, num_complete,
-            cu_seqlens_q, BLOCK_M,
-        )  # fmt: skip
-        begin = 0
-        full_begin = 0
     if BIAS != NO_BIAS:
         full_begin = end
         full_end = end

@@ -18,9 +18,8 @@ from fastattn.triton_kernels.attention_common import (
     masked_tile,
     score_gradients,
     sequence_range,
-    tile_range,
 )
-from fastattn.triton_kernels.attention_ranges import find_list
+from fastattn.triton_kernels.attention_ranges import tiles_of_rows
 from fastattn.triton_kernels.tiles import ceil_div
 
 # ENOUGH_CTAS fill any GPU. LEAST_SPLITS apply where sequences and heads are as many already, because the longest
@@ -97,16 +96,10 @@ def attention_backward_slopes_kernel(
         log2_sum = delta_tile
         if BIAS == ADDITIVE_BIAS:
             log2_sum = tl.load(row_log2_sum + position, mask=row < seqlen_q, other=0.0)
-        begin, _full_begin, _full_end, end = tile_range(
-            first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
-        )
-        listed = tiles
-        if RANGES > 0:
-            listed, _num_full, end = find_list(
-                tiles, batch, head, stride_tiles_b, stride_tiles_h, m_tile, begin_q, num_listed, 0, cu_seqlens_q,
-                BLOCK_M,
-            )  # fmt: skip
-            begin = 0
+        begin, _full_begin, _full_end, end, listed = tiles_of_rows(
+            tiles, batch, head, stride_tiles_b, stride_tiles_h, num_listed, begin_q, cu_seqlens_q, first_row, last_row,
+            offset, window_left, window_right, seqlen_k, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES,
+        )  # fmt: skip
         for step in range(end - begin):
             first_key = masked_tile(step, begin, end, end, listed, RANGES) * BLOCK_N
             k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)

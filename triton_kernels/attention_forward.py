@@ -41,7 +41,6 @@ from fastattn.triton_kernels.attention_common import (
     sequence_range,
     spoil_rows,
     store_rows,
-    tile_range,
     visible_keys,
 )
 from fastattn.triton_kernels.attention_launch import (
@@ -53,7 +52,7 @@ from fastattn.triton_kernels.attention_launch import (
     strides,
 )
 from fastattn.triton_kernels.attention_pages import key_range, load_paged_rows, locate_keys
-from fastattn.triton_kernels.attention_ranges import find_list, list_tiles
+from fastattn.triton_kernels.attention_ranges import list_tiles, tiles_of_rows
 from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
 
 
@@ -234,18 +233,11 @@ def attention_forward_kernel(
         row_sum += tl.where(sink == -INF, 0.0, 1.0)
     out = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
 
-    begin, full_begin, full_end, end = tile_range(
-        first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
-    )
+    begin, full_begin, full_end, end, listed = tiles_of_rows(
+        tiles, batch, head, stride_tiles_b, stride_tiles_h, num_listed, begin_q, cu_seqlens_q, first_row, last_row,
+        offset, window_left, window_right, seqlen_k, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES,
+    )  # fmt: skip
     num_complete = seqlen_k // BLOCK_N
-    listed = tiles
-    if RANGES > 0:
-        listed, full_end, end = find_list(
-            tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed, num_complete,
-            cu_seqlens_q, BLOCK_M,
-        )  # fmt: skip
-        begin = 0
-        full_begin = 0
     if BIAS != NO_BIAS or PAGE_SIZE > 0:  # any key may be masked
         full_begin = end
         full_end = end

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.triton_kernels.attention_common import NO_BIAS, sequence_range
+from fastattn.triton_kernels.attention_common import NO_BIAS, sequence_range, tile_range
 from fastattn.triton_kernels.attention_launch import Arguments, launch
 from fastattn.triton_kernels.attention_pages import key_range
 from fastattn.triton_kernels.tiles import ceil_div
@@ -141,6 +141,28 @@ def find_list(
     place = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
     own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + place * (2 + length))
     return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
+
+
+@triton.jit
+def tiles_of_rows(
+    tiles, batch, head, stride_tiles_b, stride_tiles_h, num_listed, begin_q, cu_seqlens_q, first_row, last_row, offset,
+    window_left, window_right, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """Returns the tiles of keys that a tile of rows walks over, as `tile_range` does: ``begin``, ``full_begin``,
+    ``full_end``, ``end``. Ranges bring a list of the tiles, the last of the values returned, and the others count its
+    entries."""
+    if RANGES > 0:
+        listed, full_end, end = find_list(
+            tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed,
+            seqlen_k // BLOCK_N, cu_seqlens_q, BLOCK_M,
+        )  # fmt: skip
+        return 0, 0, full_end, end, listed
+    else:
+        begin, full_begin, full_end, end = tile_range(
+            first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
+        )
+        return begin, full_begin, full_end, end, tiles
 
 
 def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:

@@ -143,29 +143,28 @@ inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor&
 
 // The parameters of ranges of keys, int32 [batch or 1, heads or 1, rows, num, 2], packed without the batch. Makes the
 // tensor contiguous, and keeps it.
-inline KeyRangesView key_ranges_view(const char* op, std::optional<Tensor>& key_ranges, const Tensor& query,
+inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const Tensor& query,
                                      const AttentionSizes& sizes) {
-    if (!key_ranges) return {};
     const int64_t heads_dim = sizes.is_packed ? 0 : 1;
-    check_rank(op, "key_ranges", *key_ranges, heads_dim + 4);
-    const int64_t heads = key_ranges->size(heads_dim), num = key_ranges->size(heads_dim + 2);
-    const int64_t batch = sizes.is_packed ? sizes.batch : key_ranges->size(0);
+    check_rank(op, "key_ranges", key_ranges, heads_dim + 4);
+    const int64_t heads = key_ranges.size(heads_dim), num = key_ranges.size(heads_dim + 2);
+    const int64_t batch = sizes.is_packed ? sizes.batch : key_ranges.size(0);
     const int64_t expected_heads = heads == 1 ? 1 : sizes.heads, rows = query.size(sizes.is_packed ? 0 : 2);
     if (sizes.is_packed) {
-        check_shape(op, "key_ranges", *key_ranges, {expected_heads, rows, num, 2});
+        check_shape(op, "key_ranges", key_ranges, {expected_heads, rows, num, 2});
     } else {
-        check_shape(op, "key_ranges", *key_ranges, {batch == 1 ? 1 : sizes.batch, expected_heads, rows, num, 2});
+        check_shape(op, "key_ranges", key_ranges, {batch == 1 ? 1 : sizes.batch, expected_heads, rows, num, 2});
     }
     check(num >= 1 && num <= kMostRanges, op, "key_ranges must have 1 to ", kMostRanges, " ranges for a row, got ",
           num);
-    check(key_ranges->scalar_type() == ScalarType::Int, op, "key_ranges must be int32, got ", dtype_text(*key_ranges));
-    check_device(op, "key_ranges", *key_ranges, query);
-    key_ranges = torch::stable::contiguous(*key_ranges);
-    if (reinterpret_cast<uintptr_t>(key_ranges->data_ptr()) % sizeof(int64_t) != 0) {
-        key_ranges = torch::stable::clone(*key_ranges);  // a view into int32 numbers
+    check(key_ranges.scalar_type() == ScalarType::Int, op, "key_ranges must be int32, got ", dtype_text(key_ranges));
+    check_device(op, "key_ranges", key_ranges, query);
+    key_ranges = torch::stable::contiguous(key_ranges);
+    if (reinterpret_cast<uintptr_t>(key_ranges.data_ptr()) % sizeof(int64_t) != 0) {
+        key_ranges = torch::stable::clone(key_ranges);  // a view into int32 numbers
     }
     const int64_t of_head = rows * num, of_batch = heads * of_head;
-    return {static_cast<const int32_t*>(key_ranges->data_ptr()),
+    return {static_cast<const int32_t*>(key_ranges.data_ptr()),
             to_int32(op, "key_ranges", batch),
             to_int32(op, "key_ranges", heads),
             static_cast<int32_t>(num),

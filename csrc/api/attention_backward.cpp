@@ -200,7 +200,8 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     const DeviceFacts facts = device_facts();
     const KernelSize head_dims(params.query.head_dim, params.value.head_dim);
     const BackwardKernels kernels = backward_kernels(
-        facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, given.scores.change_scores(),
+        facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype,
+        {given.scores.change_scores(), given.scores.key_ranges.has_value()},
         {params.grad_bias.data != nullptr, params.grad_sinks != nullptr, params.grad_slopes.data != nullptr});
     const TileFacts& tile = kernels.key_value->tile;
     if (kernels.key_value->key.architecture == 90) {
@@ -210,6 +211,12 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
         params.row_splits = {0, 1, 1};
     }
     const Tensor workspace = make_backward_workspace(params, query, sizes, *kernels.key_value, given.deterministic);
+    std::optional<Tensor> seen_tiles;
+    if (given.scores.key_ranges) {  // two words for every 32 tiles of keys
+        const int32_t num_key_tiles = ceil_div(params.key.rows, tile.block_n);
+        seen_tiles = make_seen_tiles(params.seen_tiles, params.scores.ranges, query, sizes, tile, num_key_tiles,
+                                     2 * ceil_div(num_key_tiles, 32));
+    }
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }
@@ -236,9 +243,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double scale, int64_t window_left, int64_t window_right,
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
     bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges) {
-    check_absent(kOp, "key_ranges", key_ranges);
-    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, scale,   window_left,
-                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
+    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, key_ranges, scale,    window_left,
+                               window_right, first_row,    first_key, first_head,   softcap,    dropout_p};
     const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
                           lse,      bias,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                           options,  deterministic, bias_grad,    slopes_grad};
@@ -259,10 +265,9 @@ Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_va
                               int64_t window_right, std::optional<int64_t> first_row, int64_t first_key,
                               int64_t first_head, double softcap, double dropout_p, bool deterministic,
                               bool slopes_grad, std::optional<Tensor> key_ranges) {
-    check_absent(kAddOp, "key_ranges", key_ranges);
     const std::optional<Tensor> none;
-    const ScoreOptions options{none,         alibi_slopes, none,      dropout_seed, scale,   window_left,
-                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
+    const ScoreOptions options{none,         alibi_slopes, none,      dropout_seed, key_ranges, scale,    window_left,
+                               window_right, first_row,    first_key, first_head,   softcap,    dropout_p};
     const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
                           lse,      none,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                           options,  deterministic, false,        slopes_grad};

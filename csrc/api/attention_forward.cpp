@@ -24,29 +24,6 @@ namespace {
 constexpr const char* kOp = "attention_forward";
 constexpr double kLog2E = 1.4426950408889634;
 
-// Allocates the lists of tiles that ranges of keys leave to the forward kernel, and starts the kernel that makes them.
-// The tensor has to live until the forward kernel has been started.
-Tensor list_tiles(AttentionForwardParams& attention, const Tensor& query, const AttentionSizes& sizes,
-                  const TileFacts& tile, const DeviceFacts& facts, Stream stream) {
-    const KeyRangesView& ranges = attention.scores.ranges;
-    TileLists& lists = attention.tile_lists;
-    lists.block_m = tile.block_m, lists.block_n = tile.block_n;
-    lists.length = ceil_div(attention.key.rows, tile.block_n);
-    lists.is_packed = sizes.is_packed;
-    const int64_t num_tiles = sizes.is_packed ? query.size(0) / tile.block_m + sizes.batch
-                                              : ceil_div(int64_t{attention.query.rows}, int64_t{tile.block_m});
-    const int64_t of_head = num_tiles * (2 + lists.length), of_batch = ranges.heads * of_head;
-    lists.head_stride = ranges.heads == 1 ? 0 : of_head;
-    lists.batch_stride = sizes.is_packed || ranges.batch == 1 ? 0 : of_batch;
-    Tensor memory = make_workspace(query, [&](WorkspaceArena& arena) {
-        lists.data = arena.take<int32_t>(sizes.is_packed ? of_batch : ranges.batch * of_batch);
-    });
-    check(tile.block_m <= kMostListedRows, kOp, "the kernel's tile has ", tile.block_m, " rows");
-    auto& kernel = attention_key_ranges_kernels().find(facts.compute_capability, 0, std::nullopt, false);
-    kernel.launch(attention, stream);
-    return memory;
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward(
@@ -88,20 +65,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     attention.packed = packed_params(kOp, query, key, cu_seqlens_q, cu_seqlens_k);
     if (block_table) attention.paged = paged_params(kOp, key, value, block_table);
 
-    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, scale,   window_left,
-                               window_right, first_row,    first_key, first_head,   softcap, dropout_p};
+    const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, key_ranges, scale,    window_left,
+                               window_right, first_row,    first_key, first_head,   softcap,    dropout_p};
     const OnDeviceOf device(query);
     const DeviceFacts facts = device_facts();
     attention.heads_per_group = heads_per_group(attention.query, attention.key, facts.l2_bytes);
     ScoreTensors tensors;
     attention.scores = score_params(kOp, options, query, sizes, tensors);
-    attention.scores.ranges = key_ranges_view(kOp, key_ranges, query, sizes);
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
-    const ForwardTraits traits{options.change_scores() || key_ranges, block_table.has_value()};
+    const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
-    std::optional<Tensor> lists;
-    if (key_ranges) lists = list_tiles(attention, query, sizes, kernel.tile, facts, device.stream());
+    std::optional<Tensor> seen_tiles;
+    if (key_ranges) {
+        const int32_t num_key_tiles = ceil_div(attention.key.rows, kernel.tile.block_n);
+        seen_tiles = make_seen_tiles(attention.seen_tiles, attention.scores.ranges, query, sizes, kernel.tile,
+                                     num_key_tiles, /*pitch=*/2 + num_key_tiles);
+        attention_key_ranges_kernels()
+            .find(facts.compute_capability, 0, std::nullopt, false)
+            .launch(attention, device.stream());
+    }
     // CTAs may split the keys of a tile: see scheduler/key_splits.h. The work of ranges cannot be told by positions.
     std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;

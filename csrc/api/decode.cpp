@@ -145,9 +145,19 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
 
     DecodeParams params{};
     params.rotary = rotary_params(query, rotary_cos, rotary_sin, rotary_interleaved);
-    const ScoreOptions options{
-        std::nullopt, alibi_slopes, sinks, std::nullopt, scale, window_left, window_right, std::nullopt, 0, 0,
-        softcap,      0.0};
+    const ScoreOptions options{std::nullopt,
+                               alibi_slopes,
+                               sinks,
+                               std::nullopt,
+                               std::nullopt,
+                               scale,
+                               window_left,
+                               window_right,
+                               std::nullopt,
+                               0,
+                               0,
+                               softcap,
+                               0.0};
     ScoreTensors score_tensors;
     const AttentionSizes sizes{dtype,    /*is_packed=*/false, batch, heads, kv_heads, num_queries, capacity, head_dim,
                                value_dim};

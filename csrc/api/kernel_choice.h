@@ -42,9 +42,15 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
 // GPU.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
-    Row *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
+    Row *ranges, *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
 
-    std::array<Row*, 7> in_order() const { return {rows, key_value, query, bias, sinks, slopes, slope_sums}; }
+    std::array<Row*, 8> in_order() const { return {ranges, rows, key_value, query, bias, sinks, slopes, slope_sums}; }
+};
+
+// Beside head dims and dtype, these decide which kernels run: scores are more than scaled and masked by a window, and
+// there are ranges of keys, which are one of the reasons for that.
+struct BackwardTraits {
+    bool changes_scores, has_ranges;
 };
 
 // Beside those of query, key and value.
@@ -53,11 +59,14 @@ struct BackwardGradients {
 };
 
 inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, KernelSize head_dims,
-                                        DataType dtype, bool changes_scores, const BackwardGradients& wanted) {
+                                        DataType dtype, const BackwardTraits& traits, const BackwardGradients& wanted) {
     BackwardKernels kernels{};
+    if (traits.has_ranges) {
+        kernels.ranges = &attention_backward_ranges_kernels().find(compute_capability, 0, std::nullopt, false);
+    }
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
     kernels.key_value = &attention_backward_key_value_kernels().find(compute_capability, head_dims, dtype,
-                                                                     changes_scores, shared_bytes);
+                                                                     traits.changes_scores, shared_bytes);
     // It reads what that one has written: sums in its own order.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);

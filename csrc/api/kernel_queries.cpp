@@ -105,17 +105,18 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
         [&]() -> auto& { return forward_kernel(compute_capability, head_dims, dtype_of(is_bfloat16), *traits); });
 }
 
-// In the order in which they run; returns how many there are, at most 7.
+// In the order in which they run; returns how many there are, at most 8.
 FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t shared_bytes,
                                                                      int32_t head_dim, int32_t value_dim,
                                                                      int32_t is_bfloat16, int32_t changes_scores,
-                                                                     int32_t has_bias_gradient, int32_t has_sinks,
-                                                                     int32_t has_slopes_gradient, const char** names) {
+                                                                     int32_t has_ranges, int32_t has_bias_gradient,
+                                                                     int32_t has_sinks, int32_t has_slopes_gradient,
+                                                                     const char** names) {
     using namespace fastattn;
     try {
-        const BackwardKernels kernels =
-            backward_kernels(compute_capability, shared_bytes, KernelSize(head_dim, value_dim), dtype_of(is_bfloat16),
-                             changes_scores != 0, {has_bias_gradient != 0, has_sinks != 0, has_slopes_gradient != 0});
+        const BackwardKernels kernels = backward_kernels(
+            compute_capability, shared_bytes, KernelSize(head_dim, value_dim), dtype_of(is_bfloat16),
+            {changes_scores != 0, has_ranges != 0}, {has_bias_gradient != 0, has_sinks != 0, has_slopes_gradient != 0});
         int32_t count = 0;
         for (const BackwardKernels::Row* kernel : kernels.in_order()) {
             if (kernel != nullptr) names[count++] = kernel->name();
@@ -134,7 +135,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_dealt_backward(
     using namespace fastattn;
     try {
         const BackwardKernels kernels = backward_kernels(facts->compute_capability, facts->shared_bytes_per_cta, widest,
-                                                         DataType::kBFloat16, false, {});
+                                                         DataType::kBFloat16, {}, {});
         if (kernels.key_value->key.architecture != 90) return {};
         AttentionBackwardParams params{};
         params.query.batch = params.key.batch = batch;

@@ -15,7 +15,7 @@ namespace fastattn {
 
 // The options of attention_forward and attention_backward, in the order of their schemas.
 struct ScoreOptions {
-    const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed;
+    const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed, &key_ranges;
     double scale;
     int64_t window_left, window_right;
     std::optional<int64_t> first_row;  // of a block in a larger call; none: the last row stands at the last key
@@ -23,12 +23,12 @@ struct ScoreOptions {
     double softcap, dropout_p;
 
     // Whether scores are more than scaled and masked by a window: then the kernels without options do not compute them.
-    bool change_scores() const { return bias || alibi_slopes || dropout_p > 0 || softcap > 0; }
+    bool change_scores() const { return bias || alibi_slopes || key_ranges || dropout_p > 0 || softcap > 0; }
 };
 
 // Tensors that params point into, and that must live until the kernel has been started.
 struct ScoreTensors {
-    std::optional<Tensor> alibi_slopes, sinks;
+    std::optional<Tensor> alibi_slopes, sinks, key_ranges;
 };
 
 inline BiasView::Kind bias_kind(const char* op, const Tensor& bias) {
@@ -123,6 +123,10 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
         tensors.sinks = float_tensor(op, "sinks", *options.sinks, query);
         check_shape(op, "sinks", *tensors.sinks, {heads});
         params.sinks = static_cast<const float*>(tensors.sinks->data_ptr());
+    }
+    if (options.key_ranges) {
+        tensors.key_ranges = *options.key_ranges;
+        params.ranges = key_ranges_view(op, *tensors.key_ranges, query, sizes);
     }
     if (options.dropout_p > 0) {
         check(options.dropout_seed.has_value(), op, "dropout_seed must be a tensor where dropout_p is not 0");

@@ -4,8 +4,10 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
+#include <stdexcept>
 
-#include "api/checks.h"
+#include "api/attention_arguments.h"
+#include "host/kernel_table.h"
 #include "host/params.h"
 #include "scheduler/launch_id.h"
 
@@ -47,6 +49,29 @@ Tensor make_workspace(const Tensor& query, Take&& take) {
     WorkspaceArena arena(static_cast<float*>(workspace.data_ptr()));
     take(arena);
     return workspace;
+}
+
+// Allocates what tiles of rows see through their ranges of keys, `pitch` numbers for each. The tensor has to live until
+// the kernels have been started.
+inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, const Tensor& query,
+                              const AttentionSizes& sizes, const TileFacts& tile, int32_t num_key_tiles,
+                              int32_t pitch) {
+    if (tile.block_m > kMostListedRows) throw std::logic_error("fastattn: a tile has more than kMostListedRows rows");
+    const int64_t num_tiles =
+        sizes.is_packed ? query.size(0) / tile.block_m + sizes.batch : ceil_div(sizes.rows, int64_t{tile.block_m});
+    const int64_t of_head = num_tiles * pitch, of_batch = ranges.heads * of_head;
+    const bool shares_batch = sizes.is_packed || ranges.batch == 1;
+    seen = {/*data=*/nullptr,
+            tile.block_m,
+            tile.block_n,
+            num_key_tiles,
+            pitch,
+            sizes.is_packed,
+            shares_batch ? 0 : of_batch,
+            ranges.heads == 1 ? 0 : of_head};
+    return make_workspace(query, [&](WorkspaceArena& arena) {
+        seen.data = arena.take<int32_t>(shares_batch ? of_batch : ranges.batch * of_batch);
+    });
 }
 
 // Allocates partials of `rows` rows, and arrival counters, for one launch. The tensor has to live until the kernel is

@@ -8,6 +8,12 @@ namespace fastattn {
 
 using BackwardKernelTable = KernelTable<AttentionBackwardParams>;
 
+// Which tiles of rows and keys meet, of calls with ranges of keys. Any head dims and dtype.
+inline BackwardKernelTable& attention_backward_ranges_kernels() {
+    static auto& table = *new BackwardKernelTable("attention_backward, ranges");
+    return table;
+}
+
 // delta, shift and log2_sum of every query row, and zeros for the sums of the others. Any head dims.
 inline BackwardKernelTable& attention_backward_rows_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, rows");

@@ -10,7 +10,7 @@
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// Tiles that no row sees are not visited. Dense sequences only. Preconditions: those of HeadsView, head dims multiples
+// Tiles that no row sees through the window are not visited. Dense sequences only. Preconditions: those of HeadsView, head dims multiples
 // of 8.
 #pragma once
 
@@ -19,6 +19,7 @@
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
 #include "device/reduce.cuh"
 #include "device/scores.cuh"
 #include "device/shared_memory.h"
@@ -204,6 +205,9 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
         gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
         scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        if (options.ranges.data != nullptr) {
+            RowRanges(options.ranges, tile.batch, tile.head, {0, num_rows}).hide_others(rS, warp_row, first_key, lane);
+        }
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
             dropout.drop(rDP, warp_row, first_key, lane);

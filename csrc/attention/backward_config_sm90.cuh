@@ -83,6 +83,15 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
                   "warpgroups exchange the registers that the CTA has");
 };
 
+// The rows of a step, as the producer tells them to the consumers. full_for, bit i: all rows see every key of consumer i.
+// ranges: those of the first row, where there are some that hide keys.
+struct RowStep {
+    int32_t head, row_tile;
+    uint32_t full_for = 0;
+    float slope = 0.0f;  // of ALiBi
+    const int2* ranges = nullptr;
+};
+
 inline constexpr int kExchangeStages = 2;  // buffers of dS: with two, no barrier has to say that it has been read
 
 template <typename Config>
@@ -95,7 +104,7 @@ struct alignas(1024) BackwardStorageSm90 {
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
     float sPanel[Config::kNumConsumers][kPanelElements];                              // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
-    float slopes[Config::kStages];  // ALiBi slopes of the rows' heads; with options
+    RowStep steps[Config::kStages];  // with options
     int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;

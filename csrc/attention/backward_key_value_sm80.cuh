@@ -11,8 +11,9 @@
 //   tensor cores     S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK |  dQ (and its sums to global memory)
 //   shared memory      → P          → dS    |        |
 //
-// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited. With kOptions every tile goes
-// through all options; without, scores are only scaled, and the tiles that not every row sees all of are masked. dQ's
+// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited, by the window or by ranges of
+// keys (backward_ranges_sm80.cuh). With kOptions every tile goes through all options; without, scores are only scaled,
+// and the tiles that not every row sees all of are masked. dQ's
 // sums come in any order, or, where params.semaphores is given, from the first keys to the last: CTAs then claim their
 // work tiles from a counter, so that one only ever waits for CTAs that run already. Preconditions: those of HeadsView,
 // head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
@@ -74,10 +75,12 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
     // Prologue: which keys of which sequence, and which rows see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const KeyWorkTileSm80<kBlockM, kBlockN> tile(params, cta_in_order(params, shared.cta));
+    const bool has_ranges = kOptions && params.scores.ranges.data != nullptr;
+    const KeyWorkTileSm80<kBlockM, kBlockN> tile(params, cta_in_order(params, shared.cta), has_ranges);
     if (tile.num_keys <= 0) return;
     const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
                  end_tile, begin_full, end_full] = tile;
+    RowTileWalk<KeyWorkTileSm80<kBlockM, kBlockN>, kOptions> walk(params, tile);
     const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
@@ -90,21 +93,19 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         return KeyLoader(sTile, gTile, view.row_stride, thread, view.head_dim);
     };
     const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
-        const uint16_t* gTile = row_pointer(view, batch, first_head, rows.begin + begin_tile * kBlockM);
+        const uint16_t* gTile = row_pointer(view, batch, walk.head, rows.begin + walk.row_tile * kBlockM);
         return TileLoader<kBlockM, kHeadDim, kNumThreads, /*kDirection=*/1>(sTile, gTile, view.row_stride, threadIdx.x,
                                                                             view.head_dim);
     };
     auto load_q = rows_of(params.query, shared.sQ), load_do = rows_of(params.grad_out, shared.sdO);
-    const auto to_next_head = [&](const HeadsView<const uint16_t>& view) {
-        return view.head_stride - (ptx::opaque(end_tile) - begin_tile) * kBlockM * view.row_stride;
-    };
-    const auto load_rows = [&](int32_t head, int32_t row_tile) {
-        const int64_t first = rows.begin + row_tile * kBlockM;
+    const auto load_rows = [&] {
+        const int64_t first = rows.begin + walk.row_tile * kBlockM;
+        const int32_t num_rows = rows.length - walk.row_tile * kBlockM;
         shared.terms.template load<kNumThreads>(
-            params, ptx::opaque(batch) * params.shift.batch_stride + head * params.shift.head_stride + first,
-            rows.length - row_tile * kBlockM);
-        load_q.template load<true>(rows.length - row_tile * kBlockM);
-        load_do.template load<true>(rows.length - row_tile * kBlockM);
+            params, ptx::opaque(batch) * params.shift.batch_stride + walk.head * params.shift.head_stride + first,
+            num_rows);
+        load_q.template load<true>(num_rows);
+        load_do.template load<true>(num_rows);
         ptx::cp_async_commit_group();
     };
 
@@ -123,13 +124,14 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                                       ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
 
-    // One tile of rows of one head. is_full: scores are only scaled, and every row sees every key.
-    const auto step = [&](const HeadScores& scores, int32_t head, int32_t row_tile, bool is_full) {
-        const bool is_last = row_tile + 1 == end_tile;
+    // The tile of rows at hand.
+    const auto step = [&](const HeadScores& scores) {
+        const int32_t head = walk.head, row_tile = walk.row_tile;
+        const bool is_full = walk.is_full;
         const Dropout dropout(params.scores, batch * params.query.heads + head);
         ScoreGradients<kTilesM, kTilesN, kBlockM, kBlockN, kOptions> gradients(
-            scores, shared.terms, is_full, params.log2_sum.data != nullptr, row_tile * kBlockM, first_key, warp_m,
-            warp_n, lane);
+            scores, batch, head, rows, shared.terms, is_full, params.log2_sum.data != nullptr, row_tile * kBlockM,
+            first_key, warp_m, warp_n, lane);
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kWarpN]
 
         ptx::cp_async_wait_group<0>();  // Q, dO and terms
@@ -148,20 +150,27 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
         // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a score,
         // and so a dS, that is not finite: its dQ stays so.
-        const bool clean = !is_full && shared.some_nonfinite;
+        const bool clean = (kOptions || !is_full) && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
         __syncthreads();  // waits until every warp has read Q, dO and terms: they may be overwritten
-        if (is_last) {
-            load_q.skip(to_next_head(params.query));
-            load_do.skip(to_next_head(params.grad_out));
+        const int32_t num_before = params.semaphores != nullptr ? walk.num_before() : 0;
+        walk.go_on();
+        if (!walk.is_over()) {
+            if (walk.row_tile != row_tile + 1) {
+                const auto behind_next = [&](const HeadsView<const uint16_t>& view) {
+                    return (walk.head - head) * view.head_stride +
+                           (walk.row_tile - row_tile - 1) * kBlockM * view.row_stride;
+                };
+                load_q.skip(behind_next(params.query));
+                load_do.skip(behind_next(params.grad_out));
+            }
+            load_rows();
         }
-        const int32_t next_head = head + is_last;
-        if (next_head < end_head) load_rows(next_head, is_last ? begin_tile : row_tile + 1);
         const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
         const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile : nullptr};
-        semaphore.wait(key_tile - scores.window.keys_of(row_tile * kBlockM).begin / kBlockN, CtaBarrier{});
+        semaphore.wait(num_before, CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
         for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto slice) {  // dQ in slices: at once it would spill
             constexpr int kFirst = slice.value * kTilesAtOnce;
@@ -178,25 +187,17 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         }
     };
 
-    if (begin_tile < end_tile) {
+    if (!walk.is_over()) {
         KeyLoader load_k = keys_of(params.key, shared.sK, own_keys, threadIdx.x);
         KeyLoader load_v = keys_of(params.value, shared.sV, own_keys, threadIdx.x);
         load_k.template load<true>(num_keys);
         load_v.template load<true>(num_keys);
-        load_rows(first_head, begin_tile);
+        load_rows();
         ptx::cp_async_wait_group<0>();  // K: a thread may look at what it has copied itself
         const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
         if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
     }
-    int32_t head = begin_tile < end_tile ? first_head : end_head, row_tile = begin_tile;
-    while (head < end_head) {
-        const HeadScores scores(params.scores, batch, head, rows.length, keys.length);
-        step(scores, head, row_tile, !kOptions && tile.is_full(row_tile));
-        if (++row_tile == end_tile) {
-            row_tile = begin_tile;
-            ++head;
-        }
-    }
+    while (!walk.is_over()) step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
 
     // Epilogue: dK and dV become rows where K and V were, or are added to fp32.
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more

@@ -25,7 +25,8 @@
 //   other pipes            dQ → P' →        dS' → |             …
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
-// are zero. Any lengths, packed or not. What scores go through: backward_scores_sm90.cuh.
+// are zero. Any lengths, packed or not. Ranges of keys come from SeenTiles: the producer tells consumers which rows a
+// step has. What scores go through: backward_scores_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -258,11 +259,6 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             ptx::written_by_wgmma(rdK[block]);
             ptx::written_by_wgmma(rdV[block]);
         }
-        const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_full) {
-            return BlockScores({params, keys, keys.first_key + consumer.first_key(0), head, row_tile, is_full, lane,
-                                kOptions ? shared.slopes[stage] : 0.0f, kOptions ? shared.dropout_seed : 0});
-        };
-
         // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ
         // are due.
         const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, BlockScores& scores) {
@@ -275,7 +271,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 if constexpr (kBlock > 0) {
                     consumer.start_gradient(rdK[kBlock - 1], rdS16, sQ);
                     consumer.template start_scores<KeyTile>(rS, shared.sK, kBlock, sQ);
-                    scores.position.first_key += kWarpgroupM;
+                    scores.go_to_next_block();
                     scores.prepare();
                     wait_gemm<0>(rS);
                 }
@@ -304,19 +300,35 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
         }
         if (num_left > 0) {
             const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
-            // A bias may be NaN or infinity in rows that do not exist: these see nothing.
-            const int32_t end_full =
-                kOptions ? min(warp_uniform(keys.end_full[warpgroup]), keys.rows.length / Config::kBlockM)
-                         : warp_uniform(keys.end_full[warpgroup]);
-            const uint32_t num_full = max(end_full - begin_full, 0);
+            const uint32_t num_full = max(warp_uniform(keys.end_full[warpgroup]) - begin_full, 0);
+            const int32_t first_key = keys.first_key + consumer.first_key(0);
+            const auto look_at_ranges = [&](int stage) -> typename BlockScores::Ranges {
+                if constexpr (kOptions) {
+                    return {params, keys, shared.steps[stage], first_key, lane};
+                } else {
+                    return {};
+                }
+            };
+            // is_first: the step counts as masked, which is right for all tiles.
+            const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_first,
+                                          const typename BlockScores::Ranges& ranges) -> BlockScores {
+                if constexpr (kOptions) {
+                    const RowStep& step = shared.steps[stage];
+                    const bool is_full = !is_first && (step.full_for >> warpgroup & 1) != 0;
+                    return {{params, keys, first_key, step, is_full, lane, shared.dropout_seed}, ranges};
+                } else {
+                    const bool is_full = !is_first && static_cast<uint32_t>(row_tile - begin_full) < num_full;
+                    return {{params, keys, first_key, {head, row_tile}, is_full, lane, 0}, ranges};
+                }
+            };
             ScoresAsA rdS16;  // of the step whose dK and dQ are due
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t row_tile = begin_row_tile, heads_left = num_heads;
             {
                 Scores rS;
                 consumer.rows().wait_full();
-                BlockScores scores = block_scores(consumer.stage(), keys.begin_head, row_tile,
-                                                  /*is_full=*/false);  // right for all tiles
+                BlockScores scores = block_scores(consumer.stage(), keys.begin_head, row_tile, /*is_first=*/true,
+                                                  look_at_ranges(consumer.stage()));
                 consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
                 scores.prepare();
                 wait_gemm<0>(rS);
@@ -328,6 +340,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
                 const Ring<Config::kStages> next = consumer.rows(/*ahead=*/1);
                 next.wait_full();
+                const auto ranges = look_at_ranges(next.stage);
                 consumer.start_dq(rdQ, sKForDq);
                 consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[next.stage]);
                 if (--heads_left == 0) {
@@ -335,7 +348,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     heads_left = num_heads;
                 }
                 BlockScores scores = block_scores(next.stage, keys.begin_head + num_heads - heads_left, row_tile,
-                                                  static_cast<uint32_t>(row_tile - begin_full) < num_full);
+                                                  /*is_first=*/false, ranges);
                 wait_gemm<1>(rdQ);  // leaves S in flight
                 consumer.store_query_panel(rdQ);
                 scores.prepare();

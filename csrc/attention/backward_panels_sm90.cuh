@@ -100,15 +100,13 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
         ring.release_by_thread();
     };
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
-        if (lane != 0) return;
-        const int32_t tile = keys.first_key / Config::kBlockN;
-        keys.for_steps([&](int32_t head, int32_t row_tile) {
+        keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
+            if (lane != 0) return;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             ring.wait_full();
             if (in_order) {
-                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
                 semaphore_wait(params.semaphores + sums_tile,
-                               (tile - first_tile) * Config::kNumConsumers + others_before);
+                               keys.num_before(head, row_tile) * Config::kNumConsumers + others_before);
             }
             if (Config::kSkipsHidden && !keys.sees(row_tile, consumer)) {
                 ring.release_by_thread();
@@ -117,7 +115,7 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
             }
             if (in_order) semaphore_release(params.semaphores + sums_tile);
         });
-        if (!keys.is_split()) return;
+        if (lane != 0 || !keys.is_split()) return;
         int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kNumConsumers + consumer;
         for (int i = 0; i < Config::kKeyPanelsOfConsumer; ++i) {
             ring.wait_full();
@@ -144,18 +142,16 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
         }
     };
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
-        if (lane != 0) return;
-        const int32_t tile = keys.first_key / Config::kBlockN;
-        keys.for_steps([&](int32_t head, int32_t row_tile) {
+        keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
+            if (lane != 0) return;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             if (in_order) {
-                const int32_t first_tile = keys.window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
-                semaphore_wait(params.semaphores + sums_tile, tile - first_tile);
+                semaphore_wait(params.semaphores + sums_tile, keys.num_before(head, row_tile));
             }
             add(params.query_sums + sums_tile * (Config::kQueryPanels * kPanelElements), Config::kQueryPanels);
             if (in_order) semaphore_release(params.semaphores + sums_tile);
         });
-        if (!keys.is_split()) return;
+        if (lane != 0 || !keys.is_split()) return;
         float* const sums = params.key_sums + keys.split_tile * int64_t{Config::kKeyPanels * kPanelElements};
         if (in_order) semaphore_wait(params.key_semaphores + keys.split_tile, keys.split);
         add(sums, Config::kQueryPanels);

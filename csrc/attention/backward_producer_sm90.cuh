@@ -6,6 +6,7 @@
 #include "attention/backward_config_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
 #include "device/bias_tile.cuh"
+#include "device/key_ranges.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ring.cuh"
@@ -46,6 +47,12 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
             is_last = !order.find(found, params, row_split.tile, Config::kBlockN);
             const bool finds = lane == 0 && !is_last && shared.work_tiles[ring.stage].find(params, row_split, found);
             exists = __any_sync(0xffffffff, finds);
+            if (Config::kOptions && exists && params.scores.ranges.data != nullptr) {
+                __syncwarp();  // waits until lane 0 has written the work tile
+                const int32_t num_steps = shared.work_tiles[ring.stage].count_seen_tiles();
+                __syncwarp();  // waits until every lane has read it
+                if (lane == 0) shared.work_tiles[ring.stage].num_steps = num_steps;
+            }
         } while (!is_last && !exists);
         if (lane == 0) {
             shared.is_last[ring.stage] = is_last;
@@ -78,7 +85,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             ValueTile::load(shared_address(shared.sV), all_params.value, keys.batch, keys.head, first_key, barrier);
         }
         key_ring.advance();
-        keys.for_steps([&](int32_t head, int32_t row_tile) {
+        keys.for_steps([&](int32_t head, int32_t row_tile, bool is_full) {
             const int stage = row_ring.stage;
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
             // Behind the end of a packed sequence stands the next one's data, possibly NaN.
@@ -87,8 +94,13 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             if (lane == 0) {
                 row_ring.wait_empty_for_tma();
                 const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
-                if constexpr (Config::kOptions) {  // loads it ahead of time
-                    shared.slopes[stage] = HeadScores::slope_of(params.scores, keys.batch, head);
+                if constexpr (Config::kOptions) {
+                    RowStep& step = shared.steps[stage];
+                    step = {head, row_tile, is_full ? ~0u : keys.full_for(row_tile),
+                            HeadScores::slope_of(params.scores, keys.batch, head)};
+                    if (keys.has_ranges && !is_full) {
+                        step.ranges = RowRanges(params.scores.ranges, keys.batch, head, keys.rows).of(first_row);
+                    }
                 }
                 ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
                 const int32_t first = keys.rows.begin + first_row;

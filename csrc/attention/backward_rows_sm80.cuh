@@ -15,6 +15,7 @@
 #include "attention/query_gradient.h"
 #include "device/chunked_gemm.cuh"
 #include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
 #include "device/scores.cuh"
 #include "device/shared_memory.h"
 #include "device/softmax.cuh"
@@ -94,8 +95,8 @@ FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t g
 // rows: those of the tile, from first_row of the sequence on; keys: all.
 template <typename Config>
 FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
-                                   typename Config::Gemm& gemm, const HeadScores& scores, GemmRows rows, GemmRows keys,
-                                   int32_t head_dim, int32_t first_row) {
+                                   typename Config::Gemm& gemm, const HeadScores& scores, const RowRanges& ranges,
+                                   GemmRows rows, GemmRows keys, int32_t head_dim, int32_t first_row) {
     constexpr int kBlockN = Config::kBlockN, kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
     const int lane = threadIdx.x % kWarpSize;
     const int32_t begin_tile = scores.window.keys_of(first_row).begin / kBlockN;
@@ -113,6 +114,7 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
         scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
+        if (ranges.num > 0) ranges.hide_others(rS, warp_row, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
         softmax.exponentiate(rS);
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
     OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);
-    gather_scores<Config>(softmax, gemm, scores,
+    gather_scores<Config>(softmax, gemm, scores, RowRanges(options.ranges, batch, head, rows),
                           {row_pointer(params.query, batch, head, begin), params.query.row_stride, num_rows},
                           {row_pointer(params.key, batch, key_head, keys.begin), params.key.row_stride, keys.length},
                           params.query.head_dim, first_row);

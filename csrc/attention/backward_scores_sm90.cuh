@@ -8,6 +8,7 @@
 #include "attention/backward_config_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
 #include "device/dropout.cuh"
+#include "device/key_ranges.cuh"
 #include "device/scores.cuh"
 #include "device/softmax.cuh"
 #include "device/transposed_options.cuh"
@@ -32,16 +33,16 @@ struct BackwardScoresTypes {
     }
 };
 
-// The position of a warp's scores. first_key: the warp's first key in the sequence; head: of Q. is_full: every row sees
-// every key. slope, dropout_seed: with options.
+// The position of a warp's scores. first_key: the warp's first key in the sequence. is_full: every row sees
+// every key. dropout_seed: with options.
 template <typename Config>
 struct ScoresPosition {
     const AttentionBackwardParams& params;
     const KeyWorkTile<Config>& keys;
-    int32_t first_key, head, row_tile;
+    int32_t first_key;
+    std::conditional_t<Config::kOptions, const RowStep&, RowStep> step;  // in shared memory, where registers are scarce
     bool is_full;
     int lane;
-    float slope;
     int64_t dropout_seed;
 
     // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
@@ -52,7 +53,7 @@ struct ScoresPosition {
             const int32_t key = first_key + accumulator_row(lane) + 8 * half;
             seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
         }
-        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
+        return SeenRows::of<Config::kTilesM>(seen_by, step.row_tile * Config::kBlockM, lane);
     }
 };
 
@@ -64,12 +65,15 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using ScoresAsA = typename Types::ScoresAsA;
     using Terms = typename Config::Terms;
 
+    struct Ranges {};  // there are none
+
     ScoresPosition<Config> position;
     SeenRows seen{};
 
-    FASTATTN_DEVICE explicit BackwardScoresSm90(const ScoresPosition<Config>& position) : position(position) {}
+    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const Ranges&) : position(position) {}
 
     FASTATTN_DEVICE void prepare() {}
+    FASTATTN_DEVICE void go_to_next_block() { position.first_key += kWarpgroupM; }
 
     // rS = S becomes P; and rP16.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
@@ -107,12 +111,33 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     using Terms = typename Config::Terms;
     using Options = TransposedOptions<Config::kTilesM>;
 
+    // The rows that see the lane's keys through their ranges, as seen_of_transposed() has them.
+    struct Ranges {
+        uint32_t seen = ~0u;
+
+        // Called when registers are least scarce: before there are scores.
+        FASTATTN_DEVICE Ranges(const AttentionBackwardParams& params, const KeyWorkTile<Config>& keys,
+                               const RowStep& step, int32_t first_key, int lane) {
+            if (const int2* ranges = step.ranges) {
+                seen = seen_of_transposed(ranges, params.scores.ranges.num,
+                                          keys.rows.length - step.row_tile * Config::kBlockM, first_key, lane);
+            }
+        }
+    };
+
     ScoresPosition<Config> position;
+    Ranges ranges;
     SeenRows seen{};
     uint32_t kept = 0;  // see Dropout::kept_of_transposed
     typename Options::BiasPairs bias_pairs;
 
-    FASTATTN_DEVICE explicit BackwardScoresSm90(const ScoresPosition<Config>& position) : position(position) {}
+    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const Ranges& ranges)
+        : position(position), ranges(ranges) {}
+
+    FASTATTN_DEVICE void go_to_next_block() {
+        position.first_key += kWarpgroupM;
+        ranges = Ranges(position.params, position.keys, position.step, position.first_key, position.lane);
+    }
 
     FASTATTN_DEVICE void prepare() {
         const ScoreParams& params = position.params.scores;
@@ -120,7 +145,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         options(scores).load_bias(bias_pairs);
         if (has_dropout()) {
             const Dropout dropout(params, position.dropout_seed,
-                                  position.keys.batch * position.params.query.heads + position.head);
+                                  position.keys.batch * position.params.query.heads + position.step.head);
             kept = dropout.kept_of_transposed(first_row(), position.first_key, position.lane);
         }
     }
@@ -128,6 +153,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
+        seen.seen[0] &= ranges.seen, seen.seen[1] &= ranges.seen >> 16;
         some_probabilities(rP16, rS, terms);
     }
 
@@ -202,11 +228,11 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return !position.is_full || position.params.scores.bias.kind != BiasView::Kind::kNone;
     }
     FASTATTN_DEVICE bool is_kept(int n, int e) const { return kept >> (16 * (e / 2) + 2 * n + e % 2) & 1; }
-    FASTATTN_DEVICE int32_t first_row() const { return position.row_tile * Config::kBlockM; }
+    FASTATTN_DEVICE int32_t first_row() const { return position.step.row_tile * Config::kBlockM; }
 
     FASTATTN_DEVICE HeadScores head_scores() const {
-        return {position.params.scores,    position.slope,        position.keys.batch, position.head,
-                position.keys.rows.length, position.keys.num_keys};
+        return {position.params.scores, position.step.slope,       position.keys.batch,
+                position.step.head,     position.keys.rows.length, position.keys.num_keys};
     }
 
     FASTATTN_DEVICE Options options(const HeadScores& scores) const {

@@ -18,6 +18,7 @@
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
 #include "device/reduce.cuh"
 #include "device/scores.cuh"
 #include "device/shared_memory.h"
@@ -92,6 +93,9 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
         gemm.multiply(rS, operands_of(params.query, params.key, key_tile), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(params.query, params.key, key_tile + 1));
         scores.template to_scores</*kMasked=*/true>(rS, warp_row, first_key, lane);
+        if (options.ranges.data != nullptr) {
+            RowRanges(options.ranges, batch, head, rows).hide_others(rS, warp_row, first_key, lane);
+        }
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(head_idx));
             dropout.drop(rDP, warp_row, first_key, lane);

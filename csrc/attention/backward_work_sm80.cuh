@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "attention/query_gradient.h"
+#include "attention/seen_tiles.cuh"
+#include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "scheduler/work_tile.h"
 
@@ -13,6 +15,8 @@ namespace fastattn {
 // of that KV head.
 template <int kBlockM, int kBlockN>
 struct KeyWorkTileSm80 {
+    static constexpr int kRows = kBlockM, kKeys = kBlockN;
+
     int32_t batch, key_head, key_tile, first_key;
     Sequence rows, keys;
     int32_t num_keys;  // of the tile; none: there is nothing to do
@@ -21,7 +25,8 @@ struct KeyWorkTileSm80 {
     int32_t begin_tile, end_tile;
     int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
 
-    FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta) {
+    // has_ranges: which tiles of rows see the keys is told by SeenTiles.
+    FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
                                         ceil_div(params.key.rows, kBlockN));
         batch = tile.batch;
@@ -41,6 +46,7 @@ struct KeyWorkTileSm80 {
         end_tile = ceil_div(sees_last.end, kBlockM);
         begin_full = ceil_div(sees_last.begin, kBlockM);
         end_full = num_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
+        if (has_ranges) begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
     }
 
     FASTATTN_DEVICE bool is_full(int32_t row_tile) const { return row_tile >= begin_full && row_tile < end_full; }
@@ -48,6 +54,80 @@ struct KeyWorkTileSm80 {
     // The first tile of the sequence in dQ's sums.
     FASTATTN_DEVICE int32_t first_sums_tile(const AttentionBackwardParams& params) const {
         return first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
+    }
+};
+
+// The steps of a CTA: for one query head after the other, the tiles of rows that see its keys. Called by all lanes of a
+// warp. kOptions: there may be ranges of keys.
+template <typename WorkTile, bool kOptions>
+struct RowTileWalk {
+    const AttentionBackwardParams& params;
+    const WorkTile& tile;
+    int32_t head, row_tile;
+    bool is_full;  // the rows see all of the keys; with kOptions, their ranges hide none
+
+    FASTATTN_DEVICE RowTileWalk(const AttentionBackwardParams& params, const WorkTile& tile)
+        : params(params),
+          tile(tile),
+          head(tile.first_head),
+          row_tile(tile.begin_tile - 1),
+          end_looked_(tile.begin_tile) {
+        if (tile.begin_tile < tile.end_tile) {
+            go_on();
+        } else {
+            head = tile.end_head;
+        }
+    }
+
+    FASTATTN_DEVICE bool is_over() const { return head >= tile.end_head; }
+
+    FASTATTN_DEVICE void go_on() {
+        if constexpr (kOptions) {
+            while (seen_ == 0 && !is_over()) look_ahead();
+            const int idx = __ffs(seen_) - 1;
+            row_tile = end_looked_ - kWarpSize + idx;
+            is_full = full_ >> idx & 1;
+            seen_ &= seen_ - 1;
+        } else {
+            if (++row_tile == tile.end_tile) {
+                row_tile = tile.begin_tile;
+                ++head;
+            }
+            is_full = tile.is_full(row_tile);
+        }
+    }
+
+    // How many tiles of keys before this one add to dQ of the tile of rows at hand.
+    FASTATTN_DEVICE int32_t num_before() const {
+        if (has_ranges()) return tiles_of_keys().num_before(head, row_tile);
+        return tile.key_tile - tile.window.keys_of(row_tile * WorkTile::kRows).begin / WorkTile::kKeys;
+    }
+
+  private:
+    int32_t end_looked_;            // behind the tiles whose bits these are
+    uint32_t seen_ = 0, full_ = 0;  // tiles that have not been walked over; that see all keys through their ranges
+
+    FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
+
+    FASTATTN_DEVICE RowTilesOfKeys tiles_of_keys() const {
+        return RowTilesOfKeys::of(params.seen_tiles, tile.batch, tile.rows.begin, tile.key_tile);
+    }
+
+    // Looks at 32 more tiles, or goes to the next head.
+    FASTATTN_DEVICE void look_ahead() {
+        const int32_t num_left = tile.end_tile - end_looked_;
+        if (num_left <= 0) {
+            end_looked_ = tile.begin_tile;
+            ++head;
+            return;
+        }
+        if (has_ranges()) {
+            const auto bits = tiles_of_keys().look_at(head, end_looked_, tile.end_tile);
+            seen_ = bits.seen, full_ = bits.full;
+        } else {
+            seen_ = 0xffffffff >> (kWarpSize - min(num_left, kWarpSize)), full_ = 0xffffffff;
+        }
+        end_looked_ += kWarpSize;
     }
 };
 

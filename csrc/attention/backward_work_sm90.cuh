@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/query_gradient.h"
+#include "attention/seen_tiles.cuh"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "host/params.h"
@@ -27,6 +28,8 @@ struct KeyWorkTile {
     uint32_t split_tile;                // index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
     int32_t begin_row_tile, num_steps;  // the split's first tile of rows, and its steps
+    bool has_ranges;                    // which tiles of rows see the keys is told by the next
+    RowTilesOfKeys seen_by;
     // [i]: the tiles of rows of which some see a key of consumer i.
     int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
     // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile.
@@ -48,17 +51,23 @@ struct KeyWorkTile {
         const RowRange sees_last = window.rows_of(min(first_key + kBlockN, num_keys) - 1, rows.length);
         begin_tile = sees_first.begin / kBlockM;
         end_tile = max(ceil_div(sees_last.end, kBlockM), begin_tile);
+        has_ranges = Config::kOptions && params.scores.ranges.data != nullptr;
+        if (has_ranges) {
+            begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
+            seen_by = RowTilesOfKeys::of(params.seen_tiles, batch, rows.begin, found.position);
+        }
 
-        const int32_t seen_by = end_tile - begin_tile, group_size = params.query.heads / params.key.heads;
-        const TileRowSplits splits(params.row_splits, row_split.tile, group_size, seen_by);
+        const int32_t num_row_tiles = end_tile - begin_tile, group_size = params.query.heads / params.key.heads;
+        const TileRowSplits splits(params.row_splits, row_split.tile, group_size, num_row_tiles);
         split = row_split.idx, num_splits = splits.num();
         if (split >= num_splits) return false;
         split_tile = row_split.tile - params.row_splits.first_tile;
-        const int32_t rows_before = split_begin(seen_by, split % splits.over_rows, splits.over_rows);
+        const int32_t rows_before = split_begin(num_row_tiles, split % splits.over_rows, splits.over_rows);
         num_heads = group_size / splits.over_heads;
         begin_head = head * group_size + split / splits.over_rows * num_heads;
         begin_row_tile = end_tile - 1 - rows_before;
-        num_steps = (split_begin(seen_by, split % splits.over_rows + 1, splits.over_rows) - rows_before) * num_heads;
+        num_steps =
+            (split_begin(num_row_tiles, split % splits.over_rows + 1, splits.over_rows) - rows_before) * num_heads;
 #pragma unroll 1
         for (int i = 0; i <= Config::kKeyOwners; ++i) {
             const bool is_tile = i == Config::kKeyOwners;
@@ -67,7 +76,9 @@ struct KeyWorkTile {
             const RowRange sees_begin = window.rows_of(begin_key, rows.length);
             const RowRange sees_end = window.rows_of(end_key - 1, rows.length);
             begin_full[i] = ceil_div(sees_end.begin, kBlockM);
-            end_full[i] = end_key > num_keys ? 0 : sees_begin.end == rows.length ? end_tile : sees_begin.end / kBlockM;
+            end_full[i] = has_ranges || end_key > num_keys ? 0
+                          : sees_begin.end == rows.length  ? end_tile
+                                                           : sees_begin.end / kBlockM;
             if (!Config::kSkipsHidden || is_tile) continue;
             begin_seen[i] = begin_key < num_keys ? sees_begin.begin / kBlockM : end_tile;
             end_seen[i] = ceil_div(sees_end.end, kBlockM);
@@ -80,7 +91,7 @@ struct KeyWorkTile {
 
     // Whether some rows of a tile see a key of the consumer; with kSkipsHidden, as the next.
     FASTATTN_DEVICE bool sees(int32_t row_tile, int consumer) const {
-        return begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer];
+        return has_ranges || (begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer]);
     }
 
     // How many steps have rows that see a key of the consumer, and how many come before and after these.
@@ -89,6 +100,7 @@ struct KeyWorkTile {
     };
 
     FASTATTN_DEVICE SeenSteps seen_steps(int consumer) const {
+        if (has_ranges) return {0, num_steps, 0};
         const int32_t row_tiles = num_steps / num_heads, last_row_tile = begin_row_tile + 1 - row_tiles;
         const int32_t before = min(max(begin_row_tile + 1 - end_seen[consumer], 0), row_tiles);
         const int32_t seen = max(begin_row_tile + 1 - before - max(begin_seen[consumer], last_row_tile), 0);
@@ -100,18 +112,71 @@ struct KeyWorkTile {
                0;
     }
 
-    // Calls function(head, row_tile) for each step, in the consumers' order: from the last rows on, so that CTAs of
-    // adjacent keys work at the same rows under a causal mask, and for each tile of rows all query heads.
+    // Bit i: every row of a tile sees every key of consumer i. A bias may be NaN or infinity in rows that do not exist:
+    // with options, these see nothing.
+    FASTATTN_DEVICE uint32_t full_for(int32_t row_tile) const {
+        uint32_t full = 0;
+        for (int i = 0; i < Config::kKeyOwners && has_all_rows(row_tile); ++i) {
+            full |= (begin_full[i] <= row_tile && row_tile < end_full[i] ? 1u : 0u) << i;
+        }
+        return full;
+    }
+
+    // Calls function(head, row_tile, is_full) for each step, in the consumers' order. Without ranges that is from the last
+    // rows on, so that CTAs of adjacent keys work at the same rows under a causal mask, and for each tile of rows all
+    // query heads. With ranges one head follows the other, and is_full says that they hide no key. Called by all lanes of
+    // a warp.
     template <typename Function>
     FASTATTN_DEVICE void for_steps(Function&& function) const {
-        int32_t query_head = begin_head, row_tile = begin_row_tile;
+        int32_t query_head = begin_head, row_tile = has_ranges ? 0 : begin_row_tile;
         for (int32_t left = num_steps; left > 0; --left) {
-            function(query_head, row_tile);
-            if (++query_head == begin_head + num_heads) {
+            bool is_full = false;
+            if (Config::kOptions && has_ranges) find_seen_tile(query_head, row_tile, is_full);
+            function(query_head, row_tile, is_full);
+            if (Config::kOptions && has_ranges) {
+                ++row_tile;
+            } else if (++query_head == begin_head + num_heads) {
                 query_head = begin_head;
                 --row_tile;
             }
         }
+    }
+
+    // Counts the steps of ranges of keys. Called by all lanes of a warp.
+    FASTATTN_DEVICE int32_t count_seen_tiles() const {
+        int32_t count = 0;
+#pragma unroll 1
+        for (int32_t query_head = begin_head; query_head < begin_head + num_heads; ++query_head) {
+#pragma unroll 1
+            for (int32_t first = 0; first < end_tile; first += kWarpSize) {
+                count += __popc(seen_by.look_at(query_head, first, end_tile).seen);
+            }
+        }
+        return count;
+    }
+
+    // How many tiles of keys before this one add to dQ of a tile of rows.
+    FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
+        if (Config::kOptions && has_ranges) return seen_by.num_before(head, row_tile);
+        return first_key / Config::kBlockN - window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
+    }
+
+  private:
+    // Goes on to the next tile of rows that sees some key, at row_tile or behind it. There is one.
+    FASTATTN_DEVICE void find_seen_tile(int32_t& query_head, int32_t& row_tile, bool& is_full) const {
+        for (;; row_tile += kWarpSize) {
+            if (row_tile >= end_tile) row_tile = 0, ++query_head;
+            const auto [seen, full] = seen_by.look_at(query_head, row_tile, end_tile);
+            if (seen == 0) continue;
+            const int idx = __ffs(seen) - 1;
+            row_tile += idx;
+            is_full = (full >> idx & 1) != 0 && has_all_rows(row_tile);
+            return;
+        }
+    }
+
+    FASTATTN_DEVICE bool has_all_rows(int32_t row_tile) const {
+        return (row_tile + 1) * Config::kBlockM <= rows.length;
     }
 };
 

@@ -69,7 +69,7 @@ struct CtaWorkTile {
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t place = key_tiles.tile(num_left);
         if constexpr (kTakesRanges) {
-            const auto last_tile = static_cast<uint32_t>(params.tile_lists.length - 1);
+            const auto last_tile = static_cast<uint32_t>(params.seen_tiles.num_key_tiles - 1);
             if (list != nullptr) return min(static_cast<uint32_t>(list[2 + place]), last_tile);
         }
         return place;

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     // Tiles that every row sees all of: from tile begin_full on, or the first ones of the list.
     const bool has_ranges = !kPaged && options.ranges.data != nullptr;
-    const int32_t* list = has_ranges ? attention.tile_lists.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
+    const int32_t* list = has_ranges ? attention.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
     const int32_t begin_full = scores.has_bias() ? end_tile : has_ranges ? 0 : ceil_div(last_sees.begin, kBlockN);
     const int32_t end_full = has_ranges ? list[0] : first_sees.end / kBlockN;
 

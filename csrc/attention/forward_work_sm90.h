@@ -157,7 +157,7 @@ struct RowsOfCta {
     // Returns the list of the tiles that ranges of keys leave; null if there are none, or no rows.
     FASTATTN_DEVICE const int32_t* tile_list(const AttentionForwardParams& params) const {
         if (params.scores.ranges.data == nullptr || !cluster_has_rows()) return nullptr;
-        const TileLists& lists = params.tile_lists;
+        const SeenTiles& lists = params.seen_tiles;
         return lists.of(batch, head, first_row / lists.block_m, queries.begin);
     }
 

@@ -21,8 +21,10 @@ struct RowRanges {
           num(view.num),
           num_rows(rows.length) {}
 
+    FASTATTN_DEVICE const int2* of(int32_t row) const { return first + int64_t{row} * num; }
+
     FASTATTN_DEVICE KeyRange range(int32_t row, int32_t idx) const {
-        const int2 bounds = first[int64_t{row} * num + idx];
+        const int2 bounds = of(row)[idx];
         return {max(bounds.x, 0), max(bounds.y, 0)};  // no difference of places overflows then
     }
 
@@ -32,23 +34,26 @@ struct RowRanges {
         return is_seen;
     }
 
+    // The bits of the keys that a row sees, of those in a tile that this lane has: see own_columns_from().
+    FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane) const {
+        uint32_t seen = 0;
+#pragma unroll 1
+        for (int32_t i = 0; row < num_rows && i < num; ++i) {
+            const KeyRange keys = range(row, i);
+            seen |= own_columns_from(keys.begin, first_key, lane) & ~own_columns_from(keys.end, first_key, lane);
+        }
+        return seen;
+    }
+
     // Hides, of a warp's rows from first_row on, the keys outside of their ranges: their scores become -inf.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void hide_others(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                      int lane) const {
         static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-            uint64_t seen = 0;
-            const int32_t row = first_row + row_in_tile;
-#pragma unroll 1
-            for (int32_t i = 0; row < num_rows && i < num; ++i) {
-                const KeyRange keys = range(row, i);
-                const uint64_t before_end = (uint64_t{1} << own_columns_before(keys.end, first_key, lane)) - 1;
-                const uint64_t before_begin = (uint64_t{1} << own_columns_before(keys.begin, first_key, lane)) - 1;
-                seen |= before_end & ~before_begin;
-            }
             // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-            const uint32_t bits = ptx::opaque(static_cast<int32_t>(seen));
+            const uint32_t bits =
+                ptx::opaque(static_cast<int32_t>(own_columns(first_row + row_in_tile, first_key, lane)));
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
@@ -60,5 +65,44 @@ struct RowRanges {
         });
     }
 };
+
+// Bit i of lane k becomes bit k of lane i, in blocks of half the size in each round. Called by all lanes of a warp.
+FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
+#pragma unroll
+    for (int size = kWarpSize / 2; size > 0; size /= 2) {
+        const uint32_t lower = 0xffffffff / ((1u << size) + 1);  // the lower half of each block
+        const uint32_t other = __shfl_xor_sync(0xffffffff, bits, size);
+        bits =
+            (lane & size) == 0 ? (bits & lower) | (other & lower) << size : (bits & ~lower) | (other >> size & lower);
+    }
+    return bits;
+}
+
+// Which of 64 rows see a lane's two keys of transposed scores, from first_key of the warp on, through their ranges: bits
+// 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower one's. Each lane looks at two rows, and the lanes exchange
+// what they have found. num_rows of the rows exist. Called by all lanes of a warp.
+FASTATTN_DEVICE uint32_t seen_of_transposed(const int2* ranges, int32_t num, int32_t num_rows, int32_t first_key,
+                                            int lane) {
+    const auto keys_from = [&](int32_t key) {
+        return __funnelshift_lc(0, 0xffffffff, max(max(key, 0) - first_key, 0));
+    };
+    uint32_t bits = 0;  // of 16 keys for each of the two rows
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        // A lane's row is such that bits come out as SeenRows has them, first those of column 2 * half of every eight.
+        const int32_t row = lane % 16 / 2 * kMmaN + 2 * (2 * half + lane / 16) + lane % 2;
+        uint32_t keys = 0;
+#pragma unroll 1
+        for (int32_t i = 0; row < num_rows && i < num; ++i) {
+            const int2 bounds = ranges[row * num + i];
+            keys |= keys_from(bounds.x) & ~keys_from(bounds.y);
+        }
+        bits |= (keys & 0xffff) << 16 * half;
+    }
+    bits = transpose_bits(bits, lane);
+    const int column = lane % kLanesPerRow, source = column / 2 * 16 + accumulator_row(lane), shift = column % 2 * 16;
+    const uint32_t upper = __shfl_sync(0xffffffff, bits, source), lower = __shfl_sync(0xffffffff, bits, source + 8);
+    return (upper >> shift & 0xffff) | lower >> shift << 16;
+}
 
 }  // namespace fastattn

@@ -5,6 +5,7 @@
 
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
 #include "device/ptx/approx.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
@@ -37,8 +38,8 @@ struct RowTerms {
 };
 
 // Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]: from (first_row, first_key) on, and in the CTA's own
-// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled. is_full: every row that
-// exists sees every key.
+// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled, and masked by a window unless
+// is_full: every row that exists sees every key. With kOptions, is_full says that ranges of keys hide none.
 template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
 struct ScoreGradients {
     using Accumulators = float[kTilesM][kTilesN][4];
@@ -51,8 +52,9 @@ struct ScoreGradients {
     uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: kOptions
 
     // Early, before there are scores: what it computes takes registers.
-    FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
-                                   bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row, int column, int lane)
+    FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, int32_t batch, int32_t head, const Sequence& rows,
+                                   const RowTerms<kBlockM>& terms, bool is_full, bool has_log2_sum, int32_t tile_row,
+                                   int32_t tile_key, int row, int column, int lane)
         : scores(scores),
           terms(terms),
           is_full(is_full),
@@ -62,7 +64,14 @@ struct ScoreGradients {
           row(row),
           column(column),
           lane(lane) {
-        if (!kOptions && !is_full) find_seen();
+        if (is_full) {
+#pragma unroll
+            for (int m = 0; m < kTilesM && kOptions; ++m) seen[m] = ~0u;
+        } else if constexpr (kOptions) {
+            find_seen(RowRanges(scores.params.ranges, batch, head, rows));
+        } else {
+            find_seen();
+        }
     }
 
     // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
@@ -78,7 +87,7 @@ struct ScoreGradients {
         };
         if constexpr (kOptions) {
 #pragma unroll
-            for (int m = 0; m < kTilesM; ++m) seen[m] = kept[m] = 0;
+            for (int m = 0; m < kTilesM; ++m) kept[m] = 0;
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
@@ -167,6 +176,21 @@ struct ScoreGradients {
         });
     }
 
+    FASTATTN_DEVICE void find_seen(const RowRanges& ranges) {
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
+            const uint32_t bits = spread_pairs(ranges.own_columns(first_row + own_row, first_key, lane)) << 2 * half;
+            seen[m] = half == 0 ? bits : ptx::opaque(seen[m] | bits);  // as in probabilities()
+        });
+    }
+
+    // Moves bit 2 * n + e to 4 * n + e.
+    FASTATTN_DEVICE static uint32_t spread_pairs(uint32_t bits) {
+        bits &= 0xffff;
+        bits = (bits | bits << 8) & 0x00ff00ff;
+        bits = (bits | bits << 4) & 0x0f0f0f0f;
+        return (bits | bits << 2) & 0x33333333;
+    }
+
     // Keys n * 8 … n * 8 + 7 of the tile: rS = Q·Kᵀ -> rP and rS as probabilities() says; seen, kept.
     FASTATTN_DEVICE void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
                                       const float (&shift)[kTilesM][2], const Dropout& dropout) {
@@ -177,8 +201,12 @@ struct ScoreGradients {
         const int32_t key = first_key + n * kMmaN;
         for_each_of_eight([&](int m, int e) { rScore[m][0][e] = rS[m][n][e]; });
         scores.to_scores(rScore, rSoftcapGradient, first_row, key, lane);
+        if (!is_full) {
+            for_each_of_eight(
+                [&](int m, int e) { rScore[m][0][e] = has(seen[m], n, e) ? rScore[m][0][e] : -kInfinity; });
+        }
         for_each_of_eight([&](int m, int e) {
-            seen[m] |= (rScore[m][0][e] == -kInfinity ? 0u : 1u) << (4 * n + e);
+            if (rScore[m][0][e] == -kInfinity) seen[m] &= ~(1u << (4 * n + e));
             rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2]);
             rS[m][n][e] = rP[m][0][e] * rSoftcapGradient[m][0][e];
         });

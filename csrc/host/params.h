@@ -91,17 +91,19 @@ struct KeyRangesView {
     int64_t batch_stride, head_stride;
 };
 
-// Lists of the tiles of keys that tiles of rows see: see attention/key_ranges_sm80.cuh. Strides count numbers.
-struct TileLists {
+// Which tiles of keys each tile of rows sees through its ranges: `pitch` numbers, of which the kernel that writes them
+// tells (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). The tiles of packed sequences lie one after
+// the other, with a spare one for each sequence, so that nobody has to know the lengths. Strides count numbers.
+struct SeenTiles {
     int32_t* data;
-    int32_t block_m, block_n, length;  // of a tile, and the most tiles in a list
+    int32_t block_m, block_n, num_key_tiles, pitch;
     bool is_packed;
     int64_t batch_stride, head_stride;
 
-    // first_row: of the sequence, in the packed tensor.
+    // The numbers of a sequence's tile of rows. first_row: of the sequence, in the packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
         const int64_t place = tile + (is_packed ? first_row / block_m + batch : 0);
-        return data + batch * batch_stride + head * head_stride + place * (2 + length);
+        return data + batch * batch_stride + head * head_stride + place * pitch;
     }
 };
 
@@ -146,7 +148,7 @@ struct AttentionForwardParams {
     float scale_log2;         // the absolute value of scores.scale, times log2(e), or 1 where that is 0
     int32_t heads_per_group;  // heads whose tiles are scheduled side by side, see scheduler/work_tile.h
     PagedParams paged;        // for the kernels that take pages
-    TileLists tile_lists;     // beside scores.ranges
+    SeenTiles seen_tiles;     // beside scores.ranges
     // Null where no tile is split; resident_ctas: how many CTAs run at a time. See scheduler/key_splits.h.
     PartialWorkspace partials;
     int32_t resident_ctas;
@@ -196,8 +198,8 @@ struct WorkspaceMemory {
     int64_t floats;
 };
 
-// attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: rows, key_value,
-// query, and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in
+// attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: with ranges of keys
+// ranges; rows, key_value, query; and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in
 // AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
@@ -223,6 +225,7 @@ struct AttentionBackwardParams {
     int32_t* key_semaphores;
     PackedParams packed;
     ScoreParams scores;
+    SeenTiles seen_tiles;            // beside scores.ranges
     BiasGradientView grad_bias;      // data is null where nobody wants it
     SlopesGradientView grad_slopes;  // likewise
     // Workspace of grad_slopes, [tiles of kSlopesBlockM rows, heads], numbered as in attention/query_gradient.h.

@@ -164,7 +164,10 @@ inline void schedule_key_tiles(AttentionBackwardParams& params, int32_t block_m,
     const int32_t num_sms = is_deterministic ? kSmsOfDeterministicSplits : facts.num_sms;
     params.heads_per_group = std::max(
         1, claimed_key_heads_per_group(params.query, params.key, l2_bytes, block_n, num_sms, is_deterministic));
-    params.row_splits = choose_row_splits(params, block_m, block_n, num_sms, is_deterministic);
+    // The work of ranges of keys cannot be told by positions.
+    params.row_splits = params.scores.ranges.data != nullptr
+                            ? RowSplits{0, 1, 1}
+                            : choose_row_splits(params, block_m, block_n, num_sms, is_deterministic);
 }
 
 }  // namespace fastattn

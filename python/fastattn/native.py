@@ -237,12 +237,13 @@ def attention_backward_kernels(
     dtype: torch.dtype,
     *,
     changes_scores: bool = False,
+    key_ranges: bool = False,
     bias_gradient: bool = False,
     sinks: bool = False,
     slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
     """Returns the kernels' names in the order in which they run; ``shared_bytes_per_cta`` is the GPU's limit."""
-    names = (ctypes.c_char_p * 7)()
+    names = (ctypes.c_char_p * 8)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
         arch,
@@ -251,6 +252,7 @@ def attention_backward_kernels(
         value_dim,
         is_bfloat16,
         changes_scores,
+        key_ranges,
         bias_gradient,
         sinks,
         slopes_gradient,

@@ -51,6 +51,7 @@ ATTENTION = {
     "packed": attention_cases.Case(
         shape=(1, 2, 1, 0, 0), head_dims=(64, 64), lengths=((17, 0, 33), (20, 5, 47)), window=CAUSAL
     ),
+    "ranges of keys": attention_cases.Case(shape=(1, 2, 1, 70, 150), head_dims=(64, 64), ranges=2),
 }
 
 

@@ -81,6 +81,10 @@ CALLS = {
         )
         for dims in (64, 128)
     },
+    **{
+        f"ranges of keys {dims}": attention(Case(ranges=2, shape=(1, 2, 2, 200, 300), head_dims=(dims, dims)))
+        for dims in (64, 128)
+    },
     "packed": attention(Case(lengths=((70, 130), (150, 200)), window=(60, 5), head_dims=(128, 128))),
     **{
         f"NaN {dim}": attention(Case(window=CAUSAL, shape=LONG, head_dims=(dim, dim)), nan_at=350)

@@ -774,6 +774,7 @@ def test_opcheck(index: int) -> None:
 def test_every_instance_is_launched() -> None:
     """By the tables above: head dims, dtypes and whether there are options are those that are compiled."""
     axes: dict[str, list[Any]] = {
+        "backward_ranges_sm80": [],
         "backward_rows_sm80": [instances.DTYPES],
         "backward_query_sm80": [HEAD_DIMS, instances.DTYPES],
         "backward_bias_sm80": [instances.DTYPES],

@@ -18,6 +18,7 @@ import fastattn
 from attention_cases import (
     SEED,
     Case,
+    backward_arguments,
     compare,
     forward_arguments,
     make_problem,
@@ -264,6 +265,104 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
     assert 0 < 3 * few < many
 
 
+# --- the CUDA C++ gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+def test_cuda_gradients(case: Case, gpu: int) -> None:
+    """Added in one order, to which the emulator holds them."""
+    problem = make_problem(case)
+    with checked(seed=case.shape[-1]), launches.recorded() if EMULATED else contextlib.nullcontext([]) as found:
+        result = run_ops(torch.ops.fastattn, case, problem)
+    compare(case, problem, result)
+    names = [launched.report.kernel for launched in found]
+    assert sum("attention_backward_ranges_sm80" in name for name in names) == EMULATED
+
+
+@pytest.mark.parametrize("case", [CUDA_CASES[0], CUDA_CASES[5]], ids=str)
+def test_cuda_gradients_in_any_order(case: Case, gpu: int) -> None:
+    problem = make_problem(case)
+    with checked(seed=3):
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic=False))
+
+
+def test_cuda_gradients_added_to_sums(gpu: int) -> None:
+    case = CUDA_CASES[-1]
+    problem = make_problem(case)
+    found = run_ops(torch.ops.fastattn, case, problem)
+    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
+    arguments = add_arguments(case, problem, sums, found["out"], found["lse"])
+    with checked():
+        torch.ops.fastattn.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
+    for name, total in zip(("query", "key", "value"), sums, strict=True):
+        assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cuda_gradients_of_what_ranges_hide(head_dim: int, gpu: int) -> None:
+    """Neither NaN nor large numbers in keys and values that no query sees reach a gradient."""
+    case = Case(ranges=2, shape=(1, 2, 1, 100, 300), head_dims=(head_dim, head_dim))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[..., 0, :].clamp_(max=130)
+    problem.key_ranges[..., 1, :].clamp_(min=163)
+    expected = run_ops(torch.ops.fastattn, case, problem)
+    problem.key[..., 130:163, :], problem.value[..., 130:163, :] = torch.nan, torch.inf
+    with checked():
+        actual = run_ops(torch.ops.fastattn, case, problem)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        assert torch.equal(actual[name], expected[name]), name
+    assert not actual["grad_key"][..., 130:163, :].any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu: int) -> None:
+    """Where sequences overlap, they share which tiles they see: no CTA waits for one that does not come."""
+    case = Case(ranges=2, lengths=((100, 140, 20), (250, 140, 60)), head_dims=(64, 64))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
+    problem.key_ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    with checked():
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic))
+    problem.cu_seqlens_q = torch.tensor([0, 180, 10, 190], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([3, 450, 140, 449], dtype=torch.int32, device=DEVICE)
+    with checked(races=False, uninitialised=False):
+        out, lse, _ = torch.ops.fastattn.attention_forward(
+            *forward_arguments(case, problem), key_ranges=problem.key_ranges
+        )
+        torch.ops.fastattn.attention_backward(
+            *backward_arguments(case, problem, out, lse, deterministic), key_ranges=problem.key_ranges
+        )
+
+
+@only_emulated
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
+    """On the emulator, which counts the products: of one tile, a line of tiles, a column, and all of them."""
+    case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+
+    def products(begin: Any, end: Any) -> int:
+        problem.key_ranges[..., 0, 0], problem.key_ranges[..., 0, 1] = begin, end
+        with launches.recorded() as found:
+            run_ops(torch.ops.fastattn, case, problem)
+        name = "wgmma.mma_async" if gpu == 90 else "mma.sync"
+        counts = [
+            sum(count for opcode, count in each.report.opcodes.items() if name in opcode)
+            for each in found
+            if "backward_key_value" in each.report.kernel
+        ]
+        return sum(counts)
+
+    rows = torch.arange(260, device=DEVICE)
+    one_tile, all_tiles = products(300, torch.where(rows == 100, 301, 300)), products(0, 600)
+    assert 0 < one_tile <= all_tiles / 15
+    line, column = products(0, torch.where(rows == 100, 600, 0)), products(300, 301)
+    assert one_tile < min(line, column) and line * column == one_tile * all_tiles
+
+
 # --- which tiles Triton's kernels visit -------------------------------------------------------------------------------
 
 TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)
@@ -472,8 +571,7 @@ def test_explain_says_how_much_is_computed() -> None:
     assert found.backend == ("cuda" if HAS_KERNELS else "triton")
     leaf = query.clone().requires_grad_()
     with_gradients = fastattn.explain(fastattn.attention, leaf, key, key, key_ranges=ranges)
-    assert with_gradients.backend == "triton"
-    assert "gradients with ranges of visible keys" in with_gradients.rejected["cuda"]
+    assert with_gradients.backend == found.backend
     size = (found.tile["block_m"], found.tile["block_n"]) if HAS_KERNELS else (found.tile.block_m, found.tile.block_n)
     mask = torch.nn.functional.pad(masks.to_bool(ranges, keys)[0, 0].cpu(), (0, -keys % size[1], 0, -rows % size[0]))
     is_seen = mask.unflatten(0, (-1, size[0])).unflatten(-1, (-1, size[1])).any(1).any(-1)

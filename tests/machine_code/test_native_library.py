@@ -57,7 +57,7 @@ LARGE_INSTANCES = rows_of("attention/instances/backward_key_value_large_sm80.cu"
 BACKWARD_INSTANCES = sorted(
     (
         (kernel, *values)
-        for kernel in ("query", "rows", "bias", "sinks", "slopes", "slope_sums")
+        for kernel in ("ranges", "query", "rows", "bias", "sinks", "slopes", "slope_sums")
         for values in rows_of(f"attention/instances/backward_{kernel}_sm80.cu")
     ),
     key=str,
@@ -193,7 +193,7 @@ def large_instance(symbol: str) -> tuple[int, str] | None:
 def backward_instance(symbol: str) -> tuple[Any, ...] | None:
     """Returns those of kernel, head dim and dtype that another mangled attention_backward_…_sm80 has, else None."""
     match = re.search(
-        r"attention_backward_(query|rows|bias|sinks|slopes|slope_sums)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
+        r"attention_backward_(ranges|query|rows|bias|sinks|slopes|slope_sums)_sm80(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
         symbol,
     )
     if match is None:

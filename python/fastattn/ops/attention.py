@@ -110,14 +110,15 @@ class _Attention(torch.autograd.Function):
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
     """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas.
 
-    Those that list tiles for ranges of keys are not among them.
+    Triton's that list tiles for ranges of keys are not among them.
     """
     if backend == "triton":
         asked_for = [("bias", backward.bias_grad), ("slopes", backward.slopes_grad)]
         launched = ["rows", "query", "key_value", *(name for name, wanted in asked_for if wanted)]
         return " + ".join(f"attention_backward_{name}.attention_backward_{name}_kernel" for name in launched)
     call, query = backward.call, backward.call.query
-    has_scores_changed = call.bias is not None or call.alibi_slopes is not None
+    has_ranges = call.key_ranges is not None
+    has_scores_changed = call.bias is not None or call.alibi_slopes is not None or has_ranges
     facts = kernel_facts(query.device)
     names = native.attention_backward_kernels(
         facts.arch,
@@ -126,6 +127,7 @@ def backward_kernels(backend: str, backward: AttentionBackward) -> str:
         call.value.shape[-1],
         query.dtype,
         changes_scores=has_scores_changed or call.softcap > 0 or call.dropout_p > 0,
+        key_ranges=has_ranges,
         bias_gradient=backward.bias_grad,
         sinks=call.sinks is not None,
         slopes_gradient=backward.slopes_grad,

@@ -194,7 +194,7 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
-_LISTS: _WorkOf = {"key_ranges": None, "tile_states": None, "list_tiles": None}  # of tiles, for ranges of keys
+_LISTS: _WorkOf = {"_ranges": None, "tile_states": None, "list_tiles": None}  # of tiles, for ranges of keys
 _BACKWARD: _WorkOf = {
     **_LISTS,
     "attention_backward_rows_sm": _native_rows,

@@ -1,0 +1,81 @@
+// Tells which tiles of keys a tile of rows sees through its ranges of keys (ScoreParams::ranges), inside of its window.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fragment.cuh"
+#include "device/key_ranges.cuh"
+#include "device/sequence.cuh"
+#include "host/launch.h"
+
+namespace fastattn {
+
+// Whether some row sees some key of a tile, and whether every row sees all of them.
+struct SeenKeys {
+    bool some, all;
+};
+
+// The tile of rows of a CTA, which is one warp: its lanes look at as many tiles of keys at a time. What ranges have
+// outside of the keys is absent. Precondition: a tile has at most kMostListedRows rows.
+class RowTileRanges {
+  public:
+    using Storage = KeyRange[kMostListedRows * kMostRanges];  // [rows, num], in shared memory
+
+    int32_t num_keys;
+    int32_t* seen_tiles = nullptr;  // the tile's numbers in SeenTiles; null: it has no rows
+
+    template <typename Params>
+    FASTATTN_DEVICE RowTileRanges(const Params& params, Storage& sRanges) : sRanges_(sRanges) {
+        const KeyRangesView& ranges = params.scores.ranges;
+        const SeenTiles& tiles = params.seen_tiles;
+        const int32_t num_tiles = ceil_div(params.query.rows, tiles.block_m), tile = blockIdx.x % num_tiles;
+        const int32_t head = blockIdx.x / num_tiles % ranges.heads, batch = blockIdx.x / num_tiles / ranges.heads;
+        const int32_t first_row = tile * tiles.block_m;
+        const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
+        if (first_row >= rows.length) return;
+        seen_tiles = tiles.of(batch, head, tile, rows.begin);
+        num_keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows).length;
+        block_n_ = tiles.block_n;
+        ranges_of_row_ = ranges.num;
+        num_ranges_ = min(rows.length - first_row, tiles.block_m) * ranges.num;
+
+        // The ranges of each row, clipped to its window.
+        const Window window = window_of(params.scores, rows.length, num_keys);
+        const RowRanges of_rows(ranges, batch, head, rows);
+        for (int32_t i = threadIdx.x; i < num_ranges_; i += kWarpSize) {
+            const int32_t row = first_row + i / ranges.num;
+            const KeyRange range = of_rows.range(row, i % ranges.num), seen = window.keys_of(row);
+            sRanges_[i] = {max(range.begin, seen.begin), min(range.end, seen.end)};
+        }
+        __syncwarp();  // waits until every lane has written its ranges
+    }
+
+    FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
+        const int32_t begin = key_tile * block_n_, end = begin + block_n_;
+        bool sees_some = false, sees_all = end <= num_keys;
+        for (int32_t row = 0; row < num_ranges_; row += ranges_of_row_) {
+            bool row_sees_all = false;
+            for (int32_t i = row; i < row + ranges_of_row_; ++i) {
+                const KeyRange range = sRanges_[i];
+                sees_some |= max(range.begin, begin) < min(range.end, end);
+                row_sees_all |= range.begin <= begin && range.end >= end;
+            }
+            sees_all &= row_sees_all;
+        }
+        return {sees_some, sees_all};
+    }
+
+  private:
+    Storage& sRanges_;
+    int32_t block_n_, ranges_of_row_, num_ranges_;
+};
+
+// The CTAs of a kernel that has one for each tile of rows with ranges of its own.
+template <typename Params>
+Launch launch_for_row_tiles(const Params& params) {
+    const KeyRangesView& ranges = params.scores.ranges;
+    const int64_t num_tiles = ceil_div(params.query.rows, params.seen_tiles.block_m);
+    return Launch{num_tiles * ranges.heads * ranges.batch, kWarpSize, /*shared_bytes=*/0};
+}
+
+}  // namespace fastattn
