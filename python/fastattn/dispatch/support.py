@@ -142,9 +142,7 @@ _WITH_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 SUPPORT: dict[str, dict[str, Support]] = {
     "attention": {
-        "cuda": Support(
-            _ATTENTION - {"paged key ranges"}, head_dims=range(8, 257, 8), pads=True
-        ),
+        "cuda": Support(_ATTENTION - {"paged key ranges"}, head_dims=range(8, 257, 8), pads=True),
         "triton": Support(_ATTENTION, head_dims=range(16, 513, 8), pads=True, most_dims_with_gradients=256),
     },
     "decode": {
