@@ -215,7 +215,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     if (given.scores.key_ranges) {  // two words for every 32 tiles of keys
         const int32_t num_key_tiles = ceil_div(params.key.rows, tile.block_n);
         seen_tiles = make_seen_tiles(params.seen_tiles, params.scores.ranges, query, sizes, tile, num_key_tiles,
-                                     2 * ceil_div(num_key_tiles, 32));
+                                     2 * std::max(ceil_div(num_key_tiles, 32), 1));
     }
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());

@@ -56,7 +56,8 @@ Tensor make_workspace(const Tensor& query, Take&& take) {
 inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, const Tensor& query,
                               const AttentionSizes& sizes, const TileFacts& tile, int32_t num_key_tiles,
                               int32_t pitch) {
-    if (tile.block_m > kMostListedRows) throw std::logic_error("fastattn: a tile has more than kMostListedRows rows");
+    if (tile.block_m > kMostRowsWithRanges)
+        throw std::logic_error("fastattn: a tile has more than kMostRowsWithRanges rows");
     const int64_t num_tiles =
         sizes.is_packed ? query.size(0) / tile.block_m + sizes.batch : ceil_div(sizes.rows, int64_t{tile.block_m});
     const int64_t of_head = num_tiles * pitch, of_batch = ranges.heads * of_head;

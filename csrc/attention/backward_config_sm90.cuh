@@ -83,8 +83,8 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
                   "warpgroups exchange the registers that the CTA has");
 };
 
-// The rows of a step, as the producer tells them to the consumers. full_for, bit i: all rows see every key of consumer i.
-// ranges: those of the first row, where there are some that hide keys.
+// The rows of a step, as the producer tells them to the consumers. full_for, bit i: all rows see every key of consumer
+// i. ranges: those of the first row, where there are some that hide keys.
 struct RowStep {
     int32_t head, row_tile;
     uint32_t full_for = 0;

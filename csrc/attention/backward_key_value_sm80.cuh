@@ -11,12 +11,11 @@
 //   tensor cores     S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK |  dQ (and its sums to global memory)
 //   shared memory      → P          → dS    |        |
 //
-// Other CTAs of the SM compute while one waits. Tiles that no row sees are not visited, by the window or by ranges of
-// keys (backward_ranges_sm80.cuh). With kOptions every tile goes through all options; without, scores are only scaled,
-// and the tiles that not every row sees all of are masked. dQ's
-// sums come in any order, or, where params.semaphores is given, from the first keys to the last: CTAs then claim their
-// work tiles from a counter, so that one only ever waits for CTAs that run already. Preconditions: those of HeadsView,
-// head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
+// Other CTAs of the SM compute while one waits. Tiles that no row sees, by the window or by ranges of keys, are not
+// visited. With kOptions every tile goes through all options; without, scores are only scaled, and masked where not
+// every row sees all of a tile. dQ's sums come in any order, or, where params.semaphores is given, from the first keys
+// to the last: CTAs then claim their work tiles, so that one only ever waits for CTAs that run already. Preconditions:
+// those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
 #include <type_traits>
@@ -75,12 +74,13 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 
     // Prologue: which keys of which sequence, and which rows see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    using WorkTile = KeyWorkTileSm80<kBlockM, kBlockN>;
     const bool has_ranges = kOptions && params.scores.ranges.data != nullptr;
-    const KeyWorkTileSm80<kBlockM, kBlockN> tile(params, cta_in_order(params, shared.cta), has_ranges);
+    const WorkTile tile(params, cta_in_order(params, shared.cta), has_ranges);
     if (tile.num_keys <= 0) return;
     const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
                  end_tile, begin_full, end_full] = tile;
-    RowTileWalk<KeyWorkTileSm80<kBlockM, kBlockN>, kOptions> walk(params, tile);
+    RowTileWalk<WorkTile, kOptions> walk(params, tile);
     const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
@@ -98,14 +98,13 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                                                                             view.head_dim);
     };
     auto load_q = rows_of(params.query, shared.sQ), load_do = rows_of(params.grad_out, shared.sdO);
-    const auto load_rows = [&] {
-        const int64_t first = rows.begin + walk.row_tile * kBlockM;
-        const int32_t num_rows = rows.length - walk.row_tile * kBlockM;
+    const auto load_rows = [&](int32_t head, int32_t row_tile) {
+        const int64_t first = rows.begin + row_tile * kBlockM;
         shared.terms.template load<kNumThreads>(
-            params, ptx::opaque(batch) * params.shift.batch_stride + walk.head * params.shift.head_stride + first,
-            num_rows);
-        load_q.template load<true>(num_rows);
-        load_do.template load<true>(num_rows);
+            params, ptx::opaque(batch) * params.shift.batch_stride + head * params.shift.head_stride + first,
+            rows.length - row_tile * kBlockM);
+        load_q.template load<true>(rows.length - row_tile * kBlockM);
+        load_do.template load<true>(rows.length - row_tile * kBlockM);
         ptx::cp_async_commit_group();
     };
 
@@ -127,17 +126,18 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     // The tile of rows at hand.
     const auto step = [&](const HeadScores& scores) {
         const int32_t head = walk.head, row_tile = walk.row_tile;
-        const bool is_full = walk.is_full;
+        const bool is_full = walk.is_full();
         const Dropout dropout(params.scores, batch * params.query.heads + head);
         ScoreGradients<kTilesM, kTilesN, kBlockM, kBlockN, kOptions> gradients(
-            scores, batch, head, rows, shared.terms, is_full, params.log2_sum.data != nullptr, row_tile * kBlockM,
-            first_key, warp_m, warp_n, lane);
+            scores, shared.terms, is_full, params.log2_sum.data != nullptr, row_tile * kBlockM, first_key, warp_m,
+            warp_n, lane);
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kWarpN]
 
         ptx::cp_async_wait_group<0>();  // Q, dO and terms
         __syncthreads();  // waits for every thread's copies, and until every warp has read the last P and dS
         gemm_qk<kDataType>(rS, sQ, sK);
-        gradients.template probabilities<kDataType>(shared.sP, rS, dropout);
+        gradients.template probabilities<kDataType>(shared.sP, rS, dropout,
+                                                    [&] { return RowRanges(params.scores.ranges, batch, head, rows); });
         for_constant<kTilesN / 2>([&](auto pair) {  // dP of 16 keys at a time: more would spill
             float rdP[kTilesM][2][4];
             gemm_qk<kDataType>(rdP, sdO, sV.at_row(pair.value * kMmaK));
@@ -153,24 +153,26 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         const bool clean = (kOptions || !is_full) && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
-        __syncthreads();  // waits until every warp has read Q, dO and terms: they may be overwritten
-        const int32_t num_before = params.semaphores != nullptr ? walk.num_before() : 0;
-        walk.go_on();
-        if (!walk.is_over()) {
-            if (walk.row_tile != row_tile + 1) {
-                const auto behind_next = [&](const HeadsView<const uint16_t>& view) {
-                    return (walk.head - head) * view.head_stride +
-                           (walk.row_tile - row_tile - 1) * kBlockM * view.row_stride;
-                };
-                load_q.skip(behind_next(params.query));
-                load_do.skip(behind_next(params.grad_out));
-            }
-            load_rows();
+        __syncthreads();   // waits until every warp has read Q, dO and terms: they may be overwritten
+        auto next = walk;  // found once more after the step: to keep it would take registers
+        next.go_on();
+        if (!next.is_over()) {
+            const auto skip_to_next = [&](auto& loader, const HeadsView<const uint16_t>& view) {
+                if (has_ranges) {
+                    loader.skip((next.head - head) * view.head_stride +
+                                (next.row_tile - row_tile - 1) * kBlockM * view.row_stride);
+                } else if (next.head != head) {
+                    loader.skip(view.head_stride - (ptx::opaque(end_tile) - begin_tile) * kBlockM * view.row_stride);
+                }
+            };
+            skip_to_next(load_q, params.query);
+            skip_to_next(load_do, params.grad_out);
+            load_rows(next.head, next.row_tile);
         }
         const int64_t sums_tile = int64_t{shared.keys.first_sums_tile + row_tile} * params.query.heads + head;
         float* sums = params.query_sums + sums_tile * Config::kQuerySums;
         const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile : nullptr};
-        semaphore.wait(num_before, CtaBarrier{});
+        semaphore.wait(walk.num_before(scores.window), CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
         for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto slice) {  // dQ in slices: at once it would spill
             constexpr int kFirst = slice.value * kTilesAtOnce;
@@ -192,12 +194,14 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         KeyLoader load_v = keys_of(params.value, shared.sV, own_keys, threadIdx.x);
         load_k.template load<true>(num_keys);
         load_v.template load<true>(num_keys);
-        load_rows();
+        load_rows(walk.head, walk.row_tile);
         ptx::cp_async_wait_group<0>();  // K: a thread may look at what it has copied itself
         const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
         if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
     }
-    while (!walk.is_over()) step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
+    for (; !walk.is_over(); walk.go_on()) {
+        step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
+    }
 
     // Epilogue: dK and dV become rows where K and V were, or are added to fp32.
     ptx::cp_async_wait_group<0>();  // K may have been on its way once more

@@ -302,16 +302,17 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             const int32_t begin_full = warp_uniform(keys.begin_full[warpgroup]);
             const uint32_t num_full = max(warp_uniform(keys.end_full[warpgroup]) - begin_full, 0);
             const int32_t first_key = keys.first_key + consumer.first_key(0);
-            const auto look_at_ranges = [&](int stage) -> typename BlockScores::Ranges {
+            const auto look_at_ranges = [&](int stage) -> typename BlockScores::SeenThroughRanges {
                 if constexpr (kOptions) {
                     return {params, keys, shared.steps[stage], first_key, lane};
                 } else {
                     return {};
                 }
             };
+            // With options the producer says which step it is (RowStep), and head and row_tile do not count.
             // is_first: the step counts as masked, which is right for all tiles.
             const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_first,
-                                          const typename BlockScores::Ranges& ranges) -> BlockScores {
+                                          const typename BlockScores::SeenThroughRanges& ranges) -> BlockScores {
                 if constexpr (kOptions) {
                     const RowStep& step = shared.steps[stage];
                     const bool is_full = !is_first && (step.full_for >> warpgroup & 1) != 0;

@@ -102,11 +102,11 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
         keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
             if (lane != 0) return;
+            const int32_t num_before = in_order ? keys.num_before(head, row_tile) : 0;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             ring.wait_full();
             if (in_order) {
-                semaphore_wait(params.semaphores + sums_tile,
-                               keys.num_before(head, row_tile) * Config::kNumConsumers + others_before);
+                semaphore_wait(params.semaphores + sums_tile, num_before * Config::kNumConsumers + others_before);
             }
             if (Config::kSkipsHidden && !keys.sees(row_tile, consumer)) {
                 ring.release_by_thread();
@@ -144,9 +144,10 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
         keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
             if (lane != 0) return;
+            const int32_t num_before = in_order ? keys.num_before(head, row_tile) : 0;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             if (in_order) {
-                semaphore_wait(params.semaphores + sums_tile, keys.num_before(head, row_tile));
+                semaphore_wait(params.semaphores + sums_tile, num_before);
             }
             add(params.query_sums + sums_tile * (Config::kQueryPanels * kPanelElements), Config::kQueryPanels);
             if (in_order) semaphore_release(params.semaphores + sums_tile);

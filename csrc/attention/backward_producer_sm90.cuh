@@ -50,7 +50,6 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
             if (Config::kOptions && exists && params.scores.ranges.data != nullptr) {
                 __syncwarp();  // waits until lane 0 has written the work tile
                 const int32_t num_steps = shared.work_tiles[ring.stage].count_seen_tiles();
-                __syncwarp();  // waits until every lane has read it
                 if (lane == 0) shared.work_tiles[ring.stage].num_steps = num_steps;
             }
         } while (!is_last && !exists);
@@ -85,7 +84,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             ValueTile::load(shared_address(shared.sV), all_params.value, keys.batch, keys.head, first_key, barrier);
         }
         key_ring.advance();
-        keys.for_steps([&](int32_t head, int32_t row_tile, bool is_full) {
+        keys.for_steps([&](int32_t head, int32_t row_tile, bool ranges_hide_none) {
             const int stage = row_ring.stage;
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
             // Behind the end of a packed sequence stands the next one's data, possibly NaN.
@@ -96,9 +95,9 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
                 const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
                 if constexpr (Config::kOptions) {
                     RowStep& step = shared.steps[stage];
-                    step = {head, row_tile, is_full ? ~0u : keys.full_for(row_tile),
+                    step = {head, row_tile, ranges_hide_none ? ~0u : keys.full_for(row_tile),
                             HeadScores::slope_of(params.scores, keys.batch, head)};
-                    if (keys.has_ranges && !is_full) {
+                    if (keys.has_ranges && !ranges_hide_none) {
                         step.ranges = RowRanges(params.scores.ranges, keys.batch, head, keys.rows).of(first_row);
                     }
                 }

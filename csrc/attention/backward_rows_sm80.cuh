@@ -93,9 +93,9 @@ FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t g
 
 // A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them.
 // rows: those of the tile, from first_row of the sequence on; keys: all.
-template <typename Config>
+template <typename Config, typename RangesOf>
 FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
-                                   typename Config::Gemm& gemm, const HeadScores& scores, const RowRanges& ranges,
+                                   typename Config::Gemm& gemm, const HeadScores& scores, RangesOf&& ranges_of,
                                    GemmRows rows, GemmRows keys, int32_t head_dim, int32_t first_row) {
     constexpr int kBlockN = Config::kBlockN, kTilesM = Config::kTilesM, kTilesN = Config::kTilesN;
     const int lane = threadIdx.x % kWarpSize;
@@ -114,7 +114,7 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
         scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
-        if (ranges.num > 0) ranges.hide_others(rS, warp_row, first_key, lane);
+        if (scores.params.ranges.data != nullptr) ranges_of().hide_others(rS, warp_row, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
         softmax.exponentiate(rS);
@@ -206,10 +206,11 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
     OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);
-    gather_scores<Config>(softmax, gemm, scores, RowRanges(options.ranges, batch, head, rows),
-                          {row_pointer(params.query, batch, head, begin), params.query.row_stride, num_rows},
-                          {row_pointer(params.key, batch, key_head, keys.begin), params.key.row_stride, keys.length},
-                          params.query.head_dim, first_row);
+    gather_scores<Config>(
+        softmax, gemm, scores, [&] { return RowRanges(options.ranges, batch, head, rows); },
+        {row_pointer(params.query, batch, head, begin), params.query.row_stride, num_rows},
+        {row_pointer(params.key, batch, key_head, keys.begin), params.key.row_stride, keys.length},
+        params.query.head_dim, first_row);
     for_own_rows<Config::kTilesM>(lane, [&](int m, int half, int row_of_warp) {
         const float sum = row_reduce_sum(softmax.row_sum[m][half]);
         const int32_t own_row = gemm.warp_row + row_of_warp;

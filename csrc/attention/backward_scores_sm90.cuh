@@ -65,12 +65,13 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using ScoresAsA = typename Types::ScoresAsA;
     using Terms = typename Config::Terms;
 
-    struct Ranges {};  // there are none
+    struct SeenThroughRanges {};  // there are no ranges
 
     ScoresPosition<Config> position;
     SeenRows seen{};
 
-    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const Ranges&) : position(position) {}
+    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const SeenThroughRanges&)
+        : position(position) {}
 
     FASTATTN_DEVICE void prepare() {}
     FASTATTN_DEVICE void go_to_next_block() { position.first_key += kWarpgroupM; }
@@ -112,12 +113,12 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     using Options = TransposedOptions<Config::kTilesM>;
 
     // The rows that see the lane's keys through their ranges, as seen_of_transposed() has them.
-    struct Ranges {
+    struct SeenThroughRanges {
         uint32_t seen = ~0u;
 
-        // Called when registers are least scarce: before there are scores.
-        FASTATTN_DEVICE Ranges(const AttentionBackwardParams& params, const KeyWorkTile<Config>& keys,
-                               const RowStep& step, int32_t first_key, int lane) {
+        // For the first block: before there are scores of the step, when registers are least scarce.
+        FASTATTN_DEVICE SeenThroughRanges(const AttentionBackwardParams& params, const KeyWorkTile<Config>& keys,
+                                          const RowStep& step, int32_t first_key, int lane) {
             if (const int2* ranges = step.ranges) {
                 seen = seen_of_transposed(ranges, params.scores.ranges.num,
                                           keys.rows.length - step.row_tile * Config::kBlockM, first_key, lane);
@@ -126,17 +127,18 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     };
 
     ScoresPosition<Config> position;
-    Ranges ranges;
+    SeenThroughRanges through_ranges;
     SeenRows seen{};
     uint32_t kept = 0;  // see Dropout::kept_of_transposed
     typename Options::BiasPairs bias_pairs;
 
-    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const Ranges& ranges)
-        : position(position), ranges(ranges) {}
+    FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const SeenThroughRanges& through_ranges)
+        : position(position), through_ranges(through_ranges) {}
 
     FASTATTN_DEVICE void go_to_next_block() {
         position.first_key += kWarpgroupM;
-        ranges = Ranges(position.params, position.keys, position.step, position.first_key, position.lane);
+        through_ranges =
+            SeenThroughRanges(position.params, position.keys, position.step, position.first_key, position.lane);
     }
 
     FASTATTN_DEVICE void prepare() {
@@ -153,7 +155,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
-        seen.seen[0] &= ranges.seen, seen.seen[1] &= ranges.seen >> 16;
+        seen.seen[0] &= through_ranges.seen, seen.seen[1] &= through_ranges.seen >> 16;
         some_probabilities(rP16, rS, terms);
     }
 
@@ -196,18 +198,22 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         typename Options::SoftcapGradients rSoftcapGradient;
         options(scores).template scale<kFirst>(rS, rSoftcapGradient);
         options(scores).template add_bias<kFirst>(rS, seen, bias_pairs);
-        if (hides()) {
-            Options::template for_each<kFirst>(
-                [&](int n, int e) { rS[0][n][e] = seen.has(n, e) ? rS[0][n][e] : -kInfinity; });
-        }
+        const auto exponentiate = [&](auto masked) {
 #pragma unroll
-        for (int n = kFirst; n < kEnd; ++n) {
-            const float2 shift = own_pair(terms.shift, n), log2_sum = own_pair(terms.log2_sum, n);
+            for (int n = kFirst; n < kEnd; ++n) {
+                const float2 shift = own_pair(terms.shift, n), log2_sum = own_pair(terms.log2_sum, n);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                rS[0][n][e] = e % 2 == 0 ? probability_of(rS[0][n][e], shift.x, log2_sum.x)
-                                         : probability_of(rS[0][n][e], shift.y, log2_sum.y);
+                for (int e = 0; e < 4; ++e) {
+                    const bool is_hidden = masked.value && !seen.has(n, e);
+                    rS[0][n][e] = e % 2 == 0 ? probability_of(rS[0][n][e], shift.x, log2_sum.x, is_hidden)
+                                             : probability_of(rS[0][n][e], shift.y, log2_sum.y, is_hidden);
+                }
             }
+        };
+        if (hides()) {
+            exponentiate(std::true_type{});
+        } else {
+            exponentiate(std::false_type{});
         }
         if (has_dropout()) {
             float rP[Options::kTilesAtOnce][4];

@@ -11,11 +11,11 @@
 
 namespace fastattn {
 
-// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them, the same for each query head
-// of that KV head.
-template <int kBlockM, int kBlockN>
+// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them through the window, the same
+// for each query head of that KV head; with ranges of keys, all tiles.
+template <int kBlockM_, int kBlockN_>
 struct KeyWorkTileSm80 {
-    static constexpr int kRows = kBlockM, kKeys = kBlockN;
+    static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
 
     int32_t batch, key_head, key_tile, first_key;
     Sequence rows, keys;
@@ -25,7 +25,6 @@ struct KeyWorkTileSm80 {
     int32_t begin_tile, end_tile;
     int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
 
-    // has_ranges: which tiles of rows see the keys is told by SeenTiles.
     FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
                                         ceil_div(params.key.rows, kBlockN));
@@ -64,70 +63,48 @@ struct RowTileWalk {
     const AttentionBackwardParams& params;
     const WorkTile& tile;
     int32_t head, row_tile;
-    bool is_full;  // the rows see all of the keys; with kOptions, their ranges hide none
 
     FASTATTN_DEVICE RowTileWalk(const AttentionBackwardParams& params, const WorkTile& tile)
-        : params(params),
-          tile(tile),
-          head(tile.first_head),
-          row_tile(tile.begin_tile - 1),
-          end_looked_(tile.begin_tile) {
-        if (tile.begin_tile < tile.end_tile) {
-            go_on();
-        } else {
-            head = tile.end_head;
-        }
+        : params(params), tile(tile), head(tile.first_head), row_tile(tile.begin_tile) {
+        if (tile.begin_tile >= tile.end_tile) head = tile.end_head;
+        find();
     }
 
     FASTATTN_DEVICE bool is_over() const { return head >= tile.end_head; }
 
     FASTATTN_DEVICE void go_on() {
-        if constexpr (kOptions) {
-            while (seen_ == 0 && !is_over()) look_ahead();
-            const int idx = __ffs(seen_) - 1;
-            row_tile = end_looked_ - kWarpSize + idx;
-            is_full = full_ >> idx & 1;
-            seen_ &= seen_ - 1;
-        } else {
-            if (++row_tile == tile.end_tile) {
-                row_tile = tile.begin_tile;
-                ++head;
-            }
-            is_full = tile.is_full(row_tile);
+        if (++row_tile == tile.end_tile) {
+            row_tile = tile.begin_tile;
+            ++head;
         }
+        find();
     }
 
-    // How many tiles of keys before this one add to dQ of the tile of rows at hand.
-    FASTATTN_DEVICE int32_t num_before() const {
-        if (has_ranges()) return tiles_of_keys().num_before(head, row_tile);
-        return tile.key_tile - tile.window.keys_of(row_tile * WorkTile::kRows).begin / WorkTile::kKeys;
+    // Whether the rows see all of the keys; with kOptions, whether their ranges hide none.
+    FASTATTN_DEVICE bool is_full() const { return kOptions ? ranges_hide_none_ : tile.is_full(row_tile); }
+
+    // How many tiles of keys before this one add to dQ of the tile of rows at hand, where there is an order.
+    FASTATTN_DEVICE int32_t num_before(const Window& window) const {
+        if (has_ranges()) {
+            return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;
+        }
+        return tile.key_tile - window.keys_of(row_tile * WorkTile::kBlockM).begin / WorkTile::kBlockN;
     }
 
   private:
-    int32_t end_looked_;            // behind the tiles whose bits these are
-    uint32_t seen_ = 0, full_ = 0;  // tiles that have not been walked over; that see all keys through their ranges
+    bool ranges_hide_none_ = true;
 
     FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
 
-    FASTATTN_DEVICE RowTilesOfKeys tiles_of_keys() const {
+    FASTATTN_DEVICE RowTilesOfKeys row_tiles() const {
         return RowTilesOfKeys::of(params.seen_tiles, tile.batch, tile.rows.begin, tile.key_tile);
     }
 
-    // Looks at 32 more tiles, or goes to the next head.
-    FASTATTN_DEVICE void look_ahead() {
-        const int32_t num_left = tile.end_tile - end_looked_;
-        if (num_left <= 0) {
-            end_looked_ = tile.begin_tile;
-            ++head;
-            return;
-        }
+    // Passes over tiles that ranges of keys leave out.
+    FASTATTN_DEVICE void find() {
         if (has_ranges()) {
-            const auto bits = tiles_of_keys().look_at(head, end_looked_, tile.end_tile);
-            seen_ = bits.seen, full_ = bits.full;
-        } else {
-            seen_ = 0xffffffff >> (kWarpSize - min(num_left, kWarpSize)), full_ = 0xffffffff;
+            ranges_hide_none_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head);
         }
-        end_looked_ += kWarpSize;
     }
 };
 

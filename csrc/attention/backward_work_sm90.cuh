@@ -22,17 +22,18 @@ struct KeyWorkTile {
     int32_t sequence_begin;       // in K and V
     Sequence rows;
     Window window;
-    int32_t begin_tile, end_tile;  // tiles of rows that see the keys
+    int32_t begin_tile, end_tile;  // tiles of rows that see the keys through the window; with ranges all tiles
     int32_t first_sums_tile;       // the sequence's first tile in dQ's sums
     int32_t split, num_splits;
     uint32_t split_tile;                // index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
     int32_t begin_row_tile, num_steps;  // the split's first tile of rows, and its steps
-    bool has_ranges;                    // which tiles of rows see the keys is told by the next
-    RowTilesOfKeys seen_by;
+    bool has_ranges;                    // of keys: row_tiles says which steps there are, and begin_row_tile nothing
+    RowTilesOfKeys row_tiles;
     // [i]: the tiles of rows of which some see a key of consumer i.
     int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
-    // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile.
+    // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile. With ranges
+    // there are none here.
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
     // Returns false where there are no such keys, or fewer splits.
@@ -54,7 +55,7 @@ struct KeyWorkTile {
         has_ranges = Config::kOptions && params.scores.ranges.data != nullptr;
         if (has_ranges) {
             begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
-            seen_by = RowTilesOfKeys::of(params.seen_tiles, batch, rows.begin, found.position);
+            row_tiles = RowTilesOfKeys::of(params.seen_tiles, batch, rows.begin, found.position);
         }
 
         const int32_t num_row_tiles = end_tile - begin_tile, group_size = params.query.heads / params.key.heads;
@@ -101,10 +102,10 @@ struct KeyWorkTile {
 
     FASTATTN_DEVICE SeenSteps seen_steps(int consumer) const {
         if (has_ranges) return {0, num_steps, 0};
-        const int32_t row_tiles = num_steps / num_heads, last_row_tile = begin_row_tile + 1 - row_tiles;
-        const int32_t before = min(max(begin_row_tile + 1 - end_seen[consumer], 0), row_tiles);
+        const int32_t num_row_tiles = num_steps / num_heads, last_row_tile = begin_row_tile + 1 - num_row_tiles;
+        const int32_t before = min(max(begin_row_tile + 1 - end_seen[consumer], 0), num_row_tiles);
         const int32_t seen = max(begin_row_tile + 1 - before - max(begin_seen[consumer], last_row_tile), 0);
-        return {before * num_heads, seen * num_heads, (row_tiles - before - seen) * num_heads};
+        return {before * num_heads, seen * num_heads, (num_row_tiles - before - seen) * num_heads};
     }
 
     FASTATTN_DEVICE bool are_all_full() const {
@@ -112,8 +113,7 @@ struct KeyWorkTile {
                0;
     }
 
-    // Bit i: every row of a tile sees every key of consumer i. A bias may be NaN or infinity in rows that do not exist:
-    // with options, these see nothing.
+    // Bit i: every row of a tile sees every key of consumer i.
     FASTATTN_DEVICE uint32_t full_for(int32_t row_tile) const {
         uint32_t full = 0;
         for (int i = 0; i < Config::kKeyOwners && has_all_rows(row_tile); ++i) {
@@ -122,17 +122,19 @@ struct KeyWorkTile {
         return full;
     }
 
-    // Calls function(head, row_tile, is_full) for each step, in the consumers' order. Without ranges that is from the last
-    // rows on, so that CTAs of adjacent keys work at the same rows under a causal mask, and for each tile of rows all
-    // query heads. With ranges one head follows the other, and is_full says that they hide no key. Called by all lanes of
-    // a warp.
+    // Calls function(head, row_tile, ranges_hide_none) for each step, in the consumers' order. Without ranges that is
+    // from the last rows on, so that CTAs of adjacent keys work at the same rows under a causal mask, and for each tile
+    // of rows all query heads. With ranges one head follows the other. Called by all lanes of a warp.
     template <typename Function>
     FASTATTN_DEVICE void for_steps(Function&& function) const {
         int32_t query_head = begin_head, row_tile = has_ranges ? 0 : begin_row_tile;
         for (int32_t left = num_steps; left > 0; --left) {
-            bool is_full = false;
-            if (Config::kOptions && has_ranges) find_seen_tile(query_head, row_tile, is_full);
-            function(query_head, row_tile, is_full);
+            bool ranges_hide_none = false;
+            if (Config::kOptions && has_ranges) {
+                ranges_hide_none =
+                    row_tiles.find(query_head, row_tile, end_tile, begin_head + num_heads) && has_all_rows(row_tile);
+            }
+            function(query_head, row_tile, ranges_hide_none);
             if (Config::kOptions && has_ranges) {
                 ++row_tile;
             } else if (++query_head == begin_head + num_heads) {
@@ -144,37 +146,17 @@ struct KeyWorkTile {
 
     // Counts the steps of ranges of keys. Called by all lanes of a warp.
     FASTATTN_DEVICE int32_t count_seen_tiles() const {
-        int32_t count = 0;
-#pragma unroll 1
-        for (int32_t query_head = begin_head; query_head < begin_head + num_heads; ++query_head) {
-#pragma unroll 1
-            for (int32_t first = 0; first < end_tile; first += kWarpSize) {
-                count += __popc(seen_by.look_at(query_head, first, end_tile).seen);
-            }
-        }
-        return count;
+        return row_tiles.count(begin_head, begin_head + num_heads, end_tile);
     }
 
     // How many tiles of keys before this one add to dQ of a tile of rows.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
-        if (Config::kOptions && has_ranges) return seen_by.num_before(head, row_tile);
+        if (Config::kOptions && has_ranges) return row_tiles.num_before(head, row_tile);
         return first_key / Config::kBlockN - window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
     }
 
   private:
-    // Goes on to the next tile of rows that sees some key, at row_tile or behind it. There is one.
-    FASTATTN_DEVICE void find_seen_tile(int32_t& query_head, int32_t& row_tile, bool& is_full) const {
-        for (;; row_tile += kWarpSize) {
-            if (row_tile >= end_tile) row_tile = 0, ++query_head;
-            const auto [seen, full] = seen_by.look_at(query_head, row_tile, end_tile);
-            if (seen == 0) continue;
-            const int idx = __ffs(seen) - 1;
-            row_tile += idx;
-            is_full = (full >> idx & 1) != 0 && has_all_rows(row_tile);
-            return;
-        }
-    }
-
+    // A bias may be NaN or infinity in rows that do not exist: with options, these see nothing.
     FASTATTN_DEVICE bool has_all_rows(int32_t row_tile) const {
         return (row_tile + 1) * Config::kBlockM <= rows.length;
     }

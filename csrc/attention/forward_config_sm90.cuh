@@ -112,7 +112,8 @@ FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {
     ptx::barrier_cluster_wait();
 }
 
-// Called by all threads: on return, the barriers of every CTA of the cluster may be used, and CTA 0 may claim work tiles.
+// Called by all threads: on return, the barriers of every CTA of the cluster may be used, and CTA 0 may claim work
+// tiles.
 template <typename Config>
 FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params) {
     const int cluster_size = all_params.schedule.cluster_size();

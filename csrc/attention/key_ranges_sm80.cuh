@@ -2,8 +2,8 @@
 // tiles that every row sees all of, then those of which some row sees some key, both in ascending order. Other tiles
 // are not visited.
 //
-// A CTA makes one list, SeenTiles' 2 + num_key_tiles numbers: how many tiles are full, how many there are, and the tiles.
-// Preconditions: those of RowTileRanges.
+// A CTA makes one list, 2 + num_key_tiles numbers of SeenTiles: how many tiles are full, how many there are in all, and
+// the tiles. Preconditions: those of RowTileRanges.
 #pragma once
 
 #include "attention/forward.h"
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kWarpSize)
     attention_key_ranges_sm80(const __grid_constant__ AttentionForwardParams params) {
     __shared__ RowTileRanges::Storage sRanges;
     const RowTileRanges rows(params, sRanges);
-    if (rows.seen_tiles == nullptr) return;
+    if (rows.numbers == nullptr) return;
     const int32_t num_tiles = ceil_div(rows.num_keys, params.seen_tiles.block_n), lane = threadIdx.x;
     int32_t count = 0;
 #pragma unroll 1
@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(kWarpSize)
             const SeenKeys seen = rows.look_at(first + lane);
             const bool is_listed = takes_full ? seen.all : seen.some && !seen.all;
             const uint32_t listed = __ballot_sync(0xffffffff, is_listed);
-            if (is_listed) rows.seen_tiles[2 + count + __popc(listed & ((1u << lane) - 1))] = first + lane;
+            if (is_listed) rows.numbers[2 + count + __popc(listed & ((1u << lane) - 1))] = first + lane;
             count += __popc(listed);
         }
-        if (lane == 0) rows.seen_tiles[pass] = count;
+        if (lane == 0) rows.numbers[pass] = count;
     }
 }
 

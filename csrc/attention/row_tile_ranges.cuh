@@ -15,14 +15,15 @@ struct SeenKeys {
     bool some, all;
 };
 
-// The tile of rows of a CTA, which is one warp: its lanes look at as many tiles of keys at a time. What ranges have
-// outside of the keys is absent. Precondition: a tile has at most kMostListedRows rows.
+// A CTA has one tile of rows and one warp, whose lanes look at as many tiles of keys at a time. What ranges have
+// outside of the keys is absent. Preconditions: a tile has at most kMostRowsWithRanges rows, and there are fewer than
+// 2^31 - 2^10 keys.
 class RowTileRanges {
   public:
-    using Storage = KeyRange[kMostListedRows * kMostRanges];  // [rows, num], in shared memory
+    using Storage = KeyRange[kMostRowsWithRanges * kMostRanges];  // [rows, num], in shared memory
 
     int32_t num_keys;
-    int32_t* seen_tiles = nullptr;  // the tile's numbers in SeenTiles; null: it has no rows
+    int32_t* numbers = nullptr;  // of the tile in SeenTiles; null: it has no rows
 
     template <typename Params>
     FASTATTN_DEVICE RowTileRanges(const Params& params, Storage& sRanges) : sRanges_(sRanges) {
@@ -33,7 +34,7 @@ class RowTileRanges {
         const int32_t first_row = tile * tiles.block_m;
         const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         if (first_row >= rows.length) return;
-        seen_tiles = tiles.of(batch, head, tile, rows.begin);
+        numbers = tiles.of(batch, head, tile, rows.begin);
         num_keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows).length;
         block_n_ = tiles.block_n;
         ranges_of_row_ = ranges.num;

@@ -1,5 +1,5 @@
 // Tells the backward kernels which tiles of rows see a tile of keys through ranges of keys, from what
-// backward_ranges_sm80.cuh has written.
+// backward_ranges_sm80.cuh has written. All lanes of a warp call find() and count() together.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace fastattn {
 
-// The tiles of rows of a sequence beside one tile of keys.
+// The tiles of rows of a sequence, as one tile of keys sees them.
 struct RowTilesOfKeys {
     const uint2* words;  // of the first tile of rows of the first head
     int64_t head_stride;
@@ -22,32 +22,58 @@ struct RowTilesOfKeys {
                 tiles.pitch / 2, key_tile};
     }
 
-    // Bits of 32 tiles of rows.
-    struct Bits {
-        uint32_t seen, full;  // some row sees some key; every row sees all
-    };
-
-    // Looks at the tiles from `first` to before `end`. Called by all lanes of a warp.
-    FASTATTN_DEVICE Bits look_at(int32_t head, int32_t first, int32_t end) const {
-        const int32_t own = first + threadIdx.x % kWarpSize;
-        const uint2 words = own < end ? words_of(head, own)[key_tile / kWarpSize] : uint2{0, 0};
+    // Finds the next tile of rows that sees some key, at row_tile of `head` or behind it; head is end_head where there
+    // is none. Returns whether every row sees all keys.
+    FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t end_tile, int32_t end_head) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
-        return {__ballot_sync(0xffffffff, (words.x & bit) != 0), __ballot_sync(0xffffffff, (words.y & bit) != 0)};
+#pragma unroll 1
+        while (head < end_head) {
+            const uint2 word = word_of(head, row_tile, end_tile);
+            const uint32_t seen = __ballot_sync(0xffffffff, (word.x & bit) != 0);
+            const uint32_t full = __ballot_sync(0xffffffff, (word.y & bit) != 0);
+            if (seen != 0) {
+                const int idx = __ffs(seen) - 1;
+                row_tile += idx;
+                return (full >> idx & 1) != 0;
+            }
+            row_tile += kWarpSize;
+            if (row_tile >= end_tile) row_tile = 0, ++head;
+        }
+        return false;
     }
 
-    // How many tiles of keys before this one a tile of rows sees: those that add to its dQ first.
+    // Counts the tiles that find() finds.
+    FASTATTN_DEVICE int32_t count(int32_t begin_head, int32_t end_head, int32_t end_tile) const {
+        const uint32_t bit = 1u << key_tile % kWarpSize;
+        int32_t count = 0;
+#pragma unroll 1
+        for (int32_t head = begin_head; head < end_head; ++head) {
+#pragma unroll 2
+            for (int32_t first = 0; first < end_tile; first += kWarpSize) {
+                count += __popc(__ballot_sync(0xffffffff, (word_of(head, first, end_tile).x & bit) != 0));
+            }
+        }
+        return count;
+    }
+
+    // Counts the tiles of keys before this one that a tile of rows sees: those that add to its dQ first.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
         const uint2* words = words_of(head, row_tile);
         int32_t count = 0;
-#pragma unroll 1
+#pragma unroll 1  // loads that overlap would take registers
         for (int32_t first = 0; first < key_tile; first += kWarpSize) {
-            const int32_t num_bits = min(key_tile - first, kWarpSize);
-            count += __popc(words[first / kWarpSize].x << (kWarpSize - num_bits));
+            count += __popc(words[first / kWarpSize].x << (kWarpSize - min(key_tile - first, kWarpSize)));
         }
         return count;
     }
 
   private:
+    // The words of this lane's tile of rows, of those from `first` to before `end`.
+    FASTATTN_DEVICE uint2 word_of(int32_t head, int32_t first, int32_t end) const {
+        const int32_t own = first + threadIdx.x % kWarpSize;
+        return own < end ? words_of(head, own)[key_tile / kWarpSize] : uint2{0, 0};
+    }
+
     FASTATTN_DEVICE const uint2* words_of(int32_t head, int32_t row_tile) const {
         return words + head * head_stride + int64_t{row_tile} * pitch;
     }

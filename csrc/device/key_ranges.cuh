@@ -78,9 +78,9 @@ FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
     return bits;
 }
 
-// Which of 64 rows see a lane's two keys of transposed scores, from first_key of the warp on, through their ranges: bits
-// 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower one's. Each lane looks at two rows, and the lanes exchange
-// what they have found. num_rows of the rows exist. Called by all lanes of a warp.
+// Which of 64 rows see a lane's two keys of transposed scores, from first_key of the warp on, through their ranges:
+// bits 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower one's. Each lane looks at two rows, and the lanes
+// exchange what they have found. num_rows of the rows exist. Called by all lanes of a warp.
 FASTATTN_DEVICE uint32_t seen_of_transposed(const int2* ranges, int32_t num, int32_t num_rows, int32_t first_key,
                                             int lane) {
     const auto keys_from = [&](int32_t key) {

@@ -51,10 +51,9 @@ struct ScoreGradients {
     int row, column, lane;
     uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: kOptions
 
-    // Early, before there are scores: what it computes takes registers.
-    FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, int32_t batch, int32_t head, const Sequence& rows,
-                                   const RowTerms<kBlockM>& terms, bool is_full, bool has_log2_sum, int32_t tile_row,
-                                   int32_t tile_key, int row, int column, int lane)
+    // Early, before there are scores: what it computes without kOptions takes registers.
+    FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
+                                   bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row, int column, int lane)
         : scores(scores),
           terms(terms),
           is_full(is_full),
@@ -64,21 +63,14 @@ struct ScoreGradients {
           row(row),
           column(column),
           lane(lane) {
-        if (is_full) {
-#pragma unroll
-            for (int m = 0; m < kTilesM && kOptions; ++m) seen[m] = ~0u;
-        } else if constexpr (kOptions) {
-            find_seen(RowRanges(scores.params.ranges, batch, head, rows));
-        } else {
-            find_seen();
-        }
+        if (!kOptions && !is_full) find_seen();
     }
 
     // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
     // (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few
-    // registers.
-    template <DataType kDataType>
-    FASTATTN_DEVICE void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout) {
+    // registers. ranges_of(): the RowRanges of the rows.
+    template <DataType kDataType, typename RangesOf>
+    FASTATTN_DEVICE void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout, RangesOf&& ranges_of) {
         float shift[kTilesM][2];
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) { shift[m][half] = terms.shift[row + own_row]; });
         const float scale_log2 = scores.params.scale * kLog2E;
@@ -87,7 +79,8 @@ struct ScoreGradients {
         };
         if constexpr (kOptions) {
 #pragma unroll
-            for (int m = 0; m < kTilesM; ++m) kept[m] = 0;
+            for (int m = 0; m < kTilesM; ++m) seen[m] = ~0u, kept[m] = 0;
+            if (!is_full) find_seen(ranges_of());
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
@@ -206,8 +199,9 @@ struct ScoreGradients {
                 [&](int m, int e) { rScore[m][0][e] = has(seen[m], n, e) ? rScore[m][0][e] : -kInfinity; });
         }
         for_each_of_eight([&](int m, int e) {
-            if (rScore[m][0][e] == -kInfinity) seen[m] &= ~(1u << (4 * n + e));
-            rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2]);
+            const bool is_hidden = rScore[m][0][e] == -kInfinity;
+            if (is_hidden) seen[m] &= ~(1u << (4 * n + e));
+            rP[m][0][e] = probability_of(rScore[m][0][e], shift[m][e / 2], log2_sum[m][e / 2], is_hidden);
             rS[m][n][e] = rP[m][0][e] * rSoftcapGradient[m][0][e];
         });
         if (scores.params.dropout_seed == nullptr) return;

@@ -23,9 +23,11 @@ FASTATTN_DEVICE float row_reduce_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum.
-FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum) {
-    return ptx::ex2_approx_ftz_f32(fmaf(score - shift, kLog2E, -log2_sum));
+// P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum. Of a hidden key it is 0 also where another key
+// makes the shift NaN.
+FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum, bool is_hidden = false) {
+    const float exponent = fmaf(score - shift, kLog2E, -log2_sum);
+    return ptx::ex2_approx_ftz_f32(is_hidden ? -kInfinity : exponent);
 }
 
 // A number for each row of a lane. Indices [m][half]: a lane has an upper and a lower row in each m16 tile.

@@ -84,16 +84,16 @@ struct PartialWorkspace {
 // Ranges of keys, [batch, heads, rows, num, 2] of int32, aligned to 8 bytes: a row sees the keys of its ranges
 // [begin, end) alone. Strides count ranges, and are 0 where one stands for many. Packed: the rows of all sequences
 // follow each other, and the batch stride is 0. The numbers are not trusted.
-inline constexpr int32_t kMostRanges = 4, kMostListedRows = 192;
+inline constexpr int32_t kMostRanges = 4, kMostRowsWithRanges = 192;
 struct KeyRangesView {
     const int32_t* data;  // null: rows see all keys
     int32_t batch, heads, num;
     int64_t batch_stride, head_stride;
 };
 
-// Which tiles of keys each tile of rows sees through its ranges: `pitch` numbers, of which the kernel that writes them
-// tells (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). The tiles of packed sequences lie one after
-// the other, with a spare one for each sequence, so that nobody has to know the lengths. Strides count numbers.
+// Which tiles of keys each tile of rows sees through its ranges: `pitch` numbers. The kernel that writes them says what
+// they mean (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). The tiles of packed sequences lie one
+// after the other, with a spare one for each sequence, so that nobody has to know the lengths. Strides count numbers.
 struct SeenTiles {
     int32_t* data;
     int32_t block_m, block_n, num_key_tiles, pitch;
@@ -102,8 +102,8 @@ struct SeenTiles {
 
     // The numbers of a sequence's tile of rows. first_row: of the sequence, in the packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
-        const int64_t place = tile + (is_packed ? first_row / block_m + batch : 0);
-        return data + batch * batch_stride + head * head_stride + place * pitch;
+        const int64_t idx = tile + (is_packed ? first_row / block_m + batch : 0);
+        return data + batch * batch_stride + head * head_stride + idx * pitch;
     }
 };
 
@@ -152,8 +152,8 @@ struct AttentionForwardParams {
     // Null where no tile is split; resident_ctas: how many CTAs run at a time. See scheduler/key_splits.h.
     PartialWorkspace partials;
     int32_t resident_ctas;
-    // How many work tiles have been claimed (scheduler/arrivals.cuh), for Hopper's kernels. Null: cluster c of n takes work
-    // tiles c, c + n, c + 2n and so on.
+    // How many work tiles have been claimed (scheduler/arrivals.cuh), for Hopper's kernels. Null: cluster c of n takes
+    // work tiles c, c + n, c + 2n and so on.
     uint64_t* claimed;
     uint64_t launch_id;
 };
@@ -198,9 +198,9 @@ struct WorkspaceMemory {
     int64_t floats;
 };
 
-// attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: with ranges of keys
-// ranges; rows, key_value, query; and where they are asked for bias, sinks, slopes and slope_sums. Packed sequences as in
-// AttentionForwardParams.
+// attention/backward_*.cuh, the kernels of one backward pass in the order in which they run: ranges, where there are
+// ranges of keys, then rows, key_value, query, and where they are asked for bias, sinks, slopes and slope_sums. Packed
+// sequences as in AttentionForwardParams.
 struct AttentionBackwardParams {
     HeadsView<const uint16_t> query, key, value, out, grad_out;
     HeadsView<uint16_t> grad_query, grad_key, grad_value;

@@ -170,6 +170,7 @@ CUDA_CASES = [
         ranges=4, lengths=((133, 0, 250, 7), (147, 9, 264, 0)), ranges_shape=(0, 1), alibi="batch", head_dims=(32, 32)
     ),
     Case(ranges=3, lengths=((33, 300), (65, 310)), window=(100, 0), sinks=True, head_dims=(256, 256)),
+    Case(ranges=2, shape=(1, 2, 1, 70, 140), mask="all min", head_dims=(64, 64)),
     Case(ranges=2, shape=(2, 4, 2, 90, 200), window=(90, 9), first_row=150, first_key=36, head_dims=(64, 64)),
 ]
 
@@ -286,6 +287,15 @@ def test_cuda_gradients_in_any_order(case: Case, gpu: int) -> None:
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic=False))
 
 
+@pytest.mark.parametrize("sizes", [(5, 0), (0, 7)], ids=["no keys", "no rows"])
+def test_cuda_gradients_of_nothing(sizes: tuple[int, int], gpu: int) -> None:
+    case = Case(ranges=2, shape=(1, 2, 1, *sizes), head_dims=(64, 64))
+    problem = make_problem(case)
+    with checked():
+        found = run_ops(torch.ops.fastattn, case, problem)
+    assert not any(found[name].any() for name in ("out", "grad_query", "grad_key", "grad_value"))
+
+
 def test_cuda_gradients_added_to_sums(gpu: int) -> None:
     case = CUDA_CASES[-1]
     problem = make_problem(case)
@@ -296,6 +306,52 @@ def test_cuda_gradients_added_to_sums(gpu: int) -> None:
         torch.ops.fastattn.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
     for name, total in zip(("query", "key", "value"), sums, strict=True):
         assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
+    """The query heads of a KV head follow each other: one may begin where the one before has ended, or see nothing."""
+    case = Case(ranges=1, shape=(1, 4, 1, 250, 270), ranges_shape=(0, 1), head_dims=(head_dim, head_dim))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    row = torch.arange(250, device=DEVICE)
+    seen_by = [row < 64, row < 0, (row >= 64) & (row < 128), (row < 10) | (row >= 192)]
+    for head, rows in enumerate(seen_by):
+        problem.key_ranges[:, head, :, 0, 0], problem.key_ranges[:, head, :, 0, 1] = 3, torch.where(rows, 270, 0)
+    with checked():
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2240, 100), (1, 2, 2, 100, 4400)], ids=["rows", "keys"])
+def test_cuda_gradients_of_many_tiles(shape: tuple[int, ...], gpu: int) -> None:
+    """More than 32 tiles of rows, and of keys: what tells which ones meet has several words for a line."""
+    case = Case(ranges=2, shape=shape, head_dims=(64, 64) if shape[3] > shape[4] else (128, 128))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    rows, keys = shape[3:]
+    row = torch.arange(rows, device=DEVICE)
+    begin = (row * keys // rows)[:, None] + torch.tensor([0, keys // 2], device=DEVICE)
+    problem.key_ranges[..., 0], problem.key_ranges[..., 1] = begin.clamp(max=keys), (begin + 20).clamp(max=keys)
+    with checked():
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> None:
+    """It spoils the rows that see it, and the gradients of what these see, but of no other key."""
+    case = Case(ranges=1, shape=(1, 2, 1, 64, 600), head_dims=(head_dim, head_dim))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    sees_it = torch.arange(64, device=DEVICE)[:, None] < 10
+    problem.key_ranges[:] = torch.where(sees_it, torch.tensor([0, 20]).to(DEVICE), torch.tensor([20, 600]).to(DEVICE))[
+        :, None
+    ]
+    problem.key[..., 10, :] = torch.nan
+    with checked():
+        found = run_ops(torch.ops.fastattn, case, problem)
+    for name in ("grad_key", "grad_value"):
+        assert found[name][..., :20, :].isnan().all() and found[name][..., 20:, :].isfinite().all(), name
+    assert found["grad_query"][..., :10, :].isnan().all() and found["grad_query"][..., 10:, :].isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

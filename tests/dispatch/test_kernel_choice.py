@@ -94,6 +94,7 @@ def test_packed_forward_launches_what_the_library_names(paged: bool) -> None:
         {"alibi": "head"},
         {"head_dims": (96, 40)},
         {"mask": "float", "sinks": True, "head_dims": (136, 8)},
+        {"ranges": 2},
     ],
     ids=str,
 )
@@ -102,13 +103,14 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
     problem = attention_cases.make_problem(case)
     with launches.recorded() as found:
         attention_cases.run_ops(ops, case, problem)
-    _, *backward = launched_names(found)
+    backward = [name for name in launched_names(found) if "backward" in name]
     named = native.attention_backward_kernels(
         80,
         163 * 1024,
         *case.head_dims,
         dtype,
-        changes_scores=bool(case.softcap or case.mask or case.alibi),
+        changes_scores=bool(case.softcap or case.mask or case.alibi or case.ranges),
+        key_ranges=case.ranges > 0,
         bias_gradient=case.mask == "float",
         sinks=case.sinks,
         slopes_gradient=bool(case.alibi),

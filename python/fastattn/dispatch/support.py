@@ -30,7 +30,6 @@ FEATURES: dict[str, dict[str, str]] = {
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
         "key ranges": "ranges of visible keys (key_ranges)",
-        "key ranges gradients": "gradients with ranges of visible keys",
         "paged key ranges": "ranges of visible keys over pages",
         "max logit": "the largest score of each head (return_max_logit)",
     },

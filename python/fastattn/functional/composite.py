@@ -116,9 +116,7 @@ def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Re
     visible, bias = reference.mask_of_ranges(call.key_ranges, call.key.shape[2]), call.bias
     if bias is not None:
         visible = bias & visible if bias.dtype == torch.bool else bias.masked_fill(~visible, -math.inf)
-    features = request.features - {"key ranges", "key ranges gradients"} | (
-        {"mask"} if visible.dtype == torch.bool else set()
-    )
+    features = request.features - {"key ranges"} | ({"mask"} if visible.dtype == torch.bool else set())
     return call._replace(bias=visible, key_ranges=None), request._replace(features=features)
 
 

@@ -125,7 +125,6 @@ def describe_attention(call: AttentionCall) -> Request:
         "gqa": heads != kv_heads,
         "value dim": value.shape[-1] != query.shape[-1],
         "key ranges": call.key_ranges is not None,
-        "key ranges gradients": call.key_ranges is not None and needs_grad,
         "paged key ranges": call.key_ranges is not None and is_paged,
         "max logit": call.return_max_logit,
         "varlen": call.is_packed,

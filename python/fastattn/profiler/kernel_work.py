@@ -194,7 +194,8 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
-_LISTS: _WorkOf = {"_ranges": None, "tile_states": None, "list_tiles": None}  # of tiles, for ranges of keys
+# What lists tiles for ranges of keys.
+_LISTS: _WorkOf = dict.fromkeys(("key_ranges", "backward_ranges", "tile_states", "list_tiles"))
 _BACKWARD: _WorkOf = {
     **_LISTS,
     "attention_backward_rows_sm": _native_rows,
