@@ -150,8 +150,8 @@ def tiles_of_rows(
     RIGHT: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
     """Returns the tiles of keys that a tile of rows walks over, as `tile_range` does: ``begin``, ``full_begin``,
-    ``full_end``, ``end``. Ranges bring a list of the tiles, the last of the values returned, and the others count its
-    entries."""
+    ``full_end``, ``end``; and `tiles`. Ranges bring a list of the tiles, which is returned in its place, and the other
+    values count the entries of the list."""
     if RANGES > 0:
         listed, full_end, end = find_list(
             tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed,

@@ -212,10 +212,10 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     }
     const Tensor workspace = make_backward_workspace(params, query, sizes, *kernels.key_value, given.deterministic);
     std::optional<Tensor> seen_tiles;
-    if (given.scores.key_ranges) {  // two words for every 32 tiles of keys
+    if (given.scores.key_ranges) {
         const int32_t num_key_tiles = ceil_div(params.key.rows, tile.block_n);
         seen_tiles = make_seen_tiles(params.seen_tiles, params.scores.ranges, query, sizes, tile, num_key_tiles,
-                                     2 * std::max(ceil_div(num_key_tiles, 32), 1));
+                                     SeenTiles::pitch_of_bits(num_key_tiles));
     }
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());

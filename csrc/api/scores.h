@@ -13,7 +13,7 @@
 
 namespace fastattn {
 
-// The options of attention_forward and attention_backward, in the order of their schemas.
+// The options of attention_forward and attention_backward: tensors first.
 struct ScoreOptions {
     const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed, &key_ranges;
     double scale;

@@ -10,12 +10,13 @@
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// Tiles that no row sees through the window are not visited. Dense sequences only. Preconditions: those of HeadsView,
+// Tiles that no row sees, by the window or by ranges of keys, are not visited. Dense sequences only. Preconditions: those of HeadsView,
 // head dims multiples of 8.
 #pragma once
 
 #include "attention/backward.h"
 #include "attention/score_gradients_sm80.cuh"
+#include "attention/seen_tiles.cuh"
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
@@ -108,7 +109,11 @@ class BiasTiles {
             const int32_t begin = window_.keys_of(first_row).begin / kBlockN;
             const int32_t end = ceil_div(window_.keys_of(last_row).end, kBlockN);
             tile.key_tile = max(tile.key_tile, is_owned ? max(begin, owned.key_tile) : begin);
-            if (tile.key_tile < (is_owned ? min(end, owned.key_tile + 1) : end)) break;
+            if (tile.key_tile < (is_owned ? min(end, owned.key_tile + 1) : end)) {
+                if (may_see_through_ranges(tile)) break;
+                ++tile.key_tile;
+                continue;
+            }
             tile.key_tile = 0;
             if (++tile.row_tile < end_row_tile_) continue;
             tile.row_tile = begin_row_tile_;
@@ -117,6 +122,12 @@ class BiasTiles {
             ++tile.batch;
         }
         return tile;
+    }
+
+    FASTATTN_DEVICE bool may_see_through_ranges(const BiasTile& tile) const {
+        return params_.scores.ranges.data == nullptr ||
+               may_see(params_.seen_tiles, tile.batch, tile.head, {0, params_.query.rows}, params_.key.rows,
+                       tile.row_tile * kBlockM, tile.key_tile * kBlockN, kBlockN);
     }
 
     FASTATTN_DEVICE int32_t end_head() const {
@@ -176,6 +187,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     const int lane = threadIdx.x % kWarpSize;
     const int32_t num_rows = params.query.rows, num_keys = params.key.rows;
     const int32_t group_size = params.query.heads / params.key.heads;
+    static_assert(kBlockM == kBlockN, "may_see() takes a square");
     const BiasTiles<kBlockM, kBlockN> tiles(params, blockIdx.x);
     const auto rows_of = [&](const HeadsView<const uint16_t>& view, int32_t batch, int32_t head, int32_t first) {
         return GemmRows{row_pointer(view, batch, head, first), view.row_stride, view.rows - first};

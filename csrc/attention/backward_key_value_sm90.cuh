@@ -5,11 +5,11 @@
 //   dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
 // A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
-// (row_splits.h); it walks over these from the last ones on. Of its last warpgroup one warp claims, one brings tiles by
-// TMA, and one for each consumer adds dQ to the sums in global memory (kProducerRegisters). The other two warpgroups
-// consume (kConsumerRegisters); each owns half of the keys, in blocks of 64. A work tile is claimed when the last rows
-// of the one before are under way. S and dP are computed transposed, [keys, rows], so that P and dS are operands A of
-// dV and dK from registers.
+// (row_splits.h); it walks over these from the last ones on, or as ranges of keys leave them (KeyWorkTile::for_steps).
+// Of its last warpgroup one warp claims, one brings tiles by TMA, and one for each consumer adds dQ to the sums in
+// global memory (kProducerRegisters). The other two warpgroups consume (kConsumerRegisters); each owns half of the
+// keys, in blocks of 64. A work tile is claimed when the last rows of the one before are under way. S and dP are
+// computed transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers.
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
 //   work         2       says which tile of keys            after its gradients
@@ -25,8 +25,8 @@
 //   other pipes            dQ → P' →        dS' → |             …
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
-// are zero. Any lengths, packed or not. Ranges of keys come from SeenTiles: the producer tells consumers which rows a
-// step has. What scores go through: backward_scores_sm90.cuh.
+// are zero. Any lengths, packed or not. With options the producer tells
+// consumers which rows a step has (RowStep). What scores go through: backward_scores_sm90.cuh.
 #pragma once
 
 #include <cstdint>

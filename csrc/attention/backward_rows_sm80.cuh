@@ -29,7 +29,8 @@ namespace fastattn {
 template <DataType kDataType>
 struct BackwardRowsConfigSm80 {
     // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp. 64 dims take it 32 HMMA, 20 LDSM and
-    // 8 LDGSTS. 128 registers, nothing spills.
+    // 8 LDGSTS. Nothing spills but one
+    // number of the pass over keys on sm_90.
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;

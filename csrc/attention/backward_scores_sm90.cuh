@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward_config_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
@@ -40,7 +41,7 @@ struct ScoresPosition {
     const AttentionBackwardParams& params;
     const KeyWorkTile<Config>& keys;
     int32_t first_key;
-    std::conditional_t<Config::kOptions, const RowStep&, RowStep> step;  // in shared memory, where registers are scarce
+    std::conditional_t<Config::kOptions, const RowStep&, RowStep> step;  // with options in shared memory
     bool is_full;
     int lane;
     int64_t dropout_seed;
@@ -114,6 +115,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
 
     // The rows that see the lane's keys through their ranges, as seen_of_transposed() has them.
     struct SeenThroughRanges {
+        static_assert(Config::kBlockM == 64, "as seen_of_transposed() takes them");
         uint32_t seen = ~0u;
 
         // For the first block: before there are scores of the step, when registers are least scarce.
@@ -155,7 +157,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
-        seen.seen[0] &= through_ranges.seen, seen.seen[1] &= through_ranges.seen >> 16;
+        seen.seen[0] &= through_ranges.seen;
+        seen.seen[1] &= through_ranges.seen >> 16;
         some_probabilities(rP16, rS, terms);
     }
 

@@ -15,6 +15,7 @@
 #include "attention/backward.h"
 #include "attention/query_gradient.h"
 #include "attention/score_gradients_sm80.cuh"
+#include "attention/seen_tiles.cuh"
 #include "device/chunked_gemm.cuh"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
@@ -79,19 +80,30 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
                 a.head_dim};
     };
 
+    static_assert(kBlockM == kBlockN, "may_see() takes a square");
+    const auto seen_from = [&](int32_t key_tile) {  // the tile itself, or the next of which some row may see some key
+        while (options.ranges.data != nullptr && key_tile < end_tile &&
+               !may_see(params.seen_tiles, batch, head, rows, keys.length, first_row, key_tile * kBlockN, kBlockN)) {
+            ++key_tile;
+        }
+        return key_tile;
+    };
+
     typename Config::Gemm gemm(shared.gemm, threadIdx.x);
-    gemm.start(operands_of(params.query, params.key, begin_tile));
+    const int32_t first_tile = seen_from(begin_tile);
+    gemm.start(operands_of(params.query, params.key, first_tile));
     const int32_t warp_row = first_row + gemm.warp_row;
     const RowTermsOfLane<kTilesM> terms(params, batch, head, rows, warp_row, lane);
     const int32_t position = warp_row + scores.window.offset + accumulator_row(lane) - accumulator_column(lane);
     float sum = 0.0f;
-    for (int32_t key_tile = begin_tile; key_tile < end_tile; ++key_tile) {
+    for (int32_t key_tile = first_tile, next_tile; key_tile < end_tile; key_tile = next_tile) {
+        next_tile = seen_from(key_tile + 1);
         const int32_t first_key = key_tile * kBlockN + gemm.warp_column;
         const GemmOperands grad_out_and_value = operands_of(params.grad_out, params.value, key_tile);
         float rS[kTilesM][kTilesN][4], rDP[kTilesM][kTilesN][4];
 
         gemm.multiply(rS, operands_of(params.query, params.key, key_tile), grad_out_and_value);
-        gemm.multiply(rDP, grad_out_and_value, operands_of(params.query, params.key, key_tile + 1));
+        gemm.multiply(rDP, grad_out_and_value, operands_of(params.query, params.key, next_tile));
         scores.template to_scores</*kMasked=*/true>(rS, warp_row, first_key, lane);
         if (options.ranges.data != nullptr) {
             RowRanges(options.ranges, batch, head, rows).hide_others(rS, warp_row, first_key, lane);
@@ -115,9 +127,9 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     if (threadIdx.x != 0) return;
     float sum_of_tile = 0.0f;
     for (const float sum_of_warp : shared.sSums) sum_of_tile += sum_of_warp;
-    const int32_t first_tile =
+    const int32_t first_sums_tile =
         first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
-    params.slope_sums[int64_t{first_tile + row_tile} * params.query.heads + head] = sum_of_tile;
+    params.slope_sums[int64_t{first_sums_tile + row_tile} * params.query.heads + head] = sum_of_tile;
 }
 
 template <DataType kDataType>

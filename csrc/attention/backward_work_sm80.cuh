@@ -23,7 +23,8 @@ struct KeyWorkTileSm80 {
     int32_t first_head, end_head;
     Window window;
     int32_t begin_tile, end_tile;
-    int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys
+    int32_t begin_full,
+        end_full;  // tiles whose existing rows all see all of the keys; with ranges, which may hide some, 0
 
     FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
@@ -44,7 +45,9 @@ struct KeyWorkTileSm80 {
         begin_tile = sees_first.begin / kBlockM;
         end_tile = ceil_div(sees_last.end, kBlockM);
         begin_full = ceil_div(sees_last.begin, kBlockM);
-        end_full = num_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
+        end_full = has_ranges || num_keys < kBlockN ? 0
+                   : sees_first.end == rows.length  ? end_tile
+                                                    : sees_first.end / kBlockM;
         if (has_ranges) begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
     }
 
@@ -56,8 +59,8 @@ struct KeyWorkTileSm80 {
     }
 };
 
-// The steps of a CTA: for one query head after the other, the tiles of rows that see its keys. Called by all lanes of a
-// warp. kOptions: there may be ranges of keys.
+// The steps of a CTA: for one query head after the other, the tiles of rows that see its keys. All lanes of a warp walk
+// together. kOptions: there may be ranges of keys.
 template <typename WorkTile, bool kOptions>
 struct RowTileWalk {
     const AttentionBackwardParams& params;
@@ -83,7 +86,8 @@ struct RowTileWalk {
     // Whether the rows see all of the keys; with kOptions, whether their ranges hide none.
     FASTATTN_DEVICE bool is_full() const { return kOptions ? ranges_hide_none_ : tile.is_full(row_tile); }
 
-    // How many tiles of keys before this one add to dQ of the tile of rows at hand, where there is an order.
+    // How many tiles of keys before this one add to dQ of the tile of rows at hand, which counts where there is an
+    // order. window: the tile's own, which the caller has found anew, as the one here would take registers.
     FASTATTN_DEVICE int32_t num_before(const Window& window) const {
         if (has_ranges()) {
             return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;

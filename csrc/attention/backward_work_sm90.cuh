@@ -28,12 +28,12 @@ struct KeyWorkTile {
     uint32_t split_tile;                // index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
     int32_t begin_row_tile, num_steps;  // the split's first tile of rows, and its steps
-    bool has_ranges;                    // of keys: row_tiles says which steps there are, and begin_row_tile nothing
+    bool has_ranges;                    // of keys: then row_tiles has the steps, and begin_row_tile no meaning
     RowTilesOfKeys row_tiles;
     // [i]: the tiles of rows of which some see a key of consumer i.
     int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
-    // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile. With ranges
-    // there are none here.
+    // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile. With ranges,
+    // which may hide keys, end_full is 0.
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
     // Returns false where there are no such keys, or fewer splits.
@@ -90,7 +90,7 @@ struct KeyWorkTile {
 
     FASTATTN_DEVICE bool is_split() const { return num_splits > 1; }
 
-    // Whether some rows of a tile see a key of the consumer; with kSkipsHidden, as the next.
+    // Whether some rows of a tile may see a key of the consumer; with kSkipsHidden, as the next.
     FASTATTN_DEVICE bool sees(int32_t row_tile, int consumer) const {
         return has_ranges || (begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer]);
     }
@@ -144,7 +144,8 @@ struct KeyWorkTile {
         }
     }
 
-    // Counts the steps of ranges of keys. Called by all lanes of a warp.
+    // Counts the steps that ranges of keys leave, for num_steps, which find() cannot tell. Called by all lanes of a
+    // warp.
     FASTATTN_DEVICE int32_t count_seen_tiles() const {
         return row_tiles.count(begin_head, begin_head + num_heads, end_tile);
     }

@@ -15,9 +15,8 @@ struct SeenKeys {
     bool some, all;
 };
 
-// A CTA has one tile of rows and one warp, whose lanes look at as many tiles of keys at a time. What ranges have
-// outside of the keys is absent. Preconditions: a tile has at most kMostRowsWithRanges rows, and there are fewer than
-// 2^31 - 2^10 keys.
+// A CTA is one warp and has one tile of rows; each lane looks at a tile of keys of its own. What ranges have outside of
+// the keys is absent. Precondition: a tile has at most kMostRowsWithRanges rows.
 class RowTileRanges {
   public:
     using Storage = KeyRange[kMostRowsWithRanges * kMostRanges];  // [rows, num], in shared memory
@@ -51,7 +50,9 @@ class RowTileRanges {
         __syncwarp();  // waits until every lane has written its ranges
     }
 
+    // Of a tile behind the last one they see nothing.
     FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
+        if (key_tile >= ceil_div(num_keys, block_n_)) return {false, false};
         const int32_t begin = key_tile * block_n_, end = begin + block_n_;
         bool sees_some = false, sees_all = end <= num_keys;
         for (int32_t row = 0; row < num_ranges_; row += ranges_of_row_) {

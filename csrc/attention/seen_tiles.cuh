@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "device/fragment.cuh"
+#include "device/sequence.cuh"
 #include "host/params.h"
 
 namespace fastattn {
@@ -48,7 +49,7 @@ struct RowTilesOfKeys {
         int32_t count = 0;
 #pragma unroll 1
         for (int32_t head = begin_head; head < end_head; ++head) {
-#pragma unroll 2
+#pragma unroll 2  // two loads at a time
             for (int32_t first = 0; first < end_tile; first += kWarpSize) {
                 count += __popc(__ballot_sync(0xffffffff, (word_of(head, first, end_tile).x & bit) != 0));
             }
@@ -58,11 +59,11 @@ struct RowTilesOfKeys {
 
     // Counts the tiles of keys before this one that a tile of rows sees: those that add to its dQ first.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
-        const uint2* words = words_of(head, row_tile);
+        const uint2* line = words_of(head, row_tile);
         int32_t count = 0;
 #pragma unroll 1  // loads that overlap would take registers
         for (int32_t first = 0; first < key_tile; first += kWarpSize) {
-            count += __popc(words[first / kWarpSize].x << (kWarpSize - min(key_tile - first, kWarpSize)));
+            count += __popc(line[first / kWarpSize].x << (kWarpSize - min(key_tile - first, kWarpSize)));
         }
         return count;
     }
@@ -78,5 +79,19 @@ struct RowTilesOfKeys {
         return words + head * head_stride + int64_t{row_tile} * pitch;
     }
 };
+
+// Whether some row of a block of rows and keys may see some key through its ranges, by the tiles that hold the block. rows:
+// of the sequence.
+FASTATTN_DEVICE bool may_see(const SeenTiles& tiles, int32_t batch, int32_t head, const Sequence& rows,
+                             int32_t num_keys, int32_t first_row, int32_t first_key, int32_t block) {
+    const int32_t last_row = min(first_row + block, rows.length) - 1, last_key = min(first_key + block, num_keys) - 1;
+    for (int32_t row_tile = first_row / tiles.block_m; row_tile <= last_row / tiles.block_m; ++row_tile) {
+        const auto* words = reinterpret_cast<const uint2*>(tiles.of(batch, head, row_tile, rows.begin));
+        for (int32_t key_tile = first_key / tiles.block_n; key_tile <= last_key / tiles.block_n; ++key_tile) {
+            if ((words[key_tile / kWarpSize].x >> key_tile % kWarpSize & 1) != 0) return true;
+        }
+    }
+    return false;
+}
 
 }  // namespace fastattn

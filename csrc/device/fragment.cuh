@@ -49,8 +49,8 @@ FASTATTN_DEVICE int32_t own_columns_before(int32_t column, int32_t first, int la
 // that this takes fewer instructions than a mask made of that number.
 FASTATTN_DEVICE uint32_t own_columns_from(int32_t column, int32_t first, int lane) {
     const int32_t from_own = column - first - accumulator_column(lane);
-    constexpr int kShift = 3;
-    static_assert(1 << kShift == kMmaN, "rounds down, as a division does not");
+    constexpr int kShift = 3;  // of a number that may be negative: rounds down, as a division does not
+    static_assert(1 << kShift == kMmaN);
     const int32_t before = (from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2);
     return __funnelshift_lc(0, 0xffffffff, max(before, 0));
 }

@@ -25,7 +25,7 @@ struct RowRanges {
 
     FASTATTN_DEVICE KeyRange range(int32_t row, int32_t idx) const {
         const int2 bounds = of(row)[idx];
-        return {max(bounds.x, 0), max(bounds.y, 0)};  // no difference of places overflows then
+        return {max(bounds.x, 0), max(bounds.y, 0)};  // no difference of keys overflows then
     }
 
     FASTATTN_DEVICE bool sees(int32_t row, int32_t key) const {

@@ -80,7 +80,7 @@ struct ScoreGradients {
         if constexpr (kOptions) {
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) seen[m] = ~0u, kept[m] = 0;
-            if (!is_full) find_seen(ranges_of());
+            if (!is_full) find_seen_through(ranges_of());
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
@@ -169,7 +169,7 @@ struct ScoreGradients {
         });
     }
 
-    FASTATTN_DEVICE void find_seen(const RowRanges& ranges) {
+    FASTATTN_DEVICE void find_seen_through(const RowRanges& ranges) {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             const uint32_t bits = spread_pairs(ranges.own_columns(first_row + own_row, first_key, lane)) << 2 * half;
             seen[m] = half == 0 ? bits : ptx::opaque(seen[m] | bits);  // as in probabilities()

@@ -100,6 +100,9 @@ struct SeenTiles {
     bool is_packed;
     int64_t batch_stride, head_stride;
 
+    // The pitch of attention/backward_ranges_sm80.cuh: two words for every 32 tiles of keys, also where there are none.
+    static int32_t pitch_of_bits(int32_t num_key_tiles) { return 2 * (num_key_tiles / 32 + 1); }
+
     // The numbers of a sequence's tile of rows. first_row: of the sequence, in the packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
         const int64_t idx = tile + (is_packed ? first_row / block_m + batch : 0);

@@ -208,7 +208,7 @@ def test_cuda_forward(case: Case, gpu: int) -> None:
     compare(case, problem, result, names=("out", "lse"))
 
 
-def test_cuda_forward_takes_a_view_of_any_numbers(gpu: int) -> None:
+def test_cuda_takes_a_view_of_any_numbers(gpu: int) -> None:
     """Pairs of numbers that are not aligned to 8 bytes, and the largest scores."""
     case = Case(ranges=3, shape=(1, 2, 1, 70, 150), head_dims=(64, 64))
     problem = make_problem(case)
@@ -226,6 +226,9 @@ def test_cuda_forward_takes_a_view_of_any_numbers(gpu: int) -> None:
         )
     compare(case, problem, {"out": found}, names=("out",))
     assert torch.equal(found, cuda_forward(case, problem)["out"])
+    problem.key_ranges = buffer[1:].view(ranges.shape)
+    with checked():
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
     *_, expected = reference.attention(
         problem.query.double(), problem.key.double(), problem.value.double(), key_ranges=ranges, return_max_logit=True
     )
@@ -271,7 +274,7 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
 
 @pytest.mark.parametrize("case", CUDA_CASES, ids=str)
 def test_cuda_gradients(case: Case, gpu: int) -> None:
-    """Added in one order, to which the emulator holds them."""
+    """They are added up in one order, to which the emulator holds the kernels."""
     problem = make_problem(case)
     with checked(seed=case.shape[-1]), launches.recorded() if EMULATED else contextlib.nullcontext([]) as found:
         result = run_ops(torch.ops.fastattn, case, problem)
@@ -308,6 +311,18 @@ def test_cuda_gradients_added_to_sums(gpu: int) -> None:
         assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> None:
+    """Tiles that all rows see whole, through their ranges and the window, take another path than others."""
+    options = {"window": (300, 90), "softcap": 9.0, "alibi": "head", "dropout": 0.2}
+    case = Case(ranges=2, shape=(1, 2, 1, 200, 700), head_dims=(head_dim, head_dim), **options)
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    problem.key_ranges[:] = torch.tensor([[0, 700], [0, 0]], device=DEVICE)
+    with checked():
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
     """The query heads of a KV head follow each other: one may begin where the one before has ended, or see nothing."""
@@ -322,15 +337,19 @@ def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, 
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2240, 100), (1, 2, 2, 100, 4400)], ids=["rows", "keys"])
-def test_cuda_gradients_of_many_tiles(shape: tuple[int, ...], gpu: int) -> None:
-    """More than 32 tiles of rows, and of keys: what tells which ones meet has several words for a line."""
-    case = Case(ranges=2, shape=shape, head_dims=(64, 64) if shape[3] > shape[4] else (128, 128))
+@pytest.mark.parametrize("name", ["rows", "keys", "a gap"])
+def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
+    """There are more than 32 tiles of rows, or of keys, so that their bits take several words. The last case has a gap
+    of more than 32 tiles within a head."""
+    rows, keys = (20, 4400) if name == "keys" else (2240, 100)
+    heads = (1, 1) if name == "keys" else (2, 1)
+    case = Case(ranges=2, shape=(1, *heads, rows, keys), head_dims=(128, 128) if name == "keys" else (64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None
-    rows, keys = shape[3:]
     row = torch.arange(rows, device=DEVICE)
     begin = (row * keys // rows)[:, None] + torch.tensor([0, keys // 2], device=DEVICE)
+    if name == "a gap":
+        begin[64:-64] = keys
     problem.key_ranges[..., 0], problem.key_ranges[..., 1] = begin.clamp(max=keys), (begin + 20).clamp(max=keys)
     with checked():
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
@@ -356,7 +375,7 @@ def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cuda_gradients_of_what_ranges_hide(head_dim: int, gpu: int) -> None:
-    """Neither NaN nor large numbers in keys and values that no query sees reach a gradient."""
+    """NaN in keys and infinity in values that no query sees reach no gradient."""
     case = Case(ranges=2, shape=(1, 2, 1, 100, 300), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -373,8 +392,8 @@ def test_cuda_gradients_of_what_ranges_hide(head_dim: int, gpu: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu: int) -> None:
-    """Where sequences overlap, they share which tiles they see: no CTA waits for one that does not come."""
-    case = Case(ranges=2, lengths=((100, 140, 20), (250, 140, 60)), head_dims=(64, 64))
+    """Where sequences overlap, they write the same bits of tiles: no CTA waits for one that does not come."""
+    case = Case(ranges=2, lengths=((100, 140, 20), (650, 140, 60)), head_dims=(64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None
     problem.key_ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
@@ -382,7 +401,7 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
     with checked():
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic))
     problem.cu_seqlens_q = torch.tensor([0, 180, 10, 190], dtype=torch.int32, device=DEVICE)
-    problem.cu_seqlens_k = torch.tensor([3, 450, 140, 449], dtype=torch.int32, device=DEVICE)
+    problem.cu_seqlens_k = torch.tensor([3, 750, 240, 590], dtype=torch.int32, device=DEVICE)
     with checked(races=False, uninitialised=False):
         out, lse, _ = torch.ops.fastattn.attention_forward(
             *forward_arguments(case, problem), key_ranges=problem.key_ranges
@@ -395,7 +414,7 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
 @only_emulated
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
-    """On the emulator, which counts the products: of one tile, a line of tiles, a column, and all of them."""
+    """The emulator counts the products of one tile, of a line of tiles, of a column, and of all tiles."""
     case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     assert problem.key_ranges is not None

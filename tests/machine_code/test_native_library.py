@@ -66,12 +66,12 @@ BACKWARD_INSTANCES = sorted(
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Bytes of the stack frame, for what does not fit in registers, by kernel and template arguments; nothing elsewhere.
-# Decoding fp8 takes registers, of which 256 dims leave none: a few numbers are loaded once a step. Ranges of keys take
-# one more than is left to the second pass over rows with a huge lse.
+# Decoding fp8 takes registers, of which 256 dims leave none: a few numbers are loaded once a step. The second pass over
+# rows with a huge lse is one register short.
 SPILLED_BYTES_SM90 = {
     instance: 8 for dtype in DTYPES for instance in (("decode", 256, 32, dtype, "fp8"), ("rows", dtype))
 }
-LOCAL_IN_LOOPS_SM90 = set(SPILLED_BYTES_SM90)
+LOCAL_IN_LOOPS_SM90 = {("decode", 256, 32, dtype, "fp8") for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 

@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
     """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas.
 
-    Triton's that list tiles for ranges of keys are not among them.
+    Triton's kernels that list tiles for ranges of keys are not among them.
     """
     if backend == "triton":
         asked_for = [("bias", backward.bias_grad), ("slopes", backward.slopes_grad)]
