@@ -43,6 +43,12 @@ if EMULATED:
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
 CAUSAL = (-1, 0)
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 CASES = [
     Case(ranges=2, window=CAUSAL, shape=(2, 4, 2, 75, 91), ranges_shape=(1, 0), dtype=torch.bfloat16, grad_lse=True),
     Case(ranges=4, lengths=((33, 0, 50, 7), (47, 9, 64, 0)), window=(40, 9), sinks=True, alibi="batch", softcap=5.0),
@@ -51,9 +57,7 @@ CASES = [
 ]
 
 
-each_case = pytest.mark.parametrize(
-    "case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str
-)
+each_case = pytest.mark.parametrize("case", [*CASES[:2], *map(slow, CASES[2:])], ids=str)
 
 
 @each_case
@@ -272,7 +276,11 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
 # --- the CUDA C++ gradients ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*CUDA_CASES[:2], *map(slow, CUDA_CASES[2:])],
+    ids=str,
+)
 def test_cuda_gradients(case: Case, gpu: int) -> None:
     """They are added up in one order, to which the emulator holds the kernels."""
     problem = make_problem(case)
@@ -283,6 +291,7 @@ def test_cuda_gradients(case: Case, gpu: int) -> None:
     assert sum("attention_backward_ranges_sm80" in name for name in names) == EMULATED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CUDA_CASES[0], CUDA_CASES[5]], ids=str)
 def test_cuda_gradients_in_any_order(case: Case, gpu: int) -> None:
     problem = make_problem(case)
@@ -311,7 +320,7 @@ def test_cuda_gradients_added_to_sums(gpu: int) -> None:
         assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, slow(96), slow(128)])
 def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> None:
     """Tiles that all rows see whole, through their ranges and the window, take another path than others."""
     options = {"window": (300, 90), "softcap": 9.0, "alibi": "head", "dropout": 0.2}
@@ -355,7 +364,7 @@ def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, slow(128), slow(192)])
 def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> None:
     """It spoils the rows that see it, and the gradients of what these see, but of no other key."""
     case = Case(ranges=1, shape=(1, 2, 1, 64, 600), head_dims=(head_dim, head_dim))
@@ -412,7 +421,7 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
 
 
 @only_emulated
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, slow(128)])
 def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
     """The emulator counts the products of one tile, of a line of tiles, of a column, and of all tiles."""
     case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
