@@ -150,8 +150,8 @@ def tiles_of_rows(
     RIGHT: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
     """Returns the tiles of keys that a tile of rows walks over, as `tile_range` does: ``begin``, ``full_begin``,
-    ``full_end``, ``end``; and `tiles`. Ranges bring a list of the tiles, which is returned in its place, and the other
-    values count the entries of the list."""
+    ``full_end``, ``end``; and the list of tiles that ranges bring. With ranges the other values count the entries of
+    the list; without, nobody reads it."""
     if RANGES > 0:
         listed, full_end, end = find_list(
             tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed,
@@ -162,7 +162,7 @@ def tiles_of_rows(
         begin, full_begin, full_end, end = tile_range(
             first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
         )
-        return begin, full_begin, full_end, end, tiles
+        return begin, full_begin, full_end, end, end  # a number: Triton 3.6 cannot return `tiles`, which is None
 
 
 def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
