@@ -331,7 +331,7 @@ def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
         return out, lse, max_logit
     scores = Scores(given)
     options = scores.options()
-    crowded = is_crowded(options) or block_table is not None
+    crowded = is_crowded(options) or block_table is not None or options["ranges"] > 0
     tile = attention_forward_tile(kernel_facts(query.device).arch, head_dim, value_dim, crowded)
     arguments = {
         **scores.arguments(),

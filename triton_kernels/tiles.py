@@ -170,8 +170,8 @@ def _plain_tile(arch: int, kernel: str, head_dim: int, value_dim: int) -> Attent
 def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bool = False) -> AttentionTile:
     """Returns the tile of `attention_forward_kernel`.
 
-    ``crowded`` calls have a bias, ALiBi, softcap or dropout, which need registers for every score, or pages, which need
-    them for every key. They have one tile for all architectures, which fits 99 KB (AOT).
+    ``crowded`` calls have a bias, ALiBi, softcap, dropout or ranges of keys, which need registers for every score, or
+    pages, which need them for every key. They have one tile for all architectures, which fits 99 KB (AOT).
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if not crowded:
@@ -216,7 +216,7 @@ def describe_attention(
 ) -> tuple[str, AttentionTile]:
     """Returns the forward kernel's name and tile, for ``fastattn.explain``; ``features`` are those of
     fastattn.dispatch.support."""
-    crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged"})
+    crowded = bool(features & {"mask", "bias", "alibi", "softcap", "dropout", "paged", "key ranges"})
     return "attention_forward.attention_forward_kernel", attention_forward_tile(
         facts.arch, head_dim, value_dim, crowded
     )

@@ -55,7 +55,9 @@ def tile_of(
     kernel: str, arch: int, head_dim: int, value_dim: int, options: dict[str, Any], page_size: int = 0
 ) -> AttentionTile:
     if kernel == "forward":
-        return attention_forward_tile(arch, head_dim, value_dim, page_size > 0 or is_crowded(options))
+        return attention_forward_tile(
+            arch, head_dim, value_dim, page_size > 0 or options["ranges"] > 0 or is_crowded(options)
+        )
     which: Any = "query" if kernel in ("rows", "slopes") else kernel
     return attention_backward_tile(arch, head_dim, value_dim, which, is_crowded(options))
 
