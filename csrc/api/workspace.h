@@ -51,7 +51,8 @@ Tensor make_workspace(const Tensor& query, Take&& take) {
     return workspace;
 }
 
-// Allocates SeenTiles, `pitch` numbers for each tile of rows. The tensor has to live until the kernels have been started.
+// Allocates SeenTiles, `pitch` numbers for each tile of rows. The tensor has to live until the kernels have been
+// started.
 inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, const Tensor& query,
                               const AttentionSizes& sizes, const TileFacts& tile, int32_t num_key_tiles,
                               int32_t pitch) {

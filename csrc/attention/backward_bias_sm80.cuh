@@ -10,8 +10,8 @@
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// Tiles that no row sees, by the window or by ranges of keys, are not visited. Dense sequences only. Preconditions: those of HeadsView,
-// head dims multiples of 8.
+// Tiles that no row sees, by the window or by ranges of keys, are not visited. Dense sequences only. Preconditions:
+// those of HeadsView, head dims multiples of 8.
 #pragma once
 
 #include "attention/backward.h"

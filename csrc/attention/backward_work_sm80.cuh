@@ -23,8 +23,8 @@ struct KeyWorkTileSm80 {
     int32_t first_head, end_head;
     Window window;
     int32_t begin_tile, end_tile;
-    int32_t begin_full,
-        end_full;  // tiles whose existing rows all see all of the keys; with ranges, which may hide some, 0
+    // Tiles whose existing rows all see all of the keys; none with ranges, which may hide some.
+    int32_t begin_full, end_full;
 
     FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,

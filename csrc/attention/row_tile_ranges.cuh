@@ -41,16 +41,16 @@ class RowTileRanges {
 
         // The ranges of each row, clipped to its window.
         const Window window = window_of(params.scores, rows.length, num_keys);
-        const RowRanges of_rows(ranges, batch, head, rows);
+        const RowRanges row_ranges(ranges, batch, head, rows);
         for (int32_t i = threadIdx.x; i < num_ranges_; i += kWarpSize) {
             const int32_t row = first_row + i / ranges.num;
-            const KeyRange range = of_rows.range(row, i % ranges.num), seen = window.keys_of(row);
+            const KeyRange range = row_ranges.range(row, i % ranges.num), seen = window.keys_of(row);
             sRanges_[i] = {max(range.begin, seen.begin), min(range.end, seen.end)};
         }
         __syncwarp();  // waits until every lane has written its ranges
     }
 
-    // Of a tile behind the last one they see nothing.
+    // Says what the rows see of a tile: nothing, where it stands behind the last one.
     FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
         if (key_tile >= ceil_div(num_keys, block_n_)) return {false, false};
         const int32_t begin = key_tile * block_n_, end = begin + block_n_;

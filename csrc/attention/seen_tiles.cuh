@@ -10,7 +10,7 @@
 
 namespace fastattn {
 
-// The tiles of rows of a sequence, as one tile of keys sees them.
+// Tells which tiles of a sequence's rows see one tile of its keys.
 struct RowTilesOfKeys {
     const uint2* words;  // of the first tile of rows of the first head
     int64_t head_stride;
@@ -80,8 +80,8 @@ struct RowTilesOfKeys {
     }
 };
 
-// Whether some row of a block of rows and keys may see some key through its ranges, by the tiles that hold the block. rows:
-// of the sequence.
+// Whether some row of a block of rows and keys may see some key through its ranges, by the tiles that hold the block.
+// rows: of the sequence.
 FASTATTN_DEVICE bool may_see(const SeenTiles& tiles, int32_t batch, int32_t head, const Sequence& rows,
                              int32_t num_keys, int32_t first_row, int32_t first_key, int32_t block) {
     const int32_t last_row = min(first_row + block, rows.length) - 1, last_key = min(first_key + block, num_keys) - 1;
