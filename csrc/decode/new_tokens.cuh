@@ -15,7 +15,7 @@ namespace fastattn {
 // of row l % kRows, null if the row is not stored.
 template <DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
-                                     int head_dim, uint32_t is_new, const RotaryParams& rotary, int32_t first_position,
+                                     int head_dim, uint32_t is_new, const RotaryParams* rotary, int32_t first_position,
                                      char* gRow) {
     using Tile = WarpTile<kHeadDim, kRows>;
 #pragma unroll 1
@@ -83,7 +83,7 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
 // the caller gave the scale, to gScale, as the rows go to the tile and to gRow.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
-                                         int head_dim, uint32_t is_new, const RotaryParams& rotary,
+                                         int head_dim, uint32_t is_new, const RotaryParams* rotary,
                                          int32_t first_position, char* gRow, float* gScale,
                                          const CacheHead<kFormat>& head, int lane) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements;

@@ -60,7 +60,7 @@ FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodePar
         uint4 bits = {0, 0, 0, 0};
         if (first_row + row_in_tile < num_rows && chunk * kChunkElements < query.head_dim) {
             const uint16_t* gRow = row_pointer(query, batch, row.head, row.query);
-            bits = load_rotated<kDataType>(params.rotary, gRow, chunk,
+            bits = load_rotated<kDataType>(&params.rotary, gRow, chunk,
                                            num_tokens - params.sequence.num_queries + row.query);
         }
         if constexpr (Decoding::kDataType != kDataType) {

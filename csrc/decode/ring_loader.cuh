@@ -60,7 +60,7 @@ class RingLoader {
             tokens_ = tokens_in(page, first_key);
             if (lane_ == 0) ring_.present[stage] = tokens_.present;
             const Head cache(params_.k_cache, ring_.head.kv_head);
-            load_tile(cache, params_.k_new, params_.rotary, ring_.keys(stage), ring_.key_scales(stage), first_key);
+            load_tile(cache, params_.k_new, &params_.rotary, ring_.keys(stage), ring_.key_scales(stage), first_key);
         }
         ptx::cp_async_commit_group();
     }
@@ -69,7 +69,8 @@ class RingLoader {
     FASTATTN_DEVICE void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Head cache(params_.v_cache, ring_.head.kv_head);
-            load_tile(cache, params_.v_new, RotaryParams{}, ring_.values(stage), ring_.value_scales(stage), first_key);
+            load_tile(cache, params_.v_new, /*rotary=*/nullptr, ring_.values(stage), ring_.value_scales(stage),
+                      first_key);
         }
         ptx::cp_async_commit_group();
     }
@@ -108,7 +109,7 @@ class RingLoader {
     }
 
     FASTATTN_DEVICE void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
-                                   const RotaryParams& rotary, char* sTile, float* sScales, int32_t first_key) const {
+                                   const RotaryParams* rotary, char* sTile, float* sScales, int32_t first_key) const {
         const auto [location, present, is_new] = tokens_;
         const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;

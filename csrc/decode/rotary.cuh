@@ -16,8 +16,7 @@ FASTATTN_DEVICE float turned(float x, float y, float cos, float sin, bool is_fir
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-// The cosines or the sines of one token. Their dtype is asked at run time: a copy of the code that rotates for each
-// dtype would be a large part of every kernel.
+// The cosines or the sines of one token. Their dtype is asked at run time.
 struct Angles {
     using Kind = RotaryParams::Kind;
 
@@ -59,10 +58,11 @@ struct Angles {
 
 // Returns the rotated chunk that starts at first_dim of the row at gRow; `own` holds its elements, and table_row is its
 // token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads
-// take 16 bytes (of 16-bit angles, 8) and none waits for another. Other chunks are loaded element by element.
+// take 16 bytes (of 16-bit angles, 8) and none waits for another. Other chunks are loaded element by element. It is a
+// call: copies in each place would be a large part of every kernel.
 template <DataType kDataType>
-FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, const uint4& own, int first_dim,
-                              int64_t table_row) {
+__device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, uint4 own, int first_dim,
+                                      int64_t table_row) {
     const int half_dim = rotary.half_dim;
     const Angles cos(rotary.cos, rotary.kind, table_row, half_dim), sin(rotary.sin, rotary.kind, table_row, half_dim);
     const bool is_aligned =
@@ -118,13 +118,14 @@ FASTATTN_DEVICE uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, 
 }
 
 // Loads chunk `chunk` of the row at gRow, whose token has the given position. The first 2 * half_dim dims are rotated
-// in pairs, and rounded to 16 bits. Positions outside of the tables are clamped to them.
+// in pairs, and rounded to 16 bits. Positions outside of the tables are clamped to them. Without rotary, the chunk
+// stays as it is.
 template <DataType kDataType>
-FASTATTN_DEVICE uint4 load_rotated(const RotaryParams& rotary, const uint16_t* gRow, int chunk, int32_t position) {
+FASTATTN_DEVICE uint4 load_rotated(const RotaryParams* rotary, const uint16_t* gRow, int chunk, int32_t position) {
     const uint4 own = *reinterpret_cast<const uint4*>(gRow + chunk * kChunkElements);
     const int first_dim = chunk * kChunkElements;
-    if (rotary.kind == RotaryParams::Kind::kNone || first_dim >= 2 * rotary.half_dim) return own;
-    return rotated<kDataType>(rotary, gRow, own, first_dim, min(max(position, 0), rotary.num_positions - 1));
+    if (rotary == nullptr || rotary->kind == RotaryParams::Kind::kNone || first_dim >= 2 * rotary->half_dim) return own;
+    return rotated<kDataType>(*rotary, gRow, own, first_dim, min(max(position, 0), rotary->num_positions - 1));
 }
 
 }  // namespace fastattn
