@@ -216,10 +216,9 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
 
         gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
-        scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
-        if (options.ranges.data != nullptr) {
-            RowRanges(options.ranges, tile.batch, tile.head, {0, num_rows}).hide_others(rS, warp_row, first_key, lane);
-        }
+        scores.to_scores(rS, rB, warp_row, first_key, lane);
+        scores.hide(rS, warp_row, first_key, lane,
+                    [&] { return RowRanges(options.ranges, tile.batch, tile.head, {0, num_rows}); });
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(tile.batch * params.query.heads + tile.head));
             dropout.drop(rDP, warp_row, first_key, lane);

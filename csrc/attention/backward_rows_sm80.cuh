@@ -114,8 +114,8 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
         const int32_t warp_row = first_row + gemm.warp_row, first_key = key_tile * kBlockN;
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
-        scores.template to_scores</*kMasked=*/true>(rS, rB, warp_row, first_key, lane);
-        if (scores.params.ranges.data != nullptr) ranges_of().hide_others(rS, warp_row, first_key, lane);
+        scores.to_scores(rS, rB, warp_row, first_key, lane);
+        scores.hide(rS, warp_row, first_key, lane, ranges_of);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
         softmax.exponentiate(rS);

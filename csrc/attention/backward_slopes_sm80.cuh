@@ -104,10 +104,8 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
 
         gemm.multiply(rS, operands_of(params.query, params.key, key_tile), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(params.query, params.key, next_tile));
-        scores.template to_scores</*kMasked=*/true>(rS, warp_row, first_key, lane);
-        if (options.ranges.data != nullptr) {
-            RowRanges(options.ranges, batch, head, rows).hide_others(rS, warp_row, first_key, lane);
-        }
+        scores.to_scores(rS, warp_row, first_key, lane);
+        scores.hide(rS, warp_row, first_key, lane, [&] { return RowRanges(options.ranges, batch, head, rows); });
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(head_idx));
             dropout.drop(rDP, warp_row, first_key, lane);

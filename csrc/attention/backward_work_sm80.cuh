@@ -23,8 +23,7 @@ struct KeyWorkTileSm80 {
     int32_t first_head, end_head;
     Window window;
     int32_t begin_tile, end_tile;
-    // Tiles whose existing rows all see all of the keys; none with ranges, which may hide some.
-    int32_t begin_full, end_full;
+    int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys through the window
 
     FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
@@ -45,9 +44,7 @@ struct KeyWorkTileSm80 {
         begin_tile = sees_first.begin / kBlockM;
         end_tile = ceil_div(sees_last.end, kBlockM);
         begin_full = ceil_div(sees_last.begin, kBlockM);
-        end_full = has_ranges || num_keys < kBlockN ? 0
-                   : sees_first.end == rows.length  ? end_tile
-                                                    : sees_first.end / kBlockM;
+        end_full = num_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
         if (has_ranges) begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
     }
 
@@ -83,8 +80,13 @@ struct RowTileWalk {
         find();
     }
 
-    // Whether the rows see all of the keys; with kOptions, whether their ranges hide none.
-    FASTATTN_DEVICE bool is_full() const { return kOptions ? ranges_hide_none_ : tile.is_full(row_tile); }
+    // Whether every row sees all of the keys, but for those that a bias hides. With kOptions every row exists then:
+    // what others would see may be NaN, which a bias may hide from all that exist.
+    FASTATTN_DEVICE bool is_full() const {
+        if constexpr (!kOptions) return tile.is_full(row_tile);
+        const bool all_exist = (row_tile + 1) * WorkTile::kBlockM <= tile.rows.length;
+        return all_exist && (has_ranges() ? seen_whole_ : tile.is_full(row_tile));
+    }
 
     // How many tiles of keys before this one add to dQ of the tile of rows at hand, which counts where there is an
     // order. window: the tile's own, which the caller has found anew, as the one here would take registers.
@@ -96,7 +98,7 @@ struct RowTileWalk {
     }
 
   private:
-    bool ranges_hide_none_ = true;
+    bool seen_whole_ = false;  // through ranges of keys
 
     FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
 
@@ -107,7 +109,7 @@ struct RowTileWalk {
     // Passes over tiles that ranges of keys leave out.
     FASTATTN_DEVICE void find() {
         if (has_ranges()) {
-            ranges_hide_none_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head);
+            seen_whole_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head);
         }
     }
 };

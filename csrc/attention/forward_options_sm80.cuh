@@ -9,8 +9,6 @@
 // multiples of 8 and at most kHeadDim.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/forward.h"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
@@ -23,6 +21,7 @@
 #include "device/nonfinite.cuh"
 #include "device/paged_rows.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/scores.cuh"
 #include "device/shared_memory.h"
 #include "device/softmax.cuh"
@@ -54,6 +53,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
     KeySplit split;
+    KeyRange full_places;  // of tiles that every row sees all of: the loop has no registers for it
     LargestScores<Config::kNumWarps> largest_scores;
     static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= kLeastSharedBytesPerCta,
                   "sm_86, sm_89, sm_120");
@@ -81,16 +81,20 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
     const int32_t warp_row = first_row + warp * kWarpM;
-    const HeadScores scores(options, tile.batch, tile.head, rows.length, keys.length);
-    const KeyRange first_sees = scores.window.keys_of(first_row), last_sees = scores.window.keys_of(last_row);
+    const Window window = window_of(options, rows.length, keys.length);
+    const float slope = HeadScores::slope_of(options, tile.batch, tile.head);
+    const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
     const Steps steps = steps_of(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
-    // Tiles that every row sees all of: from tile begin_full on, or the first ones of the list.
     const bool has_ranges = !kPaged && options.ranges.data != nullptr;
     const int32_t* list = has_ranges ? attention.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
-    const int32_t begin_full = scores.has_bias() ? end_tile : has_ranges ? 0 : ceil_div(last_sees.begin, kBlockN);
-    const int32_t end_full = has_ranges ? list[0] : first_sees.end / kBlockN;
+    if (threadIdx.x == 0) {
+        const bool has_bias = options.bias.kind != BiasView::Kind::kNone;
+        shared.full_places = has_bias     ? KeyRange{0, 0}
+                             : has_ranges ? KeyRange{0, list[0]}
+                                          : KeyRange{ceil_div(last_sees.begin, kBlockN), first_sees.end / kBlockN};
+    }
 
     if (attention.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
@@ -151,9 +155,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
-    // One tile of keys. kMasked: some row does not see some of it.
-    const auto step = [&](int32_t next_tile, bool is_last, auto masked) {
-        constexpr bool kMasked = masked.value;
+    // One tile of keys.
+    const auto step = [&](int32_t next_tile, bool is_last) {
         const int32_t first_key = key_tile * kBlockN;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
@@ -164,6 +167,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         } else {
             __syncthreads();
         }  // waits until K has landed and every warp has read the V before, which may be overwritten then
+        const bool is_masked = !shared.full_places.has(place);
         load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
         skip_to(load_v, attention.value, next_tile);
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
         ptx::cp_async_wait_group<0>();  // V
         bool some_nonfinite = false;
-        if constexpr (kMasked) {
+        if (is_masked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
         } else {
             __syncthreads();
@@ -181,9 +185,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
-        scores.template to_scores<kMasked>(rS, warp_row, first_key, lane);
+        // Made anew: the loop has no registers for where the bias lies.
+        const HeadScores scores(options, slope, ptx::opaque(tile.batch), tile.head, rows.length, keys.length);
+        scores.to_scores(rS, warp_row, first_key, lane);
         const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
-        if (kMasked && has_ranges) row_ranges().hide_others(rS, warp_row, first_key, lane);
+        if (is_masked) scores.hide(rS, warp_row, first_key, lane, row_ranges);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (attention.max_logits != nullptr) shared.largest_scores.take(max);
@@ -207,13 +213,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         ptx::cp_async_commit_group();
     }
     for (; place >= begin_place; --place) {
-        const bool is_full = place >= begin_full && place < end_full, is_last = place == begin_place;
+        const bool is_last = place == begin_place;
         const int32_t next_tile = has_ranges && is_last ? key_tile : tile_at(place - 1, num_complete);
-        if (is_full) {
-            step(next_tile, is_last, std::false_type{});
-        } else {
-            step(next_tile, is_last, std::true_type{});
-        }
+        step(next_tile, is_last);
         key_tile = next_tile;
     }
 

@@ -96,14 +96,18 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
         // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
-            scores.template to_scores<false>(rS, own_row, first_key, lane);
+            scores.to_unbiased_scores(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
             if (is_masked) {
-                mask_own_columns(rS, seen_by, missing.present_in_order(first_key, lane), first_key, lane);
-                if (options.ranges.data != nullptr) {
-                    const RowRanges ranges(options.ranges, rows.batch, rows.head, rows.queries);
-                    ranges.hide_others(rS, own_row, first_key, lane);
-                }
+                const uint32_t present = missing.present_in_order(first_key, lane);
+                hide_unseen(rS, lane, [&](int, int half, int row) {
+                    uint32_t seen = own_columns_of(seen_by[half], first_key, lane) & present;
+                    if (options.ranges.data != nullptr) {
+                        const RowRanges ranges(options.ranges, rows.batch, rows.head, rows.queries);
+                        seen &= ranges.own_columns(own_row + row, first_key, lane);
+                    }
+                    return seen;
+                });
             }
         };
 

@@ -163,7 +163,10 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // `warp` and `lane` have no registers here
         const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
-        if constexpr (kMasked) mask_columns(rS, seen_by, first_key, own_lane);
+        if constexpr (kMasked) {
+            hide_unseen(rS, own_lane,
+                        [&](int, int, int row) { return own_columns_of(seen_by[row], first_key, own_lane); });
+        }
         const auto max = maxima_of_lane(rS);
         if (params.max_logits != nullptr) shared.largest_scores.take(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));

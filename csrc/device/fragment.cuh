@@ -38,21 +38,20 @@ FASTATTN_DEVICE int accumulator_column(int lane) {
     return 2 * (lane % kLanesPerRow);
 }
 
-// How many of a lane's columns lie before a column, in accumulator tiles whose first column is `first`; at most 32.
-FASTATTN_DEVICE int32_t own_columns_before(int32_t column, int32_t first, int lane) {
-    const int32_t from_own = column - first - accumulator_column(lane);
-    const int32_t columns = from_own / kMmaN * 2 + min(from_own % kMmaN, 2);
-    return from_own <= 0 ? 0 : min(columns, 32);
-}
-
-// The bits of the columns that a lane has from `column` on, as own_columns_before() counts them. One shift clamps, so
-// that this takes fewer instructions than a mask made of that number.
+// The bits of a lane's columns from `column` on, in accumulator tiles whose first column is `first`: column i of the
+// lane is bit i. One shift clamps, so that this takes fewer instructions than a mask made of a number of columns.
 FASTATTN_DEVICE uint32_t own_columns_from(int32_t column, int32_t first, int lane) {
     const int32_t from_own = column - first - accumulator_column(lane);
     constexpr int kShift = 3;  // of a number that may be negative: rounds down, as a division does not
     static_assert(1 << kShift == kMmaN);
     const int32_t before = (from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2);
     return __funnelshift_lc(0, 0xffffffff, max(before, 0));
+}
+
+// The bits of a lane's columns in a range: see own_columns_from().
+template <typename Range>
+FASTATTN_DEVICE uint32_t own_columns_of(const Range& range, int32_t first, int lane) {
+    return own_columns_from(range.begin, first, lane) & ~own_columns_from(range.end, first, lane);
 }
 
 // Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.

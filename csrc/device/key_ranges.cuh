@@ -1,12 +1,10 @@
-// Ranges of keys: those that each query row sees, in device memory, and as a mask on accumulators of S = Q·Kᵀ.
+// Ranges of keys: those that each query row sees, in device memory, and as bits of a lane's accumulators.
 #pragma once
 
 #include <cstdint>
 
 #include "device/fragment.cuh"
-#include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
-#include "device/softmax.cuh"
 
 namespace fastattn {
 
@@ -34,35 +32,14 @@ struct RowRanges {
         return is_seen;
     }
 
-    // The bits of the keys that a row sees, of those in a tile that this lane has: see own_columns_from().
+    // The bits of the keys that a row sees, as own_columns_of() has them.
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane) const {
         uint32_t seen = 0;
 #pragma unroll 1
         for (int32_t i = 0; row < num_rows && i < num; ++i) {
-            const KeyRange keys = range(row, i);
-            seen |= own_columns_from(keys.begin, first_key, lane) & ~own_columns_from(keys.end, first_key, lane);
+            seen |= own_columns_of(range(row, i), first_key, lane);
         }
         return seen;
-    }
-
-    // Hides, of a warp's rows from first_row on, the keys outside of their ranges: their scores become -inf.
-    template <int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void hide_others(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                     int lane) const {
-        static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
-        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-            // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-            const uint32_t bits =
-                ptx::opaque(static_cast<int32_t>(own_columns(first_row + row_in_tile, first_key, lane)));
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& score = rS[m][n][2 * half + e];
-                    score = (bits & 1u << (2 * n + e)) != 0 ? score : -kInfinity;
-                }
-            }
-        });
     }
 };
 

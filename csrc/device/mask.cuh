@@ -8,20 +8,20 @@
 
 namespace fastattn {
 
-// Row r of a warp's rows sees the keys sees[r]; the tile's columns are the keys from first_key on. What a row does not
-// see becomes -inf, whatever it was.
-template <int kTilesM, int kTilesN>
-FASTATTN_DEVICE void mask_columns(float (&rS)[kTilesM][kTilesN][4], const KeyRange* sees, int32_t first_key, int lane) {
+// Makes the scores of keys that a row does not see -inf, whatever they were. seen(m, half, row) returns the bits of
+// those that the row of a warp's rows sees, as own_columns_of() has them.
+template <int kTilesM, int kTilesN, typename Seen>
+FASTATTN_DEVICE void hide_unseen(float (&rS)[kTilesM][kTilesN][4], int lane, Seen&& seen) {
+    static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        const KeyRange keys = sees[row];
-        const int32_t own_key = first_key + accumulator_column(lane);
-        const int32_t begin = keys.begin - own_key, end = keys.end - own_key;
+        // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
+        const uint32_t bits = ptx::opaque(static_cast<int32_t>(seen(m, half, row)));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& score = rS[m][n][2 * half + e];
-                score = n * kMmaN + e >= begin && n * kMmaN + e < end ? score : -kInfinity;
+                score = (bits & 1u << (2 * n + e)) != 0 ? score : -kInfinity;
             }
         }
     });
@@ -71,8 +71,8 @@ struct SeenColumns {
     }
 };
 
-// Does what mask_columns() does for a warpgroup's rows, with bits instead of comparisons: fewer instructions. `present`
-// has the columns that anybody may see; first_bit: of the tile.
+// Does what hide_unseen() does, for a warpgroup's rows and with fewer instructions for each tile. `present` has the
+// columns that anybody may see; first_bit: of the tile.
 template <int kTilesN>
 FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen, uint32_t present,
                                       int32_t first_bit) {
@@ -89,28 +89,6 @@ FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColu
             for (int e = 0; e < 2; ++e) {
                 float& score = rS[0][n][2 * half + e];
                 score = (bits & 1u << ColumnBits<kTilesN>::bit_of(2 * n + e)) != 0 ? score : -kInfinity;
-            }
-        }
-    }
-}
-
-// Does the same with column i in bit i, for kernels whose registers the other form overflows. seen_by[half]: the keys
-// that this lane's upper or lower row sees; `present` has the columns that anybody may see.
-template <int kTilesN>
-FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const KeyRange (&seen_by)[2], uint32_t present,
-                                      int32_t first_key, int lane) {
-    static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
-    for (int half = 0; half < 2; ++half) {
-        const uint64_t before_end = (uint64_t{1} << own_columns_before(seen_by[half].end, first_key, lane)) - 1;
-        const uint64_t before_begin = (uint64_t{1} << own_columns_before(seen_by[half].begin, first_key, lane)) - 1;
-        // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-        const uint32_t bits = ptx::opaque(static_cast<int32_t>(before_end & ~before_begin & present));
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& score = rS[0][n][2 * half + e];
-                score = (bits & 1u << (2 * n + e)) != 0 ? score : -kInfinity;
             }
         }
     }

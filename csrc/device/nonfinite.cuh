@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "device/fragment.cuh"
+#include "device/ptx/fma.cuh"
 #include "device/swizzle.cuh"
 
 namespace fastattn {
@@ -30,12 +31,29 @@ FASTATTN_DEVICE uint32_t nonfinite_mask(uint32_t two_elements) {
     return (sign_bits << 1) - (sign_bits >> 15);
 }
 
+// Finds NaN and infinity among many elements, with one instruction for two: times 0 they are NaN, which stays in a sum.
+template <DataType kDataType>
+struct SearchForNonfinite {
+    uint32_t sums[4] = {};
+
+    // Additions to one sum wait for each other: i says which, and has to be known to the compiler.
+    FASTATTN_DEVICE void look_at(uint32_t two_elements, int i) {
+        uint32_t& sum = sums[i % 4];
+        sum = kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(two_elements, 0, sum)
+                                              : ptx::fma_rn_bf16x2(two_elements, 0, sum);
+    }
+
+    // Sums are zeros, of either sign, unless something was not finite.
+    FASTATTN_DEVICE bool has_found() const { return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fff) != 0; }
+};
+
 // Returns whether this thread's chunks of a tile, which have landed, hold NaN or infinity.
 template <DataType kDataType, typename TileLoader>
 FASTATTN_DEVICE bool has_nonfinite(const TileLoader& tile) {
-    uint32_t found = 0;
-    tile.for_own_pairs([&](uint32_t& pair) { found |= nonfinite_mask<kDataType>(pair); });
-    return found != 0;
+    SearchForNonfinite<kDataType> search;
+    int i = 0;
+    tile.for_own_pairs([&](uint32_t& pair) { search.look_at(pair, i++); });
+    return search.has_found();
 }
 
 struct CtaBarrier {
@@ -51,6 +69,12 @@ FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const 
                                         Sees&& sees, int lane, Barrier&& barrier = {}) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
+        bool is_seen[kTilesM][2];
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) is_seen[m][half] = sees(m, half, row);
+        }
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) {
             const char* chunk = reinterpret_cast<const char*>(sV) + TileLoader::Layout::offset(row, d);
@@ -62,7 +86,7 @@ FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const 
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
-                    rO[m][d][e] += sees(m, e / 2, row) ? value : 0.0f;
+                    rO[m][d][e] += is_seen[m][e / 2] ? value : 0.0f;
                 }
             }
         }

@@ -38,8 +38,8 @@ struct RowTerms {
 };
 
 // Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]: from (first_row, first_key) on, and in the CTA's own
-// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled, and masked by a window unless
-// is_full: every row that exists sees every key. With kOptions, is_full says that ranges of keys hide none.
+// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled, and masked by a window.
+// is_full: nothing but a bias hides a key; see RowTileWalk.
 template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
 struct ScoreGradients {
     using Accumulators = float[kTilesM][kTilesN][4];
@@ -63,7 +63,10 @@ struct ScoreGradients {
           row(row),
           column(column),
           lane(lane) {
-        if (!kOptions && !is_full) find_seen();
+        if constexpr (!kOptions) {
+            if (!is_full)
+                find_seen([&](int32_t row) { return own_columns_of(scores.window.keys_of(row), first_key, lane); });
+        }
     }
 
     // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
@@ -80,7 +83,9 @@ struct ScoreGradients {
         if constexpr (kOptions) {
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) seen[m] = ~0u, kept[m] = 0;
-            if (!is_full) find_seen_through(ranges_of());
+            if (!is_full) {
+                find_seen([&](int32_t row) { return scores.own_columns(row, first_key, lane, ranges_of); });
+            }
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
@@ -151,27 +156,13 @@ struct ScoreGradients {
         }
     }
 
-    FASTATTN_DEVICE void find_seen() {
+    // own_columns(row): the bits of the keys that a row sees, as own_columns_of() has them. A row that does not exist
+    // sees none.
+    template <typename OwnColumns>
+    FASTATTN_DEVICE void find_seen(OwnColumns&& own_columns) {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
-            if (half == 0) seen[m] = 0;
-            const KeyRange keys = scores.window.keys_of(first_row + own_row);
-            const int32_t key = first_key + accumulator_column(lane);
-            const int32_t begin = keys.begin - key, end = first_row + own_row < scores.num_rows ? keys.end - key : 0;
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const bool sees = n * kMmaN + e >= begin && n * kMmaN + e < end;
-                    seen[m] |= (sees ? 1u : 0u) << (4 * n + 2 * half + e);
-                }
-            }
-            if (half == 1) seen[m] = ptx::opaque(seen[m]);  // as in probabilities()
-        });
-    }
-
-    FASTATTN_DEVICE void find_seen_through(const RowRanges& ranges) {
-        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
-            const uint32_t bits = spread_pairs(ranges.own_columns(first_row + own_row, first_key, lane)) << 2 * half;
+            const int32_t row = first_row + own_row;
+            const uint32_t bits = row < scores.num_rows ? spread_pairs(own_columns(row)) << 2 * half : 0;
             seen[m] = half == 0 ? bits : ptx::opaque(seen[m] | bits);  // as in probabilities()
         });
     }

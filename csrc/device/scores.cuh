@@ -1,12 +1,12 @@
-// Makes scores of Q·Kᵀ, before the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at
-// run time, by branches that a whole CTA takes alike; the order of the passes over the accumulators is the order of the
-// steps.
+// Makes scores of Q·Kᵀ, before the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at run time, by
+// branches that a whole CTA takes alike; the order of the passes over the accumulators is the order of the steps.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "device/mask.cuh"
 #include "device/ptx/cvt.cuh"
 #include "device/sequence.cuh"
 #include "device/softcap.cuh"
@@ -97,8 +97,7 @@ struct HeadScores {
 
     // The bits of two neighbouring elements, the first of an even key, at once.
     template <typename T>
-    FASTATTN_DEVICE void bias_bits_of_two(uint32_t (&bits)[2], int32_t row, int32_t key) const {
-        const T* two = reinterpret_cast<const T*>(bias) + row * params.bias.row_stride + key;
+    FASTATTN_DEVICE static void bias_bits_of_two(uint32_t (&bits)[2], const T* two) {
         if constexpr (sizeof(T) == 4) {
             const uint2 loaded = *reinterpret_cast<const uint2*>(two);
             bits[0] = loaded.x;
@@ -120,32 +119,49 @@ struct HeadScores {
         });
     }
 
-    // Turns Q·Kᵀ into scores in nats, -inf where a row does not see a key. kMasked: some row may not see some key.
-    template <bool kMasked, int kTilesM, int kTilesN>
+    // Turns Q·Kᵀ into scores in nats, before the bias and masks.
+    template <int kTilesM, int kTilesN>
+    FASTATTN_DEVICE void to_unbiased_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                            int lane) const {
+        apply_scale(rS);
+        add_alibi(rS, first_row, first_key, lane);
+    }
+
+    // Does the same and adds the bias, where -inf is a mask.
+    template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {
-        apply_scale(rS);
-        add_alibi(rS, first_row, first_key, lane);
+        to_unbiased_scores(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
-        if constexpr (kMasked) mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
     }
 
-    // Does the same with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ. Where there
-    // is one, every tile is kMasked.
-    template <bool kMasked, int kTilesM, int kTilesN>
+    // Does the same with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ.
+    template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                    int lane) const {
-        apply_scale(rS);
-        add_alibi(rS, first_row, first_key, lane);
-        if constexpr (kMasked) {
-            load_and_add_bias(rS, first_row, first_key, lane);
-            mask</*kRowsExist=*/true>(rS, first_row, first_key, lane);
-        }
+        to_unbiased_scores(rS, first_row, first_key, lane);
+        load_and_add_bias(rS, first_row, first_key, lane);
     }
 
-    // Does the same for the backward pass, always masked, which also needs d score / d (scale · Q·Kᵀ). It has no
-    // registers to hold a bias in for long. Rows that do not exist see nothing: what they would see may be NaN, and
-    // goes into the keys' gradients.
+    // The bits of the keys that a row sees, as own_columns_of() has them: through the window and, where there are some,
+    // through the row's ranges of keys, the RowRanges that ranges_of() returns. A bias has no say in it.
+    template <typename RangesOf>
+    FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
+        uint32_t seen = own_columns_of(window.keys_of(row), first_key, lane);
+        if (params.ranges.data != nullptr) seen &= ranges_of().own_columns(row, first_key, lane);
+        return seen;
+    }
+
+    // Makes the scores of keys that a row does not see -inf.
+    template <int kTilesM, int kTilesN, typename RangesOf>
+    FASTATTN_DEVICE void hide(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
+                              RangesOf&& ranges_of) const {
+        hide_unseen(rS, lane,
+                    [&](int, int, int row) { return own_columns(first_row + row, first_key, lane, ranges_of); });
+    }
+
+    // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It has no registers to hold a
+    // bias in for long.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {
@@ -164,7 +180,6 @@ struct HeadScores {
         }
         add_alibi(rS, first_row, first_key, lane);
         load_and_add_bias(rS, first_row, first_key, lane);
-        mask</*kRowsExist=*/false>(rS, first_row, first_key, lane);
     }
 
   private:
@@ -174,16 +189,17 @@ struct HeadScores {
                                   int lane, Function&& function) const {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
             const int32_t row = first_row + row_in_tile, key = first_key + accumulator_column(lane);
+            const int64_t key_stride = params.bias.key_stride;
+            const T* two = reinterpret_cast<const T*>(bias) + row * params.bias.row_stride + key * key_stride;
+            const int32_t num_left = row < num_rows ? window.num_keys - key : 0;
 #pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-                const int32_t column = key + n * kMmaN;
-                const int32_t num_left = row < num_rows ? window.num_keys - column : 0;
+            for (int n = 0; n < kTilesN; ++n, two += kMmaN * key_stride) {
                 uint32_t bits[2] = {0, 0};
-                if (params.bias.in_pairs && num_left > 1) {
-                    bias_bits_of_two<T>(bits, row, column);
+                if (params.bias.in_pairs && num_left > n * kMmaN + 1) {
+                    bias_bits_of_two(bits, two);
                 } else {
-                    if (num_left > 0) bits[0] = bias_bits<T>(row, column);
-                    if (num_left > 1) bits[1] = bias_bits<T>(row, column + 1);
+                    if (num_left > n * kMmaN) bits[0] = two[0];
+                    if (num_left > n * kMmaN + 1) bits[1] = two[key_stride];
                 }
                 function(elements[m][n][2 * half], bits[0]);
                 function(elements[m][n][2 * half + 1], bits[1]);
@@ -227,20 +243,6 @@ struct HeadScores {
             for_bias<decltype(bits)>(rS, first_row, first_key, lane, [](float& score, uint32_t added) {
                 add_bias<decltype(kind)::value>(score, added);
             });
-        });
-    }
-
-    // kRowsExist: every row exists, or what the others see does not matter.
-    template <bool kRowsExist, int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane) const {
-        KeyRange seen[kTilesM][2];
-        for_own_rows<kTilesM>(lane, [&](int m, int half, int row_in_tile) {
-            const int32_t row = first_row + row_in_tile;
-            seen[m][half] = kRowsExist || row < num_rows ? window.keys_of(row) : KeyRange{0, 0};
-        });
-        for_each(rS, [&](int m, int n, int e, float s) {
-            const int32_t column = first_key + accumulator_column(lane) + n * kMmaN + e % 2;
-            return column >= seen[m][e / 2].begin && column < seen[m][e / 2].end ? s : -kInfinity;
         });
     }
 

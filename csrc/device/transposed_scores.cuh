@@ -35,10 +35,8 @@ struct SeenRows {
         SeenRows columns;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint64_t before_end = (uint64_t{1} << own_columns_before(seen_by[half].end, first_row, lane)) - 1;
-            const uint64_t before_begin = (uint64_t{1} << own_columns_before(seen_by[half].begin, first_row, lane)) - 1;
             // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
-            columns.seen[half] = ptx::opaque(static_cast<uint32_t>(before_end & ~before_begin));
+            columns.seen[half] = ptx::opaque(own_columns_of(seen_by[half], first_row, lane));
         }
         return columns;
     }
