@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from cuda_kernels import needs_nested
+from cuda_kernels import HAS_KERNELS, needs_nested
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 SEED = 20
+KERNELS = "cuda" if HAS_KERNELS else "triton"  # which compiles for seconds
 torch_sdpa = F.scaled_dot_product_attention
 
 # name: query, key, value shapes; mask shape or None; keyword arguments
@@ -214,7 +215,7 @@ def test_gradients_of_any_subset(subset: int) -> None:
     torch.manual_seed(SEED)
     inputs = [torch.randn(1, 1, 3, 16, dtype=torch.float16, requires_grad=bool(subset >> i & 1)) for i in range(3)]
     expected = torch_sdpa(*inputs)
-    with fastattn.use_backend("triton"):
+    with fastattn.use_backend(KERNELS):
         out = fastattn.scaled_dot_product_attention(*inputs)
     assert out.requires_grad == expected.requires_grad
     wanted = [t for t in inputs if t.requires_grad]
@@ -273,7 +274,7 @@ def test_dropout_zeroes_and_rescales() -> None:
     query = torch.zeros(1, 2, size, size, dtype=torch.float16)
     value = torch.eye(size, dtype=torch.float16).expand(1, 2, size, size)
     torch.manual_seed(SEED)
-    with fastattn.use_backend("triton"):
+    with fastattn.use_backend(KERNELS):
         out = fastattn.scaled_dot_product_attention(query, query, value, dropout_p=p)
         again = fastattn.scaled_dot_product_attention(query, query, value, dropout_p=p)
     kept = out != 0

@@ -142,6 +142,7 @@ def test_options_on_sm_80(case: Case, head_dim: int) -> None:
     check(case, num_sms=8, architecture=80, seed=head_dim)
 
 
+@pytest.mark.slow
 @each_architecture
 def test_dropout_drops_the_same_where_keys_are_shared(architecture: int) -> None:
     """Values that tell which keys a row has: one column of its own for each, for 256 of them at a time."""

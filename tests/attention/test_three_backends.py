@@ -27,6 +27,7 @@ from oracle import check_against_oracle
 
 pytest.importorskip("triton")
 pytestmark = [
+    pytest.mark.slow,  # seconds of Triton's compiler for each structure
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
@@ -47,11 +48,7 @@ STRUCTURES = [
     Case(mask="bool", mask_shape=(1, 0, 1, 1), window=(-1, 30), dropout=0.1, sinks=True, softcap=5.0),
     Case(lengths=((1,), (1,)), window=(30, 3), softcap=4.0, sinks=True, dropout=0.4, grad_lse=True),
 ]
-each_structure = pytest.mark.parametrize(
-    "structure",
-    [STRUCTURES[0], *(pytest.param(structure, marks=pytest.mark.slow) for structure in STRUCTURES[1:])],
-    ids=[str(structure) for structure in STRUCTURES],
-)
+each_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 # Odd sizes beyond 1 are not specialised.
 ODD = st.integers(1, 60).map(lambda half: 2 * half + 1)
 HEADS = st.sampled_from([(2, 1), (3, 1), (3, 3), (4, 2)])  # query heads, size of a group
@@ -107,10 +104,7 @@ def test_they_agree(
         compare(case, problem, found, names=found)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [pytest.param(None, id="dense"), pytest.param(((30, 0, 75), (20, 9, 68)), id="packed", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("lengths", [None, ((30, 0, 75), (20, 9, 68))], ids=["dense", "packed"])
 def test_dropout_masks_are_equal_bit_for_bit(lengths: Any) -> None:
     """Uniform probabilities: one-hot values show the mask in the output, one row of ones in dO shows it in dV."""
     keys = 72

@@ -154,6 +154,7 @@ def test_packed(case: Case, monkeypatch: Any) -> None:
     check(case, monkeypatch)
 
 
+@pytest.mark.slow
 def test_packed_rows_of_no_sequence(monkeypatch: Any) -> None:
     """Offsets that do not cover the tensors, or are out of range, leave zeros, and nothing is read outside."""
     case = Case(lengths=((20, 13), (11, 30)))
@@ -185,6 +186,7 @@ def test_packed_offsets_that_are_a_view(monkeypatch: Any) -> None:
     check(case, monkeypatch, problem)
 
 
+@pytest.mark.slow
 def test_packed_bounds_larger_than_the_tensors(monkeypatch: Any) -> None:
     """They cost nothing, and sums of positions and window sides stay within 32 bits."""
     case = Case(lengths=((9, 24), (40, 7)), window=(2**31 - 2, 3))
@@ -252,6 +254,7 @@ def test_mask_of_any_strides(mask: str, monkeypatch: Any) -> None:
     check(case, monkeypatch, problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitude", [30.0, 300.0])
 def test_large_scores(magnitude: float, monkeypatch: Any) -> None:
     check(Case(magnitude=magnitude, window=CAUSAL), monkeypatch)
@@ -265,6 +268,7 @@ def test_one_dominant_key(monkeypatch: Any) -> None:
     check(case, monkeypatch, problem)
 
 
+@pytest.mark.slow
 def test_strongly_negative_scores(monkeypatch: Any) -> None:
     """All scores near -1000: exp underflows unless the maximum is subtracted."""
     case = Case(window=CAUSAL, shape=(1, 2, 1, 40, 40), scale=1.0)
@@ -331,6 +335,7 @@ def test_masked_keys_have_no_influence(case: Case, poison: float, monkeypatch: A
         assert torch.equal(actual[name][:, :, :first][:, :, alone], expected[name][:, :, :first][:, :, alone]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["bool", "inf"])
 def test_keys_hidden_by_a_mask_have_no_influence(mask: str, monkeypatch: Any) -> None:
     case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 40, 50))
@@ -345,6 +350,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, monkeypatch: Any) ->
         assert torch.equal(tensor, actual[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=str)
 def test_visible_nan_in_a_value(window: tuple[int, int], monkeypatch: Any) -> None:
     """It spoils its own column of the rows that see it, in masked and unmasked tiles alike."""
@@ -382,6 +388,7 @@ def another_order() -> contextlib.AbstractContextManager[None]:
     return options.launching(seed=SEED, workers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [OPTIONS[1], OPTIONS[30], *(pytest.param(OPTIONS[i], marks=pytest.mark.slow) for i in (17, 28))],

@@ -119,6 +119,7 @@ def test_the_drop_in_sends_jagged_tensors_to_kernels(kv_heads: int, is_causal: b
         assert torch.equal(got.transpose(1, 2).values(), want)
 
 
+@pytest.mark.slow
 def test_the_drop_in_draws_dropout_over_jagged_tensors() -> None:
     query = jagged(2)
     rows, offsets = query.transpose(1, 2).values(), query.offsets().to(torch.int32)

@@ -14,6 +14,7 @@ from benchmarks.machine_code import HAS_NATIVE  # isort: skip  (before whatever 
 from benchmarks.measure import emulator_speed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run on it")
 def test_figures_are_of_every_backend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -41,6 +41,7 @@ def test_scenarios(name: str) -> None:
     SCENARIOS[name](run_kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [(-1, -1), (100, -1)], ids=["full", "window"])
 def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int, int]) -> None:
     monkeypatch.setattr(tiles, "DECODE_INVARIANT_SPLIT_KEYS", 128)

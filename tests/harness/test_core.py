@@ -63,7 +63,7 @@ def test_a_seed_within_a_value_is_no_fact() -> None:
     assert facts_of({"case": Options(seed=1)}, {"case": 0}) == facts_of({"case": Options()}, {"case": 1})
 
 
-def item(function: str, path: str = "tests/decode/test_any.py", slow: bool = False, **params: Any) -> SimpleNamespace:
+def item(function: str, path: str = "tests/decode/test_any.py", mark: str = "", **params: Any) -> SimpleNamespace:
     """Returns what `core_of` asks of a pytest item."""
     spec = SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
     return SimpleNamespace(
@@ -71,7 +71,7 @@ def item(function: str, path: str = "tests/decode/test_any.py", slow: bool = Fal
         parent=SimpleNamespace(nodeid=path),
         path=Path(path),
         callspec=spec,
-        get_closest_marker=lambda name: "marker" if name == "slow" and slow else None,
+        get_closest_marker=lambda name: "marker" if name == mark else None,
         iter_markers=lambda name: [],
     )
 
@@ -83,7 +83,7 @@ def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too(
         *(item("test_both", "tests/all_kernels/test_any.py", backend=backend) for backend in ("cuda", "triton")),
     ]
     kept += [item("test_dims", backend="cuda", dim=dim) for dim in (64, 96, 128)]
-    left_out = [item("test_both", backend="triton"), item("test_slow", slow=True)]
+    left_out = [item("test_both", backend="triton"), item("test_slow", mark="slow")]
     left_out += [item("test_dims", backend="triton", dim=96)]
     items = [*kept, *left_out]
     assert [each for each in items if each in core_of(items)] == kept
@@ -92,10 +92,23 @@ def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too(
 
 def test_of_a_slow_test_few_cases_are_taken_where_each_costs_much() -> None:
     dear, cheap = (
-        [item("test_dims", f"tests/{folder}/test_any.py", slow=True, dim=dim) for dim in range(9)]
+        [item("test_dims", f"tests/{folder}/test_any.py", mark="slow", dim=dim) for dim in range(9)]
         for folder in ("decode", "machine_code")
     )
     assert few_of([*dear, *cheap]) == [*dear[:4], *cheap]
+
+
+def test_the_core_takes_few_cases_of_what_runs_kernels() -> None:
+    dear, quick, proofs = (
+        [item("test_dims", path, mark=mark, dim=dim) for dim in range(9)]
+        for path, mark in (
+            ("tests/decode/test_any.py", ""),
+            ("tests/cache/test_any.py", "quick"),
+            ("tests/all_kernels/test_any.py", ""),
+        )
+    )
+    assert core_of([*dear, *quick, *proofs]) == [*dear[:4], *quick, *proofs]
+    assert few_of([*dear, *quick, *proofs]) == [*dear, *quick, *proofs]
 
 
 class Config:

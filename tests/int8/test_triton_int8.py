@@ -93,6 +93,7 @@ def test_swiglu(m: int, outputs: int, granularity: str | int) -> None:
     check_forward(normal(m, 256, seed=1), weight, scale, *epilogue("swiglu", m, 2 * outputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
 def test_nan_passes_through_the_epilogue(activation: str) -> None:
     weight, scale = quantised(8, 32, "channel")
@@ -102,6 +103,7 @@ def test_nan_passes_through_the_epilogue(activation: str) -> None:
     assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_bfloat16(granularity: str | int) -> None:
     weight, scale = quantised(70, 96, granularity)
@@ -142,6 +144,7 @@ def test_empty(m: int, n: int, k: int) -> None:
     check_grad_input(normal(m, n, seed=3), weight, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_a_channel_of_zeros(granularity: str | int) -> None:
     """Its scale is 1, which is large beside the others: they must not lose precision by it."""

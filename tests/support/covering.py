@@ -1,9 +1,8 @@
-"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function. Those of a quick one together
-have every value of each parameter.
+"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function, those that test most.
 
 Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
 counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
-have two values. What is kept of a quick test has all facts of all cases.
+have two values. What is kept has all facts of all cases, unless these are more than `MOST`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +19,9 @@ import torch
 T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
-PROVES_TRITON = "all_kernels"
-MOST_SLOW = 4  # cases of a function, but in folders where a case costs next to nothing
-CHEAP = ("machine_code", "packages")
+PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
+MOST = 4  # cases of a slow function, and in the core of any that runs kernels
+CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -109,26 +108,33 @@ def _quick(items: Sequence[Any]) -> list[Any]:
     return [
         item
         for item in quick
-        if _backend(item) != "triton" or item.path.parent.name == PROVES_TRITON or _function(item) not in on_others
+        if _backend(item) != "triton" or item.path.parent.name == PROVES_ALL or _function(item) not in on_others
     ]
 
 
 def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
-    several backends none of Triton's, which compile for seconds: `PROVES_TRITON` has each of its kernels and options.
+    several backends none of Triton's, which compile for seconds: `PROVES_ALL` has each of its kernels and options.
     """
-    return few_of(_quick(list(items)))
+    return _few_of(_quick(list(items)), lambda item: item.get_closest_marker("quick") is None)
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: those of `core_of`, and of each function's others `MOST_SLOW`."""
+    """Returns the pytest items of ``make test-all``: of what the core chooses among all values of each parameter, and
+    a few of the others.
+    """
     items = list(items)
     quick = set(map(id, _quick(items)))
+    return _few_of(items, lambda item: id(item) not in quick)
+
+
+def _few_of(items: list[Any], is_dear: Callable[[Any], bool]) -> list[Any]:
+    """Returns few cases of each function; of those that are dear at most `MOST`."""
     functions: dict[tuple[str, str, bool], list[Any]] = {}
     for item in items:
-        functions.setdefault((*_function(item), id(item) in quick), []).append(item)
+        functions.setdefault((*_function(item), is_dear(item)), []).append(item)
     chosen: list[Any] = []
-    for (module, name, is_quick), cases in functions.items():
+    for (module, name, are_dear), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
@@ -139,7 +145,7 @@ def few_of(items: Iterable[Any]) -> list[Any]:
             ]
         else:
             facts = [facts_of(each.params, each.indices) for each in specs]
-        most = None if is_quick or cases[0].path.parent.name in CHEAP else MOST_SLOW
+        most = MOST if are_dear and cases[0].path.parent.name not in (PROVES_ALL, *CHEAP) else None
         chosen += covering(cases, facts, most) if any(facts) else cases[:1]
     return chosen
 
