@@ -6,6 +6,7 @@
 #include "attention/query_gradient.h"
 #include "attention/seen_tiles.cuh"
 #include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
 #include "scheduler/work_tile.h"
 
@@ -80,13 +81,9 @@ struct RowTileWalk {
         find();
     }
 
-    // Whether every row sees all of the keys, but for those that a bias hides. With kOptions every row exists then:
-    // what others would see may be NaN, which a bias may hide from all that exist.
-    FASTATTN_DEVICE bool is_full() const {
-        if constexpr (!kOptions) return tile.is_full(row_tile);
-        const bool all_exist = (row_tile + 1) * WorkTile::kBlockM <= tile.rows.length;
-        return all_exist && (has_ranges() ? seen_whole_ : tile.is_full(row_tile));
-    }
+    // Whether no mask is needed but a bias: every row sees all of the keys. With kOptions, only ranges of keys tell, and
+    // every row exists then: what others would see may be NaN, which a bias may hide from all that exist.
+    FASTATTN_DEVICE bool is_full() const { return kOptions ? seen_whole_ : tile.is_full(row_tile); }
 
     // How many tiles of keys before this one add to dQ of the tile of rows at hand, which counts where there is an
     // order. window: the tile's own, which the caller has found anew, as the one here would take registers.
@@ -94,7 +91,8 @@ struct RowTileWalk {
         if (has_ranges()) {
             return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;
         }
-        return tile.key_tile - window.keys_of(row_tile * WorkTile::kBlockM).begin / WorkTile::kBlockN;
+        return tile.first_key / WorkTile::kBlockN -
+               window.keys_of(row_tile * WorkTile::kBlockM).begin / WorkTile::kBlockN;
     }
 
   private:
@@ -103,13 +101,15 @@ struct RowTileWalk {
     FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
 
     FASTATTN_DEVICE RowTilesOfKeys row_tiles() const {
-        return RowTilesOfKeys::of(params.seen_tiles, tile.batch, tile.rows.begin, tile.key_tile);
+        // Opaque: what follows from it would take a register over the loop.
+        return RowTilesOfKeys::of(params.seen_tiles, tile.batch, ptx::opaque(tile.rows.begin), tile.key_tile);
     }
 
     // Passes over tiles that ranges of keys leave out.
     FASTATTN_DEVICE void find() {
         if (has_ranges()) {
-            seen_whole_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head);
+            seen_whole_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head) &&
+                          (row_tile + 1) * WorkTile::kBlockM <= tile.rows.length;
         }
     }
 };

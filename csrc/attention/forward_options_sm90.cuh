@@ -86,10 +86,6 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
-        // The keys that this lane's upper and lower row see, as the window has it.
-        const KeyRange seen_by[2] = {rows.window.keys_of(own_row + accumulator_row(lane)),
-                                     rows.window.keys_of(own_row + accumulator_row(lane) + 8)};
-
         const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
 
         if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
@@ -100,13 +96,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             bias.add_to(rS, first_key);
             if (is_masked) {
                 const uint32_t present = missing.present_in_order(first_key, lane);
-                hide_unseen(rS, lane, [&](int, int half, int row) {
-                    uint32_t seen = own_columns_of(seen_by[half], first_key, lane) & present;
-                    if (options.ranges.data != nullptr) {
-                        const RowRanges ranges(options.ranges, rows.batch, rows.head, rows.queries);
-                        seen &= ranges.own_columns(own_row + row, first_key, lane);
-                    }
-                    return seen;
+                hide_unseen(rS, lane, [&](int, int, int row) {
+                    return present & scores.own_columns(own_row + row, first_key, lane, [&] {
+                        return RowRanges(options.ranges, rows.batch, rows.head, rows.queries);
+                    });
                 });
             }
         };

@@ -56,13 +56,13 @@ struct Angles {
     }
 };
 
-// Returns the rotated chunk that starts at first_dim of the row at gRow; `own` holds its elements, and table_row is its
-// token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads
+// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads
 // take 16 bytes (of 16-bit angles, 8) and none waits for another. Other chunks are loaded element by element. It is a
 // call: copies in each place would be a large part of every kernel.
 template <DataType kDataType>
-__device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, uint4 own, int first_dim,
-                                      int64_t table_row) {
+__device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, int first_dim,
+                                      int32_t table_row) {
+    const uint4 own = *reinterpret_cast<const uint4*>(gRow + first_dim);
     const int half_dim = rotary.half_dim;
     const Angles cos(rotary.cos, rotary.kind, table_row, half_dim), sin(rotary.sin, rotary.kind, table_row, half_dim);
     const bool is_aligned =
@@ -122,10 +122,11 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
 // stays as it is.
 template <DataType kDataType>
 FASTATTN_DEVICE uint4 load_rotated(const RotaryParams* rotary, const uint16_t* gRow, int chunk, int32_t position) {
-    const uint4 own = *reinterpret_cast<const uint4*>(gRow + chunk * kChunkElements);
     const int first_dim = chunk * kChunkElements;
-    if (rotary == nullptr || rotary->kind == RotaryParams::Kind::kNone || first_dim >= 2 * rotary->half_dim) return own;
-    return rotated<kDataType>(*rotary, gRow, own, first_dim, min(max(position, 0), rotary->num_positions - 1));
+    if (rotary == nullptr || rotary->kind == RotaryParams::Kind::kNone || first_dim >= 2 * rotary->half_dim) {
+        return *reinterpret_cast<const uint4*>(gRow + first_dim);
+    }
+    return rotated<kDataType>(*rotary, gRow, first_dim, min(max(position, 0), rotary->num_positions - 1));
 }
 
 }  // namespace fastattn

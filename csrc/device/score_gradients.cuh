@@ -63,10 +63,7 @@ struct ScoreGradients {
           row(row),
           column(column),
           lane(lane) {
-        if constexpr (!kOptions) {
-            if (!is_full)
-                find_seen([&](int32_t row) { return own_columns_of(scores.window.keys_of(row), first_key, lane); });
-        }
+        if (!kOptions && !is_full) find_seen();
     }
 
     // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
@@ -83,9 +80,7 @@ struct ScoreGradients {
         if constexpr (kOptions) {
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m) seen[m] = ~0u, kept[m] = 0;
-            if (!is_full) {
-                find_seen([&](int32_t row) { return scores.own_columns(row, first_key, lane, ranges_of); });
-            }
+            if (!is_full) find_seen_through(ranges_of);
 #pragma unroll
             for (int n = 0; n < kTilesN; ++n) {
                 float rP[kTilesM][1][4];
@@ -156,13 +151,32 @@ struct ScoreGradients {
         }
     }
 
-    // own_columns(row): the bits of the keys that a row sees, as own_columns_of() has them. A row that does not exist
-    // sees none.
-    template <typename OwnColumns>
-    FASTATTN_DEVICE void find_seen(OwnColumns&& own_columns) {
+    // Through the window. Of so few keys, comparisons take fewer instructions than bits of columns.
+    FASTATTN_DEVICE void find_seen() {
+        for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
+            if (half == 0) seen[m] = 0;
+            const KeyRange keys = scores.window.keys_of(first_row + own_row);
+            const int32_t key = first_key + accumulator_column(lane);
+            const int32_t begin = keys.begin - key, end = first_row + own_row < scores.num_rows ? keys.end - key : 0;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool sees = n * kMmaN + e >= begin && n * kMmaN + e < end;
+                    seen[m] |= (sees ? 1u : 0u) << (4 * n + 2 * half + e);
+                }
+            }
+            if (half == 1) seen[m] = ptx::opaque(seen[m]);  // as in probabilities()
+        });
+    }
+
+    // Through the window and ranges of keys.
+    template <typename RangesOf>
+    FASTATTN_DEVICE void find_seen_through(RangesOf&& ranges_of) {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             const int32_t row = first_row + own_row;
-            const uint32_t bits = row < scores.num_rows ? spread_pairs(own_columns(row)) << 2 * half : 0;
+            const uint32_t columns = row < scores.num_rows ? scores.own_columns(row, first_key, lane, ranges_of) : 0;
+            const uint32_t bits = spread_pairs(columns) << 2 * half;
             seen[m] = half == 0 ? bits : ptx::opaque(seen[m] | bits);  // as in probabilities()
         });
     }

@@ -45,6 +45,9 @@ def decode(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, 
 ATTENTION = {
     "bool mask": attention_cases.Case(head_dims=(32, 32), mask="bool", dtype=torch.bfloat16),
     "packed": attention_cases.Case(head_dims=(32, 32), lengths=((33, 5), (47, 63)), window=(40, 9), alibi="batch"),
+    "bias": attention_cases.Case(
+        head_dims=(32, 32), mask="float", window=(-1, 0), softcap=20.0, sinks=True, dropout=0.3
+    ),
 }
 
 

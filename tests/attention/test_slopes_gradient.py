@@ -15,6 +15,7 @@ from torch import Tensor
 
 import attention_cases
 import fastattn
+import proof
 from attention_cases import (
     Case,
     Problem,
@@ -62,6 +63,7 @@ def check(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
     oracle = run_reference(case, problem, torch.float64, torch.float64)["grad_slopes"]
     off = slopes_error(case, problem, found, oracle)
     assert off <= 5, f"{case}: {off:.1f} standard deviations"
+    proof.compared()
     # The bound is no wider than the gradients themselves, or else nothing would be tested.
     assert slopes_error(case, problem, found | {"grad_slopes": torch.zeros_like(found["grad_slopes"])}, oracle) > 20
 
@@ -96,7 +98,7 @@ def test_on_hopper_too() -> None:
 
 @each_backend
 def test_slopes_of_zero_have_a_gradient_too(backend: str) -> None:
-    case = Case(alibi="head", shape=(1, 2, 1, 40, 70))
+    case = Case(alibi="head", shape=(1, 2, 1, 40, 70), dtype=torch.bfloat16)
     problem = make_problem(case)
     problem.alibi_slopes = torch.zeros_like(problem.alibi_slopes)
     check(case, problem, run(backend, case, problem))

@@ -83,23 +83,13 @@ def test_the_report_names_both_gpus() -> None:
 
 
 def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
-    """One of the kernel tests and one of the emulator's run. The benchmarks have a test above, and what
-    compute-sanitizer watches has tests/bench/test_sanitizer_cases.py."""
+    """One of the kernel tests runs. The benchmarks have a test above, what compute-sanitizer watches has
+    tests/bench/test_sanitizer_cases.py, and the emulator's tests would compare it with itself."""
     out = tmp_path / "out"
     run(
-        *(
-            "-m",
-            "benchmarks",
-            "gpu-check",
-            "--out",
-            str(out),
-            "--stages",
-            "library,tests,emulator",
-            "--jobs",
-            "1",
-        ),
-        *("--limits", "tests=300,emulator=300"),
-        PYTEST_ADDOPTS="-k 'test_merge_attention_and_its_gradients or test_atomics'",
+        *("-m", "benchmarks", "gpu-check", "--out", str(out), "--stages", "library,tests"),
+        *("--jobs", "1", "--limits", "tests=300"),
+        PYTEST_ADDOPTS="-k test_merge_attention_and_its_gradients",
     )
     stages = {stage["stage"]: stage for stage in json.loads((out / "gpu_check.json").read_text())["stages"]}
     assert stages["library"]["status"] == "passed" and stages["tests"]["status"] == "passed"

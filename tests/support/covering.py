@@ -20,7 +20,7 @@ T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
-MOST = 4  # cases of a slow function, and in the core of any that runs kernels
+MOST = 4  # cases of a slow function, and in the core of any that runs kernels, but for tests of instances
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
@@ -101,9 +101,13 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
     return [row for row in names if set(row) <= set(item.callspec.params)]
 
 
+def _is_slow(item: Any) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
 def _quick(items: Sequence[Any]) -> list[Any]:
     """Returns the pytest items among which the core chooses."""
-    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    quick = [item for item in items if not _is_slow(item)]
     on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
     return [
         item
@@ -139,13 +143,15 @@ def _few_of(items: list[Any], is_dear: Callable[[Any], bool]) -> list[Any]:
             chosen += cases
             continue
         specs = [case.callspec for case in cases]
-        if Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE):
+        has_instances = Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE)
+        if has_instances:
             facts = [
                 pairs_of(each.params, each.indices, _rows_of(case)) for each, case in zip(specs, cases, strict=True)
             ]
         else:
             facts = [facts_of(each.params, each.indices) for each in specs]
-        most = MOST if are_dear and cases[0].path.parent.name not in (PROVES_ALL, *CHEAP) else None
+        needs_all = (has_instances and not _is_slow(cases[0])) or cases[0].path.parent.name in (PROVES_ALL, *CHEAP)
+        most = MOST if are_dear and not needs_all else None
         chosen += covering(cases, facts, most) if any(facts) else cases[:1]
     return chosen
 
