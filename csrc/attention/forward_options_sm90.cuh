@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             if (is_masked) {
                 const uint32_t present = missing.present_in_order(first_key, lane);
                 hide_unseen(rS, lane, [&](int, int, int row) {
-                    return present & scores.own_columns(own_row + row, first_key, lane, [&] {
+                    return present & scores.template own_columns<kTilesN>(own_row + row, first_key, lane, [&] {
                         return RowRanges(options.ranges, rows.batch, rows.head, rows.queries);
                     });
                 });

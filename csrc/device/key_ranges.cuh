@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
 
 namespace fastattn {
@@ -32,14 +33,32 @@ struct RowRanges {
         return is_seen;
     }
 
-    // The bits of the keys that a row sees, as own_columns_of() has them.
-    FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane) const {
-        uint32_t seen = 0;
-#pragma unroll 1
-        for (int32_t i = 0; row < num_rows && i < num; ++i) {
-            seen |= own_columns_of(range(row, i), first_key, lane);
+    // The bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four lanes that
+    // hold the row looks at one range, and they exchange what they have found. Called by all lanes of a warp.
+    template <int kTilesN>
+    FASTATTN_DEVICE uint32_t own_columns(int32_t row, const KeyRange& window, int32_t first_key, int lane) const {
+        static_assert(kMostRanges <= kLanesPerRow && 2 * kTilesN <= 32);
+        // Opaque: what follows from it would take registers over the loop.
+        const int own_lane = ptx::opaque(lane), own = own_lane % kLanesPerRow;
+        KeyRange keys{0, 0};
+        if (row < num_rows && own < num) {
+            const int2 bounds = of(row)[own];
+            keys = {max(bounds.x, window.begin), max(min(bounds.y, window.end), 0)};
         }
-        return seen;
+        uint32_t columns = 0;
+#pragma unroll
+        for (int i = 0; i < ceil_div(kTilesN * kMmaN, 32); ++i) {  // 32 keys each
+            const auto keys_from = [&](int32_t key) {
+                return __funnelshift_lc(0, 0xffffffff, max(key - first_key - 32 * i, 0));
+            };
+            uint32_t seen = keys_from(keys.begin) & ~keys_from(keys.end);
+            seen |= __shfl_xor_sync(0xffffffff, seen, 1);
+            seen |= __shfl_xor_sync(0xffffffff, seen, 2);
+            // The lane has two of every eight; the product has them side by side in its highest byte.
+            const uint32_t own_bits = (seen >> accumulator_column(own_lane) & 0x03030303) * 0x01041040;
+            columns |= own_bits >> (24 - 8 * i) & 0xffu << 8 * i;
+        }
+        return columns;
     }
 };
 

@@ -145,19 +145,21 @@ struct HeadScores {
 
     // The bits of the keys that a row sees, as own_columns_of() has them: through the window and, where there are some,
     // through the row's ranges of keys, the RowRanges that ranges_of() returns. A bias has no say in it.
-    template <typename RangesOf>
+    // Called by all lanes of a warp.
+    template <int kTilesN, typename RangesOf>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
-        uint32_t seen = own_columns_of(window.keys_of(row), first_key, lane);
-        if (params.ranges.data != nullptr) seen &= ranges_of().own_columns(row, first_key, lane);
-        return seen;
+        const KeyRange keys = window.keys_of(row);
+        if (params.ranges.data == nullptr) return own_columns_of(keys, first_key, lane);
+        return ranges_of().template own_columns<kTilesN>(row, keys, first_key, lane);
     }
 
     // Makes the scores of keys that a row does not see -inf.
     template <int kTilesM, int kTilesN, typename RangesOf>
     FASTATTN_DEVICE void hide(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
                               RangesOf&& ranges_of) const {
-        hide_unseen(rS, lane,
-                    [&](int, int, int row) { return own_columns(first_row + row, first_key, lane, ranges_of); });
+        hide_unseen(rS, lane, [&](int, int, int row) {
+            return own_columns<kTilesN>(first_row + row, first_key, lane, ranges_of);
+        });
     }
 
     // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It has no registers to hold a
