@@ -43,7 +43,7 @@ _KERNELS = re.compile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastattn")
     group.addoption("--few", action="store_true", help="few cases of each test, slow ones too")
-    group.addoption("--core", action="store_true", help="of these the ones that are not slow, which prove every kernel")
+    group.addoption("--core", action="store_true", help="the cheapest of these, which prove every kernel")
     group.addoption("--rest", metavar="K/N", help="what --core or --few leaves out: the K-th of N parts of it")
     group.addoption(
         "--kernels",

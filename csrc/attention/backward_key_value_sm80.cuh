@@ -24,6 +24,7 @@
 #include "attention/backward_config_sm80.cuh"
 #include "attention/backward_work_sm80.cuh"
 #include "device/dropout.cuh"
+#include "device/key_ranges.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"

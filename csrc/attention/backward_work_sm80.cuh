@@ -81,8 +81,9 @@ struct RowTileWalk {
         find();
     }
 
-    // Whether no mask is needed but a bias: every row sees all of the keys. With kOptions, only ranges of keys tell, and
-    // every row exists then: what others would see may be NaN, which a bias may hide from all that exist.
+    // Whether no mask is needed but a bias. Without kOptions: every row that exists sees all of the keys. With
+    // kOptions, which leaves no registers to compare windows: ranges of keys, clipped to the window, hide none, and
+    // every row exists. What another row would see may be NaN, which a bias may hide from all that exist.
     FASTATTN_DEVICE bool is_full() const { return kOptions ? seen_whole_ : tile.is_full(row_tile); }
 
     // How many tiles of keys before this one add to dQ of the tile of rows at hand, which counts where there is an
@@ -91,8 +92,7 @@ struct RowTileWalk {
         if (has_ranges()) {
             return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;
         }
-        return tile.first_key / WorkTile::kBlockN -
-               window.keys_of(row_tile * WorkTile::kBlockM).begin / WorkTile::kBlockN;
+        return tile.key_tile - window.keys_of(row_tile * WorkTile::kBlockM).begin / WorkTile::kBlockN;
     }
 
   private:

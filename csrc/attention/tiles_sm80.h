@@ -91,8 +91,7 @@ struct ForwardTileSm80<256> {
 // the loop. Up to 255 registers, nothing spills.
 //
 // Keys in pages: instances of their own, for a branch would cost the others instructions and, from 192 dims on,
-// registers that are not there. A step then has so many instructions more, at 32, 64, 96, 128, 192 and 256 dims: 48,
-// 68, 51, 59, 51, 55 (sm_80, nvcc 13.0).
+// registers that are not there.
 template <int kHeadDim>
 struct ForwardOptionsTileSm80 {
     static constexpr int kBlockM = 128;
@@ -106,8 +105,7 @@ struct ForwardOptionsTileSm80 {
 // the keys, dK and dV by kKeyWarps times the rest along the head dim, dQ by kRowWarpsOfQ times the rest: 32x32 of S a
 // warp, and at 128 dims 32x64 of dK, dV and dQ. dP comes for 16 keys at a time and dQ for 32 columns of a warp, or dK
 // and dV (128 registers) spill; that loads dO and dS twice. Two CTAs of 4 warps on an SM cover each other's waits. With
-// options a warp has half of the keys up to 128 dims: registers would not suffice, and a step of 32x32 scores a warp is
-// 115 KB of code there.
+// options a warp has half of the keys up to 128 dims: registers would not suffice.
 //
 // Counts as above, of the kernel without options: the loop holds the exponentials of full tiles and those of masked
 // ones, of which a step takes one.

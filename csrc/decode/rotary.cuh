@@ -56,9 +56,10 @@ struct Angles {
     }
 };
 
-// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row of the tables. If a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads
-// take 16 bytes (of 16-bit angles, 8) and none waits for another. Other chunks are loaded element by element. It is a
-// call: copies in each place would be a large part of every kernel.
+// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row of the tables. If
+// a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads take 16 bytes (of 16-bit
+// angles, 8) and none waits for another. Other chunks are loaded element by element. It is a call: copies in each place
+// would be a large part of every kernel.
 template <DataType kDataType>
 __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, int first_dim,
                                       int32_t table_row) {

@@ -33,8 +33,8 @@ struct RowRanges {
         return is_seen;
     }
 
-    // The bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four lanes that
-    // hold the row looks at one range, and they exchange what they have found. Called by all lanes of a warp.
+    // The bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four lanes
+    // that hold the row looks at one range, and they exchange what they find. Called by all lanes of a warp.
     template <int kTilesN>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, const KeyRange& window, int32_t first_key, int lane) const {
         static_assert(kMostRanges <= kLanesPerRow && 2 * kTilesN <= 32);

@@ -5,7 +5,6 @@
 
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
-#include "device/key_ranges.cuh"
 #include "device/ptx/approx.cuh"
 #include "device/ptx/cp_async.cuh"
 #include "device/ptx/opaque.cuh"
@@ -151,7 +150,7 @@ struct ScoreGradients {
         }
     }
 
-    // Through the window. Of so few keys, comparisons take fewer instructions than bits of columns.
+    // Through the window. A lane's few columns are compared in fewer instructions than their bits are made.
     FASTATTN_DEVICE void find_seen() {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             if (half == 0) seen[m] = 0;

@@ -44,8 +44,6 @@ struct HeadScores {
         return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head];
     }
 
-    FASTATTN_DEVICE bool has_bias() const { return params.bias.kind != BiasKind::kNone; }
-
     // The bits of an element, whose type is T.
     template <typename T>
     FASTATTN_DEVICE uint32_t bias_bits(int32_t row, int32_t key) const {
@@ -119,7 +117,7 @@ struct HeadScores {
         });
     }
 
-    // Turns Q·Kᵀ into scores in nats, before the bias and masks.
+    // Turns Q·Kᵀ into scores in nats. They still need the bias, and hide() for keys that a row does not see.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_unbiased_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                             int lane) const {
@@ -127,7 +125,7 @@ struct HeadScores {
         add_alibi(rS, first_row, first_key, lane);
     }
 
-    // Does the same and adds the bias, where -inf is a mask.
+    // Does the same and adds the bias, whose -inf is a mask.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {
@@ -143,27 +141,28 @@ struct HeadScores {
         load_and_add_bias(rS, first_row, first_key, lane);
     }
 
-    // The bits of the keys that a row sees, as own_columns_of() has them: through the window and, where there are some,
-    // through the row's ranges of keys, the RowRanges that ranges_of() returns. A bias has no say in it.
-    // Called by all lanes of a warp.
-    template <int kTilesN, typename RangesOf>
+    // The bits of the keys that a row sees, as own_columns_of() has them: through the window and, where there may be
+    // and are some, through the row's ranges of keys, the RowRanges that ranges_of() returns. A row that does not exist
+    // sees what its window has, or with ranges nothing. Called by all lanes of a warp.
+    template <int kTilesN, bool kMayHaveRanges = true, typename RangesOf>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
         const KeyRange keys = window.keys_of(row);
-        if (params.ranges.data == nullptr) return own_columns_of(keys, first_key, lane);
+        if (!kMayHaveRanges || params.ranges.data == nullptr) return own_columns_of(keys, first_key, lane);
         return ranges_of().template own_columns<kTilesN>(row, keys, first_key, lane);
     }
 
     // Makes the scores of keys that a row does not see -inf.
-    template <int kTilesM, int kTilesN, typename RangesOf>
+    template <bool kMayHaveRanges = true, int kTilesM, int kTilesN, typename RangesOf>
     FASTATTN_DEVICE void hide(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
                               RangesOf&& ranges_of) const {
         hide_unseen(rS, lane, [&](int, int, int row) {
-            return own_columns<kTilesN>(first_row + row, first_key, lane, ranges_of);
+            return own_columns<kTilesN, kMayHaveRanges>(first_row + row, first_key, lane, ranges_of);
         });
     }
 
     // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It has no registers to hold a
-    // bias in for long.
+    // bias in for long. The caller hides what a row does not see, and all of a row that does not exist: what that would
+    // see may be NaN, which goes into the keys' gradients.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {

@@ -9,8 +9,8 @@
 
 namespace fastattn {
 
-// Returns whether one of kThreads threads finds NaN or infinity among its elements. kUnroll: how many chunks of 16 bytes
-// it reads at once, if not all of its own.
+// Returns whether one of kThreads threads finds NaN or infinity among its elements. kUnroll: how many chunks of 16
+// bytes it reads at once, if not all of its own.
 template <DataType kDataType, typename Tile, int kThreads, int kUnroll = Tile::kBytes / kChunkBytes>
 FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;

@@ -334,6 +334,22 @@ def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> 
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
 
 
+def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> None:
+    """The last tile of rows is not whole: what rows that do not exist would see of a NaN reaches no gradient."""
+    case = Case(ranges=1, mask="float", shape=(1, 2, 1, 100, 300), head_dims=(64, 64))
+    problem = make_problem(case)
+    assert problem.key_ranges is not None and problem.bias is not None
+    problem.key_ranges[:] = torch.tensor([[0, 300]], device=DEVICE)
+    problem.bias[..., 140:150] = -torch.inf
+    expected = run_ops(torch.ops.fastattn, case, problem)
+    problem.key[..., 140:150, :] = torch.nan
+    with checked():
+        actual = run_ops(torch.ops.fastattn, case, problem)
+    for name in ("out", "grad_query", "grad_key", "grad_value"):
+        assert torch.equal(actual[name], expected[name]), name
+    assert not actual["grad_key"][..., 140:150, :].any()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
     """The query heads of a KV head follow each other: one may begin where the one before has ended, or see nothing."""

@@ -2,7 +2,7 @@
 
 Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
 counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
-have two values. What is kept has all facts of all cases, unless these are more than `MOST`.
+have two values. What is kept has all facts of all cases, or is `MOST` cases of a function whose cases cost much.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
-MOST = 4  # cases of a slow function, and in the core of any that runs kernels, but for tests of instances
+MOST = 4  # cases of a function whose cases cost much
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
@@ -101,13 +101,14 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
     return [row for row in names if set(row) <= set(item.callspec.params)]
 
 
-def _is_slow(item: Any) -> bool:
-    return item.get_closest_marker("slow") is not None
+def _has_instances(item: Any) -> bool:
+    module, name = _function(item)
+    return Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE)
 
 
 def _quick(items: Sequence[Any]) -> list[Any]:
     """Returns the pytest items among which the core chooses."""
-    quick = [item for item in items if not _is_slow(item)]
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
     on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
     return [
         item
@@ -120,7 +121,12 @@ def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
     several backends none of Triton's, which compile for seconds: `PROVES_ALL` has each of its kernels and options.
     """
-    return _few_of(_quick(list(items)), lambda item: item.get_closest_marker("quick") is None)
+
+    def is_dear(item: Any) -> bool:
+        has_proofs = item.path.parent.name == PROVES_ALL or _has_instances(item)
+        return not has_proofs and item.get_closest_marker("quick") is None
+
+    return _few_of(_quick(list(items)), is_dear)
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
@@ -138,20 +144,18 @@ def _few_of(items: list[Any], is_dear: Callable[[Any], bool]) -> list[Any]:
     for item in items:
         functions.setdefault((*_function(item), is_dear(item)), []).append(item)
     chosen: list[Any] = []
-    for (module, name, are_dear), cases in functions.items():
+    for (*_, are_dear), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
         specs = [case.callspec for case in cases]
-        has_instances = Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE)
-        if has_instances:
+        if _has_instances(cases[0]):
             facts = [
                 pairs_of(each.params, each.indices, _rows_of(case)) for each, case in zip(specs, cases, strict=True)
             ]
         else:
             facts = [facts_of(each.params, each.indices) for each in specs]
-        needs_all = (has_instances and not _is_slow(cases[0])) or cases[0].path.parent.name in (PROVES_ALL, *CHEAP)
-        most = MOST if are_dear and not needs_all else None
+        most = MOST if are_dear and cases[0].path.parent.name not in CHEAP else None
         chosen += covering(cases, facts, most) if any(facts) else cases[:1]
     return chosen
 
