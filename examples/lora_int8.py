@@ -34,7 +34,7 @@ from fastattn.integrations.transformers import Int8Config
 from fastattn.nn import Int8Linear
 
 TOPICS = ("debugger", "formatstrings", "import", "types")
-BATCH, STEPS = 16, 24
+BATCH, STEPS = 16, 16
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS
 
 from native_build import cached  # noqa: E402
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt()
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Read when Triton compiles first. Other processes, and later runs, find there what this one compiled.
@@ -57,6 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
     # machine, and test processes that run side by side leave each other their cores.
     torch.set_num_threads(1)
+    if allocate := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc: keeps what is freed until a module ends
+        allocate(M_TRIM_THRESHOLD, 1 << 30)
+        allocate(M_MMAP_THRESHOLD, 1 << 25)
     if (config.option.core or config.option.few) and not config.option.rest and not HAS_GPU:
         from proof import Gate
 

@@ -316,7 +316,7 @@ def test_clusters(case: Case, cluster: int) -> None:
 
 
 @only_emulated
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
     """Not before the last keys of the tile at hand are under way: a tile has more tiles of keys than the ring holds."""
     tile, tiles, heads, num_clusters = 128, 5, 4, 4

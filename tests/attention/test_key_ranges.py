@@ -364,6 +364,7 @@ def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, 
         compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "keys", "a gap"])
 def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
     """There are more than 32 tiles of rows, or of keys, so that their bits take several words. The last case has a gap

@@ -161,7 +161,7 @@ def test_signs_and_infinities(backend: str) -> None:
 
 @only_emulated
 @pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), pytest.param((3, 3), marks=pytest.mark.slow)], ids=str)
 def test_clusters_of_two_ctas(heads: tuple[int, int]) -> None:
     """Two heads side by side, or two tiles of rows: each CTA knows its own."""
     query, key, value, _ = make(heads, rows=512, keys=200, head_dims=(128, 128))

@@ -152,6 +152,7 @@ def test_clean_leaves_what_was_not_built(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its stand-ins are for a CPU")
+@pytest.mark.slow
 def test_what_a_call_costs_on_the_host() -> None:
     """Runs in a process of its own, where stand-ins for the kernels do no harm."""
     printed = run(sys.executable, "-m", "benchmarks", "overhead", "--calls", "2", "--repeats", "1")

@@ -189,7 +189,7 @@ OPERATIONS = [
 ]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_operations_in_any_order(data: st.DataObject) -> None:
     """Layers in any order and again, steps interleaved, abandoned, cancelled and overtaken, and devices that fail."""

@@ -102,6 +102,7 @@ def test_four_processes_train_as_one_and_are_profiled(tmp_path: Path) -> None:
         assert float(messages) > 0
 
 
+@pytest.mark.slow
 def test_the_checks_fail_where_something_is_wrong() -> None:
     ranks.run(__name__, mistakes_fail_the_checks.__name__, emulated=False)
 

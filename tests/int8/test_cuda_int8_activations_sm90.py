@@ -129,7 +129,7 @@ def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("k", [1024, 2**17])
+@pytest.mark.parametrize("k", [1024, pytest.param(2**17, marks=pytest.mark.slow)])
 def test_the_longest_sums(k: int) -> None:
     """-128 and 127 everywhere: the largest sums that int32 has to hold."""
     weight = torch.full((8, k), -128, dtype=torch.int8, device=DEVICE)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
-MOST = 4  # cases of a function whose cases cost much
+MOST = 3  # cases of a function whose cases cost much
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 

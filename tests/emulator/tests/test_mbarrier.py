@@ -275,7 +275,7 @@ def test_cluster_barriers_and_sizes_are_checked() -> None:
             kernel(CLUSTER).launch("k", grid=grid, block=(32,), cluster=cluster, args=[torch.zeros(4096)])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctas_may_wait_for_others_that_are_resident(workers: int) -> None:
     """Every CTA counts itself and spins until all have come, which one after the other could not."""
     body = f"""
