@@ -105,9 +105,8 @@ TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tr
     check_rank(kOp, "tree_mask", *tree_mask, 3);
     check_shape(kOp, "tree_mask", *tree_mask, {query.size(0), query.size(2), query.size(2)});
     check_device(kOp, "tree_mask", *tree_mask, query);
-    check(scores.window_left < 0 && scores.window_right < 0 && scores.alibi_slopes == nullptr &&
-              rotary.kind == RotaryParams::Kind::kNone,
-          kOp, "tree_mask excludes a window, alibi_slopes and rotary_cos, which take a token's place for its position");
+    check(!scores.has_window() && scores.alibi_slopes == nullptr && rotary.kind == RotaryParams::Kind::kNone, kOp,
+          "tree_mask excludes a window, alibi_slopes and rotary_cos, which take a token's place for its position");
     return {static_cast<const uint8_t*>(tree_mask->data_ptr()), tree_mask->stride(0), tree_mask->stride(1),
             tree_mask->stride(2)};
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "api/kernel_choice.h"
+#include "api/scores.h"
 #include "host/device_facts.h"
 #include "host/listed_kernels.h"
 #include "int8_matmul/int8_matmul.h"
@@ -141,7 +142,8 @@ FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_dealt_backward(
         params.query.batch = params.key.batch = batch;
         params.query.heads = heads, params.query.rows = rows, params.query.head_dim = widest;
         params.key.heads = key_heads, params.key.rows = keys;
-        params.scores.window_left = window_left, params.scores.window_right = window_right;
+        params.scores.window_left = window_side(window_left, keys + int64_t{rows});
+        params.scores.window_right = window_side(window_right, keys + int64_t{rows});
         const int32_t somewhere = 0;
         if (total_keys >= 0) params.packed.cu_seqlens_k = &somewhere, params.packed.total_k = total_keys;
         const TileFacts& tile = kernels.key_value->tile;
@@ -264,7 +266,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_dealt_decode(const fa
     } catch (const std::exception&) {
         return {};
     }
-    const SequenceShape shape{capacity, 0, 1, -1};
+    const SequenceShape shape{capacity, 0, 1, ScoreParams::kUnbounded};
     const SplitSchedule schedule =
         split_schedule(shape, batch, kv_heads, ceil_div(rows, tile.block_m), tile.block_n,
                        /*num_splits=*/0, /*batch_invariant=*/false, facts->num_sms * tile.ctas_per_sm);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <tuple>
 
@@ -72,8 +71,8 @@ inline Tensor float_tensor(const char* op, const char* name, const Tensor& tenso
 
 // A side of a window that hides no key is unbounded: one that reaches `farthest` keys.
 inline int32_t window_side(int64_t side, int64_t farthest) {
-    const bool hides_none = side >= std::min<int64_t>(farthest, std::numeric_limits<int32_t>::max());
-    return side < 0 || hides_none ? ScoreParams::kUnbounded : static_cast<int32_t>(side);
+    const bool hides_some = side >= 0 && side < std::min<int64_t>(farthest, ScoreParams::kUnbounded);
+    return hides_some ? static_cast<int32_t>(side) : ScoreParams::kUnbounded;
 }
 
 // Where a block stands in a larger call.

@@ -65,7 +65,7 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
     const bool may_pair = params.scores.ranges.data == nullptr;  // the lists of two CTAs would differ
     if (may_pair && tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
-        const bool is_masked = params.scores.window_left >= 0 || params.scores.window_right >= 0;
+        const bool is_masked = params.scores.has_window();
         constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
         if (group % 2 == 0 && schedule.log2_packed == 0) {
             schedule.heads_per_cluster = 2;

@@ -111,10 +111,10 @@ struct ForwardOptionsTileSm80 {
 // ones, of which a step takes one.
 //
 // Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
-//                 96          1620   240        64   136        248         65
-//                128          1870   320        64   160        255         81
-//                192           961   120        16    86        240         53
-//                256          1126   160        16   104        255         69
+//                 96          1562   240        64   136        244         65
+//                128          1806   320        64   160        255         81
+//                192           941   120        16    86        239         53
+//                256          1100   160        16   104        255         69
 
 template <int kHeadDim, bool kOptions>
 struct BackwardTileSm80 {

@@ -50,7 +50,7 @@ struct PackedRows {
                                int32_t first_row, int first_of_warp, TileMask<kRows>& mask, int lane)
         : decode(decode), params(decode.scores), mask(mask), upper(mask.rows + first_of_warp + lane / kLanesPerRow) {
         const int32_t num_queries = decode.sequence.num_queries, num_rows = num_queries * decode.group;
-        const Window window{tokens.total, tokens.total - num_queries, params.window_left, params.window_right};
+        const Window window = window_of(params, num_queries, tokens.total);
         const int32_t last_row = min(first_row + kRows, num_rows) - 1;
         if (threadIdx.x < kRows) {
             const int32_t row = first_row + static_cast<int32_t>(threadIdx.x);

@@ -38,25 +38,34 @@ struct RowRange {
     int32_t begin, end;
 };
 
-// Row i stands at key i + offset, and sees `left` keys before and `right` keys after that; negative: all.
+// Row i stands at key i + offset, and sees `left` keys before and `right` keys after that.
+//
+// All is in 32 bits. Rows and keys count from 0 to 2^31 - 2 in the larger call that theirs are a block of, so that the
+// distance of two of them fits; a sum with a side of the window may not, but its minimum or maximum with a bound does.
 struct Window {
     int32_t num_keys, offset, left, right;
 
     FASTATTN_HOST_DEVICE KeyRange keys_of(int32_t row) const {
-        const int64_t position = int64_t{row} + offset;
-        const int64_t first = left < 0 ? 0 : position - left;
-        const int64_t end = right < 0 ? num_keys : position + right + 1;
-        return {static_cast<int32_t>(max(first, int64_t{0})),
-                static_cast<int32_t>(max(min(end, int64_t{num_keys}), int64_t{0}))};
+        const int32_t position = sum(row, offset);
+        return {from(position, left), until(position, right, num_keys)};
     }
 
     // Which of num_rows rows see a key.
     FASTATTN_HOST_DEVICE RowRange rows_of(int32_t key, int32_t num_rows) const {
-        const int64_t at_key = int64_t{key} - offset;
-        const int64_t first = right < 0 ? 0 : at_key - right;
-        const int64_t end = left < 0 ? num_rows : at_key + left + 1;
-        return {static_cast<int32_t>(min(max(first, int64_t{0}), int64_t{num_rows})),
-                static_cast<int32_t>(max(min(end, int64_t{num_rows}), int64_t{0}))};
+        const int32_t position = sum(key, -offset);
+        return {min(from(position, right), num_rows), until(position, left, num_rows)};
+    }
+
+  private:
+    // Wraps for what lies beyond the last row or key of all, in a tile.
+    FASTATTN_HOST_DEVICE static int32_t sum(int32_t a, int32_t b) {
+        return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+    }
+    // max(position - side, 0)
+    FASTATTN_HOST_DEVICE static int32_t from(int32_t position, int32_t side) { return max(position, side) - side; }
+    // position + 1 + side, from 0 to count
+    FASTATTN_HOST_DEVICE static int32_t until(int32_t position, int32_t side, int32_t count) {
+        return max(min(position, count - 1 - side) + 1 + side, 0);
     }
 };
 

@@ -70,8 +70,8 @@ struct KeyBand {
     FASTATTN_DEVICE KeyBand(const Window& window, int32_t first_row, int32_t first_key)
         : num_keys(window.num_keys - first_key) {
         const int64_t position = int64_t{first_row} + window.offset - first_key;
-        first = window.left < 0 ? kNone : in_range(position - window.left);
-        last = window.right < 0 ? -kNone : in_range(position + window.right);
+        first = window.left == ScoreParams::kUnbounded ? kNone : in_range(position - window.left);
+        last = window.right == ScoreParams::kUnbounded ? -kNone : in_range(position + window.right);
     }
 
   private:

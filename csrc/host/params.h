@@ -118,11 +118,11 @@ struct DropoutOrigin {
 
 // How Q·Kᵀ becomes scores, and which of them count.
 struct ScoreParams {
-    static constexpr int32_t kUnbounded = -1, kLastRowAtLastKey = INT32_MIN;
+    static constexpr int32_t kUnbounded = INT32_MAX, kLastRowAtLastKey = INT32_MIN;
     float scale;    // of Q·Kᵀ; any sign
     float softcap;  // 0: none
     float scale_over_softcap;
-    int32_t window_left, window_right;  // keys that a row sees on either side of its position, or kUnbounded
+    int32_t window_left, window_right;  // keys that a row sees on either side of its position, or kUnbounded: all
     // Row i stands at key i + query_offset.
     int32_t query_offset = kLastRowAtLastKey;
     BiasView bias;
@@ -134,6 +134,8 @@ struct ScoreParams {
     uint32_t dropout_threshold;   // words below it drop
     float dropout_factor = 1.0f;  // of what is kept; 1 without dropout
     DropoutOrigin dropout_origin;
+
+    bool has_window() const { return window_left != kUnbounded || window_right != kUnbounded; }
 };
 
 // attention/forward_*.cuh. Those without options compute scores that are only scaled and masked by a window. Head dims

@@ -36,7 +36,7 @@ struct RowSplitProblem {
 
     bool operator==(const RowSplitProblem&) const = default;
 
-    bool is_masked() const { return window_left >= 0 || window_right >= 0; }
+    bool is_masked() const { return window_left != ScoreParams::kUnbounded || window_right != ScoreParams::kUnbounded; }
 
     // Whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at a time:
     // under a mask, where tiles differ in length, only splits of whole query heads do not.

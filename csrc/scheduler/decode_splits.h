@@ -44,7 +44,7 @@ FASTATTN_HOST_DEVICE CachedSequence cached_sequence(const SequenceShape& shape, 
     const int32_t room = shape.capacity - sequence.before;
     sequence.total = sequence.before + (shape.num_new < room ? shape.num_new : room);
     const int64_t first = int64_t{sequence.total} - shape.num_queries - shape.window_left;
-    sequence.first_key = shape.window_left < 0 || first < 0 ? 0 : static_cast<int32_t>(first);
+    sequence.first_key = first < 0 ? 0 : static_cast<int32_t>(first);
     // New tokens are written also where no query sees them.
     if (shape.num_new > 0 && sequence.before < sequence.first_key) sequence.first_key = sequence.before;
     return sequence;
@@ -114,7 +114,6 @@ FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, c
 // The most blocks of keys that a tile of any length can have.
 inline int32_t most_blocks(const SequenceShape& shape, int32_t block_keys) {
     const int32_t all = ceil_div(shape.capacity, block_keys);
-    if (shape.window_left < 0) return all;
     // Seen or new keys are the last ones. They touch one block more than they fill where they begin inside of one.
     const int64_t keys = std::max<int64_t>(int64_t{shape.window_left} + shape.num_queries, shape.num_new);
     return static_cast<int32_t>(std::min<int64_t>(all, (keys + block_keys - 2) / block_keys + 1));

@@ -40,9 +40,8 @@ inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesOfSplitCta;
 // The most steps that a work tile of block_m rows has, as far as the host knows.
 inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m, int32_t block_n) {
     const int64_t all_steps = ceil_div(params.key.rows, block_n);
-    const int64_t left = params.scores.window_left, right = params.scores.window_right;
-    if (left < 0 || right < 0) return all_steps;
-    return std::min(all_steps, (left + right + block_m) / block_n + 2);
+    const int64_t seen = int64_t{params.scores.window_left} + params.scores.window_right;
+    return std::min(all_steps, (seen + block_m) / block_n + 2);
 }
 
 // Whether CTAs may find that splitting pays. The host knows no lengths of packed sequences, but that they have at least

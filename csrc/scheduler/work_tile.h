@@ -37,7 +37,7 @@ inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m,
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int64_t num_real = is_packed ? int64_t{params.packed.total_q} / block_m * params.query.heads : num_tiles;
     const ScoreParams& scores = params.scores;
-    const bool is_masked = scores.window_left >= 0 || scores.window_right >= 0 || scores.ranges.data != nullptr;
+    const bool is_masked = scores.has_window() || scores.ranges.data != nullptr;
     return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
 }
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("decode_schedule")
 
 SOURCE = Path(__file__).with_name("decode_schedule.cpp")
 BLOCK_KEYS = 64
+UNBOUNDED = 2**31 - 1  # ScoreParams::kUnbounded
 H200_CTAS = 2 * 132
 
 
@@ -64,7 +65,7 @@ class Call(NamedTuple):
     capacity: int = 1 << 17
     new: int = 0
     queries: int = 1
-    left: int = -1
+    left: int = UNBOUNDED
     heads: int = 8
     row_tiles: int = 1
     splits: int = 0
@@ -113,7 +114,7 @@ CHOICES = [{}, {"splits": 1}, {"splits": 5}, {"splits": 10**6}, {"invariant": Tr
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]) -> None:
-    for left, new, tiles in ((-1, 0, 1), (300, 3, 1), (0, 40, 2)):
+    for left, new, tiles in ((UNBOUNDED, 0, 1), (300, 3, 1), (0, 40, 2)):
         schedule = schedule_of(library, lengths, left=left, new=new, queries=2, heads=2, row_tiles=tiles, **choice)
         taken: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for run in schedule.runs:
@@ -121,7 +122,7 @@ def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choic
         assert set(taken) == set(itertools.product(range(len(lengths)), range(2 * tiles)))
         for (sequence, _), runs in taken.items():
             total = min(lengths[sequence] + new, 1 << 17)
-            first = max(total - 2 - left, 0) if left >= 0 else 0
+            first = max(total - 2 - left, 0)
             first = min(first, min(lengths[sequence], 1 << 17)) if new else first
             edges = [first, *(key for run in runs for key in (run.first_key, run.end_key)), total]
             assert edges[::2] == edges[1::2]  # each begins where the one before ends

@@ -34,8 +34,8 @@ MOST_INSTRUCTIONS_WIDE = {(192, 128): 710, (192, 192): 730, (256, 256): 765}
 MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
 # With options some addresses are loaded anew in each step, and warps with 24 registers look for the tiles that ranges
 # of keys leave.
-MAX_STACK_BYTES_WITH_OPTIONS = 72
-MOST_LOCAL_WITH_OPTIONS = {64: 6, 96: 0, 128: 4}
+MAX_STACK_BYTES_WITH_OPTIONS = 56
+MOST_LOCAL_WITH_OPTIONS = {64: 6, 96: 0, 128: 6}
 
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
 each_plain_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if not each[2]], ids=str)

@@ -42,9 +42,9 @@ BESIDE_PRODUCTS = {(192, 128): 0.25}
 FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
 OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
 # Of the kernel with options: accesses to local memory in its loop, and bytes of the stack. Other dims have none. With
-# 96 dims, a step puts an address aside at two places where it has to load a bias key by key; with 256, numbers of
-# options that are seldom used together, and the producer has 24 registers.
-LOCAL_OF_OPTIONS = {(96, 96): (4, 8), (256, 256): (1, 48)}
+# 64 and 192 dims, a step puts addresses aside where it has to load a bias key by key; with 256, numbers of options that
+# are seldom used together, and the producer has 24 registers.
+LOCAL_OF_OPTIONS = {(64, 64): (4, 8), (192, 192): (2, 8), (256, 256): (1, 40)}
 # Of a thread, for what the producer has no registers for, once a work tile; never in a main loop. With 256 dims it has
 # 24 registers.
 MAX_STACK_BYTES = {(256, 256): 48}

@@ -69,13 +69,12 @@ MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Decoding fp8 takes registers, of which 256 dims leave none: a few numbers are loaded once a step. Other instances keep
 # there what only new tokens need, outside of the loop.
 SPILLED_BYTES_SM90 = {
-    instance: 8
-    for dtype in DTYPES
-    for instance in (
-        ("decode", 256, 32, dtype, "fp8"),
-        *(("decode", 64, 16, dtype, "fp8"), ("decode", 256, 16, dtype, "16-bit")),
-        *(("decode", 256, rows, "float16", "int8") for rows in (16, 32)),
-    )
+    **{("decode", 256, rows, "float16", "int8"): 8 for rows in (16, 32)},
+    **{
+        ("decode", head_dim, rows, dtype, cache): 8
+        for head_dim, rows, cache in ((64, 16, "fp8"), (256, 32, "fp8"), (256, 16, "16-bit"))
+        for dtype in DTYPES
+    },
 }
 LOCAL_IN_LOOPS_SM90 = {("decode", 256, 32, dtype, "fp8") for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
