@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -259,6 +259,8 @@ class _NewTokens(StepCache):
         block_table: int32 ``[B, max_pages]``, filled up with -1.
     """
 
+    _name: ClassVar[str]  # in messages
+
     cache: PagedKVCache
     sequences: tuple[int, ...]
     block_table: Tensor
@@ -281,8 +283,7 @@ class _NewTokens(StepCache):
         self.cache._pool.cancel(self.reservation)
 
     def _check_num_new(self, name: str, expected: int, came: int) -> None:
-        kind = "chunk" if isinstance(self, PagedChunk) else "step"
-        expect(came == expected, name, f"the {kind}'s {expected} new tokens", came)
+        expect(came == expected, name, f"the {self._name}'s {expected} new tokens", came)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,6 +294,8 @@ class PagedStep(_NewTokens):
         num_new: the number of tokens that each sequence gets.
         cache_seqlens: int32 ``[B]``, the lengths before this step.
     """
+
+    _name = "step"
 
     num_new: int
     cache_seqlens: Tensor
@@ -340,6 +343,8 @@ class PagedChunk(_NewTokens):
         position: int32 ``[total_new]``, the position of each new token in its sequence.
         num_positions: one more than the largest ``position``.
     """
+
+    _name = "chunk"
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
