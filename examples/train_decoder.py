@@ -57,7 +57,7 @@ class Options:
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     dtype: torch.dtype | None = None
     checkpoint: bool = False
-    steps: int = 100
+    steps: int = 120
     token_budget: int = 2048
     max_length: int = 255
     learning_rate: float = 4e-3
