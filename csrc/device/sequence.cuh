@@ -40,8 +40,8 @@ struct RowRange {
 
 // Row i stands at key i + offset, and sees `left` keys before and `right` keys after that.
 //
-// All is in 32 bits. Rows and keys count from 0 to 2^31 - 2 in the larger call that theirs are a block of, so that the
-// distance of two of them fits; a sum with a side of the window may not, but its minimum or maximum with a bound does.
+// 32 bits suffice. A whole call has at most 2^31 - 1 rows, and as many keys, so that the distance of a row and a key
+// fits. Its sum with a side of the window need not, so that the distance is bounded before the side is added.
 struct Window {
     int32_t num_keys, offset, left, right;
 
@@ -57,13 +57,13 @@ struct Window {
     }
 
   private:
-    // Wraps for what lies beyond the last row or key of all, in a tile.
+    // Wraps around only for rows and keys that do not exist, which stand behind the last ones of a tile.
     FASTATTN_HOST_DEVICE static int32_t sum(int32_t a, int32_t b) {
         return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
     }
-    // max(position - side, 0)
+    // Returns max(position - side, 0).
     FASTATTN_HOST_DEVICE static int32_t from(int32_t position, int32_t side) { return max(position, side) - side; }
-    // position + 1 + side, from 0 to count
+    // Returns position + 1 + side, bounded by 0 and count.
     FASTATTN_HOST_DEVICE static int32_t until(int32_t position, int32_t side, int32_t count) {
         return max(min(position, count - 1 - side) + 1 + side, 0);
     }
