@@ -62,14 +62,16 @@ def check_attention(head_dims: tuple[int, int], softcap: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize(
-    ("dim", "softcap", "dtype"), itertools.product((32, 64, 96, 128, 192, 256), (0.0, 9.0), DTYPES), ids=str
+    ("dim", "softcap", "dtype"), list(itertools.product((32, 64, 96, 128, 192, 256), (0.0, 9.0), DTYPES)), ids=str
 )
 def test_every_instance_of_attention(dim: int, softcap: float, dtype: torch.dtype) -> None:
     check_attention((dim, dim), softcap, dtype)
 
 
 @NEEDS_HOPPER
-@pytest.mark.parametrize(("head_dims", "softcap", "dtype"), itertools.product(HOPPER_DIMS, (0.0, 9.0), DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("head_dims", "softcap", "dtype"), list(itertools.product(HOPPER_DIMS, (0.0, 9.0), DTYPES)), ids=str
+)
 def test_every_instance_of_attention_on_hopper(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
     with device.emulated(90) if EMULATED else contextlib.nullcontext():
         check_attention(head_dims, softcap, dtype)

@@ -102,7 +102,7 @@ def test_append_to_cache(cache: dict[str, Any], backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "backend"), itertools.product(["silu", "swiglu"], ["cuda", "triton"]), indirect=["backend"]
+    ("activation", "backend"), list(itertools.product(["silu", "swiglu"], ["cuda", "triton"])), indirect=["backend"]
 )
 def test_int8_linear_and_its_gradients(activation: str, backend: str) -> None:
     """The gradients with those of autograd over the reference in float64."""

@@ -32,9 +32,13 @@ each_kernel = pytest.mark.parametrize(("arch", "head_dim"), EACH, ids=[f"sm{arch
 SHAPES = [(1, (-1, -1)), (2, CAUSAL), (1, CAUSAL), (2, (-1, -1))]  # query heads of a KV head, window
 
 
-def case_of(head_dim: int, group: int = 1, window: tuple[int, int] = (-1, -1)) -> Case:
-    # CTAs that begin late may leave few tiles of keys to one: there are more than that would take.
-    return Case(shape=(1, 2, group, 150, 300), head_dims=(head_dim, head_dim), window=window)
+# Where the other CTAs begin late, one may add up all of a head's few tiles of keys, whose order is then fixed: of 100
+# seeds 7 did so with 300 keys of 128 dims, none with 600.
+MANY_KEYS = 600
+
+
+def case_of(head_dim: int, group: int = 1, window: tuple[int, int] = (-1, -1), keys: int = 300) -> Case:
+    return Case(shape=(1, 2, group, 150, keys), head_dims=(head_dim, head_dim), window=window)
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def test_other_gradients_are_added_up_in_any_order(arch: int, head_dim: int) -> 
     with device.emulated(arch):
         for seed in SEEDS:
             with any_order_is_found(seed):
-                backward.run(case_of(head_dim), ordered_sums=True, seed=seed)
+                backward.run(case_of(head_dim, keys=MANY_KEYS), ordered_sums=True, seed=seed)
 
 
 FAULTS = {
@@ -80,4 +84,4 @@ def test_an_order_that_a_fault_opens_is_found(arch: int, head_dim: int, fault: s
     with device.emulated(arch), cuda_runtime.replaced(*FAULTS[fault], KERNELS):
         for seed in SEEDS:
             with any_order_is_found(seed):
-                backward.run(case_of(head_dim), deterministic=True, seed=seed)
+                backward.run(case_of(head_dim, keys=MANY_KEYS), deterministic=True, seed=seed)

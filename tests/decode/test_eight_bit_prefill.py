@@ -166,7 +166,7 @@ def dequantize_arguments(case: Case) -> Dequantization:
 
 @pytest.mark.parametrize("case", [PROMPT, PAGES], ids=["dense", "paged"])
 @each_backend
-@pytest.mark.parametrize(("cache", "dtype"), itertools.product(FORMATS, DTYPES), ids=str)
+@pytest.mark.parametrize(("cache", "dtype"), list(itertools.product(FORMATS, DTYPES)), ids=str)
 def test_each_instance_rounds_each_token_once_and_writes_nothing_else(
     case: Case, dtype: torch.dtype, cache: dict[str, Any], backend: str
 ) -> None:
