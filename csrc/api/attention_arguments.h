@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "api/checks.h"
 #include "host/params.h"
@@ -16,7 +17,7 @@ namespace fastattn {
 struct AttentionSizes {
     DataType dtype;
     bool is_packed;
-    int64_t batch, heads, key_heads, rows, keys, head_dim, value_dim;
+    int64_t batch, heads, rows, keys, head_dim, value_dim;
 
     // The head dim that a kernel must have at least.
     int widest() const { return static_cast<int>(std::max(head_dim, value_dim)); }
@@ -55,8 +56,7 @@ inline void check_paged(const char* op, const Tensor& query, const Tensor& key, 
     }
     check_rank(op, "block_table", block_table, 2);
     check_shape(op, "block_table", block_table, {batch, block_table.size(1)});
-    check(block_table.scalar_type() == ScalarType::Int, op, "block_table must be int32, got ", dtype_text(block_table));
-    check_device(op, "block_table", block_table, query);
+    check_int32(op, "block_table", block_table, query);
 }
 
 // The offsets of packed sequences, int32 [batch + 1].
@@ -65,8 +65,7 @@ inline void check_offsets(const char* op, const Tensor& query, const Tensor& cu_
     check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have at least 1 element");
     check_shape(op, "cu_seqlens_k", cu_seqlens_k, {cu_seqlens_q.size(0)});
     for (const auto& [name, tensor] : {std::pair{"cu_seqlens_q", cu_seqlens_q}, {"cu_seqlens_k", cu_seqlens_k}}) {
-        check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
-        check_device(op, name, tensor, query);
+        check_int32(op, name, tensor, query);
     }
 }
 
@@ -98,22 +97,20 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     check(key_heads > 0 ? heads % key_heads == 0 : heads == 0, op,
           "the heads of query must be a multiple of the heads of key, got ", heads, " and ", key_heads);
     const DataType dtype = data_type(op, "query", query);
+    check_head_dim(op, "query", query, largest_head_dim);
+    check_head_dim(op, "value", value, largest_head_dim);
     const int64_t head_dim = query.size(query.dim() - 1), value_dim = value.size(value.dim() - 1);
-    for (const auto& [name, dim] : {std::pair{"query", head_dim}, {"value", value_dim}}) {
-        check(dim > 0 && dim % 8 == 0 && dim <= largest_head_dim, op, name,
-              " must have a head dim that is a multiple of 8 up to ", largest_head_dim, ", got ", dim);
-    }
     if (!is_packed) {
-        return {dtype, false, query.size(0), heads, key_heads, query.size(2), key.size(2), head_dim, value_dim};
+        return {dtype, false, query.size(0), heads, query.size(2), key.size(2), head_dim, value_dim};
     }
     const int64_t all_keys = block_table ? block_table->size(1) * key.size(2) : key.size(0);
     const int64_t rows = std::min(max_seqlen_q, query.size(0)), keys = std::min(max_seqlen_k, all_keys);
     check(!block_table || keys < int64_t{1} << 30, op, "pages must hold fewer than 2^30 keys a sequence, got ", keys);
-    return {dtype, true, cu_seqlens_q->size(0) - 1, heads, key_heads, rows, keys, head_dim, value_dim};
+    return {dtype, true, cu_seqlens_q->size(0) - 1, heads, rows, keys, head_dim, value_dim};
 }
 
-// The parameters of packed sequences. The tensors that it points into must live until the kernel has been
-// started.
+// Returns the parameters of packed sequences, which point into both offset tensors: these must live until the kernel
+// has been started.
 inline PackedParams packed_params(const char* op, const Tensor& query, const Tensor& key,
                                   std::optional<Tensor>& cu_seqlens_q, std::optional<Tensor>& cu_seqlens_k) {
     if (!cu_seqlens_q) return {};
@@ -157,8 +154,7 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
     }
     check(num >= 1 && num <= kMostRanges, op, "key_ranges must have 1 to ", kMostRanges, " ranges for a row, got ",
           num);
-    check(key_ranges.scalar_type() == ScalarType::Int, op, "key_ranges must be int32, got ", dtype_text(key_ranges));
-    check_device(op, "key_ranges", key_ranges, query);
+    check_int32(op, "key_ranges", key_ranges, query);
     key_ranges = torch::stable::contiguous(key_ranges);
     if (reinterpret_cast<uintptr_t>(key_ranges.data_ptr()) % sizeof(int64_t) != 0) {
         key_ranges = torch::stable::clone(key_ranges);  // a view into int32 numbers
@@ -172,8 +168,8 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
             heads == 1 ? 0 : of_head};
 }
 
-// Shaped like `like` but for the last dim. Dense, in its memory order too: [batch, rows, heads, last_dim] if its heads
-// lie closer together than its rows, else contiguous. Packed, contiguous. Of its dtype, unless one is given.
+// Allocates a tensor with like's sizes but last_dim. A dense one keeps like's order of heads and rows; a packed one is
+// contiguous. Without a dtype it has like's.
 inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim, std::optional<ScalarType> dtype = std::nullopt) {
     if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim}, dtype);
     const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);

@@ -4,8 +4,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <utility>
+#include <type_traits>
 
 #include "api/attention_arguments.h"
 #include "api/device.h"
@@ -124,14 +123,14 @@ struct Arguments {
     Tensor grad_out;
     std::optional<Tensor> grad_lse;
     Tensor query, key, value, out, lse;
-    std::optional<Tensor> bias, cu_seqlens_q, cu_seqlens_k;
+    std::optional<Tensor> cu_seqlens_q, cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k;
     ScoreOptions scores;
     bool deterministic, bias_grad, slopes_grad;
 
     AttentionSizes checked_sizes() const {
         const AttentionSizes sizes =
-            check_attention(kOp, query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            check_attention(kOp, query, key, value, scores.bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                             attention_backward_key_value_kernels().largest_head_dim());
         check_like_query("grad_out", grad_out, query, sizes.value_dim);
         check_like_query("out", out, query, sizes.value_dim);
@@ -140,7 +139,7 @@ struct Arguments {
 
     Gradients empty_gradients_of_options() const {
         Gradients gradients;
-        gradients.bias = empty_float_gradient(bias_grad ? bias : std::nullopt, query);
+        gradients.bias = empty_float_gradient(bias_grad ? scores.bias : std::nullopt, query);
         gradients.sinks = empty_float_gradient(scores.sinks, query);
         gradients.slopes = empty_float_gradient(slopes_grad ? scores.alibi_slopes : std::nullopt, query);
         return gradients;
@@ -150,14 +149,15 @@ struct Arguments {
 // Fills the gradients; those of query, key and value in fp32 are added to.
 void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     const bool adds = gradients.query.scalar_type() == ScalarType::Float;
-    const std::optional<Tensor>&alibi_slopes = given.scores.alibi_slopes, &sinks = given.scores.sinks;
+    const std::optional<Tensor>&bias = given.scores.bias, &alibi_slopes = given.scores.alibi_slopes,
+          &sinks = given.scores.sinks;
     given.lse = checked_rows("lse", given.lse, given.query);
     if (given.grad_lse) given.grad_lse = checked_rows("grad_lse", *given.grad_lse, given.query);
     AttentionBackwardParams params{};
     ScoreTensors score_tensors;
     params.scores = score_params(kOp, given.scores, given.query, sizes, score_tensors);
-    check(!given.bias || !given.bias_grad || is_additive(params.scores.bias), kOp,
-          "bias must not be bool where bias_grad is true, got ", given.bias ? dtype_text(*given.bias) : "None");
+    check(!bias || !given.bias_grad || is_additive(params.scores.bias), kOp,
+          "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
     if (given.lse.numel() == 0) {  // all else may be there all the same
         for (Tensor* gradient : {&gradients.bias, &gradients.sinks, &gradients.slopes}) torch::stable::zero_(*gradient);
         if (!adds) torch::stable::zero_(gradients.key), torch::stable::zero_(gradients.value);
@@ -188,7 +188,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     }
     params.lse = rows_view(given.lse, params.query);
     if (given.grad_lse) params.grad_lse = rows_view(*given.grad_lse, params.query);
-    if (given.bias && given.bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
+    if (bias && given.bias_grad) params.grad_bias = bias_gradient_view(gradients.bias);
     if (alibi_slopes && given.slopes_grad) {
         params.grad_slopes = {static_cast<float*>(gradients.slopes.data_ptr()),
                               to_int32(kOp, "alibi_slopes", gradients.slopes.size(0))};
@@ -245,9 +245,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges) {
     const ScoreOptions options{bias,         alibi_slopes, sinks,     dropout_seed, key_ranges, scale,    window_left,
                                window_right, first_row,    first_key, first_head,   softcap,    dropout_p};
-    const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
-                          lse,      bias,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                          options,  deterministic, bias_grad,    slopes_grad};
+    const Arguments given{grad_out,     grad_lse, query,         key,          value,
+                          out,          lse,      cu_seqlens_q,  cu_seqlens_k, max_seqlen_q,
+                          max_seqlen_k, options,  deterministic, bias_grad,    slopes_grad};
     const AttentionSizes sizes = given.checked_sizes();
     Gradients gradients = given.empty_gradients_of_options();
     gradients.query = empty_gradient(query);
@@ -268,9 +268,9 @@ Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_va
     const std::optional<Tensor> none;
     const ScoreOptions options{none,         alibi_slopes, none,      dropout_seed, key_ranges, scale,    window_left,
                                window_right, first_row,    first_key, first_head,   softcap,    dropout_p};
-    const Arguments given{grad_out, grad_lse,      query,        key,          value,        out,
-                          lse,      none,          cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                          options,  deterministic, false,        slopes_grad};
+    const Arguments given{grad_out,     grad_lse, query,         key,          value,
+                          out,          lse,      cu_seqlens_q,  cu_seqlens_k, max_seqlen_q,
+                          max_seqlen_k, options,  deterministic, false,        slopes_grad};
     const AttentionSizes sizes = given.checked_sizes();
     check_sum("grad_query", grad_query, query);
     check_sum("grad_key", grad_key, key);

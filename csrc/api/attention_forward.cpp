@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include "api/attention_arguments.h"
 #include "api/device.h"

@@ -13,12 +13,6 @@
 
 namespace fastattn {
 
-inline void check_head_dim(const char* op, const char* name, const Tensor& tensor, int32_t most) {
-    const int64_t head_dim = tensor.size(tensor.dim() - 1);
-    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, op, name,
-          " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
-}
-
 // Returns the format of a cache. A 16-bit cache has the dtype of `like`, the argument like_name.
 inline CacheFormat cache_format(const char* op, const char* name, const Tensor& cache, const char* like_name,
                                 const Tensor& like) {
@@ -40,12 +34,6 @@ inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Te
         check(cache.numel() == 0 || is_aligned(cache), op, name, " is written in place: ", kAlignedRule);
     }
     return format;
-}
-
-inline void check_int32(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
-                        const char* like_name = "query") {
-    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
-    check_device(op, name, tensor, like, like_name);
 }
 
 inline constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits

@@ -13,7 +13,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "api/device.h"
 #include "host/params.h"
@@ -70,6 +69,18 @@ inline void check_like(const char* op, const char* name, const Tensor& tensor, c
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
           ", got ", dtype_text(tensor));
     check_device(op, name, tensor, query);
+}
+
+inline void check_int32(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
+                        const char* like_name = "query") {
+    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
+    check_device(op, name, tensor, like, like_name);
+}
+
+inline void check_head_dim(const char* op, const char* name, const Tensor& tensor, int64_t most) {
+    const int64_t head_dim = tensor.size(tensor.dim() - 1);
+    check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, op, name,
+          " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
 // For options that the native kernel of an op does not have.

@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "api/attention_arguments.h"
 #include "api/cache_arguments.h"
@@ -73,7 +72,7 @@ RotaryParams::Kind rotary_kind(const Tensor& cos) {
     }
 }
 
-// The tables, contiguous, are kept in cos and sin.
+// Makes cos and sin contiguous in place, as the params point into them.
 RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
                            bool interleaved) {
     check(cos.has_value() == sin.has_value(), kOp, "rotary_cos and rotary_sin must both be given, or neither");
@@ -158,25 +157,19 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                                softcap,
                                0.0};
     ScoreTensors score_tensors;
-    const AttentionSizes sizes{dtype,    /*is_packed=*/false, batch, heads, kv_heads, num_queries, capacity, head_dim,
-                               value_dim};
+    const AttentionSizes sizes{dtype, /*is_packed=*/false, batch, heads, num_queries, capacity, head_dim, value_dim};
     params.scores = score_params(kOp, options, query, sizes, score_tensors);
 
     params.tree_mask = tree_mask_view(query, tree_mask, params.scores, params.rotary);
     check_out(out, query, value_dim);
-    const Tensor lse = torch::stable::new_empty(query, {batch, heads, num_queries}, ScalarType::Float);
+    const Tensor lse = empty_rows(query);
     const bool appends = num_new > 0 && batch * kv_heads * capacity > 0;
     if (lse.numel() == 0 && !appends) return lse;
 
     const Tensor aligned_query = aligned(query), lengths = torch::stable::contiguous(cache_seqlens);
     params.query = heads_view<const uint16_t>(kOp, "query", aligned_query, sizes.query_sequences());
     params.out = heads_view<uint16_t>(kOp, "out", out, sizes.query_sequences());
-    params.lse = {static_cast<float*>(lse.data_ptr()),
-                  params.query.batch,
-                  params.query.heads,
-                  params.query.rows,
-                  lse.stride(0),
-                  lse.stride(1)};
+    params.lse = rows_view(lse, params.query);
     params.k_cache = cache_view(kOp, "k_cache", k_cache, "k_scale", k_scale);
     params.v_cache = cache_view(kOp, "v_cache", v_cache, "v_scale", v_scale);
     params.layout = cache_layout(kOp, k_cache, block_table);

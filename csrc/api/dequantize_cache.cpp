@@ -33,6 +33,7 @@ void dequantize_cache(Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_sc
     const DataType dtype = data_type(kOp, "k_out", k_out);
     const CacheFormat format = check_written(kOp, k_cache, v_cache, "k_out", k_out);
     check(is_8bit(format), kOp, "k_cache must be int8 or float8_e4m3fn, got ", dtype_text(k_cache));
+    // The kernels take any head dim. A cache has at most the one up to which kernels fill it.
     const int32_t most_dims = decode_append_kernels(format).largest_head_dim();
     check_head_dim(kOp, "k_cache", k_cache, most_dims);
     check_head_dim(kOp, "v_cache", v_cache, most_dims);

@@ -41,8 +41,7 @@ void check_beside(const char* op, const char* name, const Tensor& tensor, const 
                   ScalarType dtype) {
     check(tensor.scalar_type() == dtype, op, name, " must be ", torch::headeronly::toString(dtype), ", got ",
           dtype_text(tensor));
-    check(are_on_one_device(tensor, input), op, name, " must be on the device of ", input_name, ", ",
-          device_text(input), ", got ", device_text(tensor));
+    check_device(op, name, tensor, input, input_name);
 }
 
 // The sizes of a result [..., columns].
@@ -161,7 +160,7 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
     MatmulEpilogue& epilogue = params.epilogue;
     const auto& [_, tile, schedule, clocks] = chosen.choice;
     epilogue.schedule = schedule;
-    epilogue.token = launch_id();
+    epilogue.launch_id = launch_id();
     if (schedule.num_splits > 0) {
         tensors.arrivals =
             torch::stable::new_empty(tensors.input, {schedule.split_tiles, tile.cluster_size}, ScalarType::Long);
@@ -213,7 +212,8 @@ void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulPara
     tensors.counters = empty(takes_quantized(tile) ? 0 : 1 + schedule.m_tiles, ScalarType::Long);
     auto* queue = static_cast<uint64_t*>(tensors.counters->data_ptr());
     params.quantized = {static_cast<int8_t*>(tensors.tokens->data_ptr()),
-                        static_cast<float*>(tensors.token_scale->data_ptr()), queue, queue + 1, params.epilogue.token};
+                        static_cast<float*>(tensors.token_scale->data_ptr()), queue, queue + 1,
+                        params.epilogue.launch_id};
 }
 
 }  // namespace

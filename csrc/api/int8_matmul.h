@@ -11,8 +11,8 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Returns activation(x · dequantize(weight)ᵀ + bias) + residual: x [..., K] to [..., N], or with swiglu to [..., N / 2].
-// With int8_activations, rows of x are rounded to int8 first.
+// Returns activation(x · dequantize(weight)ᵀ + bias) + residual: x [..., K] to [..., N], or with swiglu to
+// [..., N / 2]. With int8_activations, rows of x are rounded to int8 first.
 Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
                    std::string activation, bool int8_activations);
 

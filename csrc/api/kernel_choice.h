@@ -27,8 +27,7 @@ struct ForwardTraits {
     bool is_paged;
 };
 
-// The kernel with options also computes what the plain one does not have:
-// keys in pages, before Hopper.
+// The kernel with options also computes what the plain one does not have: keys in pages, before Hopper.
 inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, KernelSize head_dims,
                                                                 DataType dtype, const ForwardTraits& traits) {
     if (!traits.changes_scores) {

@@ -1,6 +1,5 @@
 // Answers what Python asks about the native kernels, with ctypes, by the functions of kernel_choice.h that the ops use.
 
-#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <string>

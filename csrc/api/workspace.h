@@ -58,8 +58,8 @@ inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, cons
                               int32_t pitch) {
     if (tile.block_m > kMostRowsWithRanges)
         throw std::logic_error("fastattn: a tile has more than kMostRowsWithRanges rows");
-    const int64_t num_tiles =
-        sizes.is_packed ? query.size(0) / tile.block_m + sizes.batch : ceil_div(sizes.rows, int64_t{tile.block_m});
+    const int64_t num_tiles = sizes.is_packed ? first_packed_tile(sizes.batch, query.size(0), tile.block_m)
+                                              : ceil_div(sizes.rows, int64_t{tile.block_m});
     const int64_t of_head = num_tiles * pitch, of_batch = ranges.heads * of_head;
     const bool shares_batch = sizes.is_packed || ranges.batch == 1;
     seen = {/*data=*/nullptr,

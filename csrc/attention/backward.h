@@ -39,7 +39,7 @@ inline BackwardKernelTable& attention_backward_bias_kernels() {
     return table;
 }
 
-// grad_slopes, of each tile of rows: slope_sums. Any head dims.
+// Sums the slopes' gradient over each tile of rows, into slope_sums. Any head dims.
 inline BackwardKernelTable& attention_backward_slopes_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, slopes");
     return table;

@@ -26,7 +26,6 @@
 #include "device/shared_memory.h"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
-#include "scheduler/work_tile.h"
 
 namespace fastattn {
 
@@ -48,7 +47,7 @@ union BackwardBiasStorageSm80 {
     float sSums[Config::kBlockM][Config::kGradPitch];  // the sums of all warps, at the end
 };
 
-struct BiasTile {
+struct BiasTileIndex {
     int32_t batch, head, row_tile, key_tile;
 };
 
@@ -57,7 +56,7 @@ struct BiasTile {
 template <int kBlockM, int kBlockN>
 class BiasTiles {
   public:
-    BiasTile owned;  // 0 along dims of 1
+    BiasTileIndex owned;  // 0 along dims of 1
 
     FASTATTN_DEVICE BiasTiles(const AttentionBackwardParams& params, uint32_t cta)
         : params_(params), window_(window_of(params.scores, params.query.rows, params.key.rows)) {
@@ -76,18 +75,18 @@ class BiasTiles {
         }
     }
 
-    FASTATTN_DEVICE BiasTile first() const {
+    FASTATTN_DEVICE BiasTileIndex first() const {
         const bool is_empty = begin_row_tile_ >= end_row_tile_ || owned.head == end_head();
         return seen_from({is_empty ? end_batch() : owned.batch, owned.head, begin_row_tile_, 0});
     }
 
     // Past the last tile it is one that they do not contain.
-    FASTATTN_DEVICE BiasTile after(BiasTile tile) const {
+    FASTATTN_DEVICE BiasTileIndex after(BiasTileIndex tile) const {
         ++tile.key_tile;
         return seen_from(tile);
     }
 
-    FASTATTN_DEVICE bool contains(const BiasTile& tile) const { return tile.batch < end_batch(); }
+    FASTATTN_DEVICE bool contains(const BiasTileIndex& tile) const { return tile.batch < end_batch(); }
 
   private:
     const AttentionBackwardParams& params_;
@@ -101,7 +100,7 @@ class BiasTiles {
     }
 
     // The tile itself if some row sees some of it, else the next such tile.
-    FASTATTN_DEVICE BiasTile seen_from(BiasTile tile) const {
+    FASTATTN_DEVICE BiasTileIndex seen_from(BiasTileIndex tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;
             const int32_t last_row = min(first_row + kBlockM, params_.query.rows) - 1;
@@ -124,7 +123,7 @@ class BiasTiles {
         return tile;
     }
 
-    FASTATTN_DEVICE bool may_see_through_ranges(const BiasTile& tile) const {
+    FASTATTN_DEVICE bool may_see_through_ranges(const BiasTileIndex& tile) const {
         return params_.scores.ranges.data == nullptr ||
                may_see(params_.seen_tiles, tile.batch, tile.head, {0, params_.query.rows}, params_.key.rows,
                        tile.row_tile * kBlockM, tile.key_tile * kBlockN, kBlockN);
@@ -140,7 +139,7 @@ class BiasTiles {
 
 // Sums along the dims that the bias does not have, and stores what is left. Called by all threads of the CTA.
 template <typename Config>
-FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTile& owned,
+FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTileIndex& owned,
                                      float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
     const int thread = threadIdx.x, warp = thread / kWarpSize, lane = thread % kWarpSize;
@@ -192,7 +191,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     const auto rows_of = [&](const HeadsView<const uint16_t>& view, int32_t batch, int32_t head, int32_t first) {
         return GemmRows{row_pointer(view, batch, head, first), view.row_stride, view.rows - first};
     };
-    const auto operands_of = [&](const BiasTile& tile, const HeadsView<const uint16_t>& a,
+    const auto operands_of = [&](const BiasTileIndex& tile, const HeadsView<const uint16_t>& a,
                                  const HeadsView<const uint16_t>& b) -> GemmOperands {
         if (!tiles.contains(tile)) return {};
         return {rows_of(a, tile.batch, tile.head, tile.row_tile * kBlockM),
@@ -201,12 +200,12 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
 
     float rG[kTilesM][kTilesN][4] = {};
     typename Config::Gemm gemm(shared.gemm, threadIdx.x);
-    BiasTile tile = tiles.first();
+    BiasTileIndex tile = tiles.first();
     gemm.start(operands_of(tile, params.query, params.key));
     while (tiles.contains(tile)) {
         const int32_t warp_row = tile.row_tile * kBlockM + gemm.warp_row;
         const int32_t first_key = tile.key_tile * kBlockN + gemm.warp_column;
-        const BiasTile next = tiles.after(tile);
+        const BiasTileIndex next = tiles.after(tile);
         const GemmOperands grad_out_and_value = operands_of(tile, params.grad_out, params.value);
         const HeadScores scores(options, tile.batch, tile.head, num_rows, num_keys);
         uint32_t rB[kTilesM][kTilesN][4];

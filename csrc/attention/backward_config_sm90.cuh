@@ -9,7 +9,8 @@
 #include "attention/backward_work_sm90.cuh"
 #include "attention/query_gradient.h"
 #include "attention/tiles_sm90.h"
-#include "device/ptx/fence.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/registers.h"
 #include "device/ring.cuh"
 #include "device/tma_tile.cuh"
 #include "device/transposed_scores.cuh"
@@ -77,10 +78,8 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static_assert(Tile::kBlockM == kPanelRows, "one m64n64 of dQ");
     static_assert(Tile::kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
     static_assert(Tile::kNumConsumers <= kMostConsumersOfTile, "as the host counts");
-    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
-    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
-                      kStartRegisters * (Tile::kNumConsumers + 1),
-                  "warpgroups exchange the registers that the CTA has");
+    static_assert(has_registers_for(Tile::kNumConsumers + 1,
+                                    Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
 // The rows of a step, as the producer tells them to the consumers. full_for, bit i: all rows see every key of consumer

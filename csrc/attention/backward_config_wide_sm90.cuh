@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/backward_config_sm90.cuh"
+#include "device/registers.h"
 
 namespace fastattn {
 
@@ -40,10 +41,8 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static constexpr int kKeyPanels = 2 * kQueryPanels;
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
     static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");
-    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
-    static_assert(2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters <=
-                      kNumWarpgroups * kStartRegisters,
-                  "warpgroups exchange the registers that the CTA has");
+    static_assert(has_registers_for(kNumWarpgroups,
+                                    2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters));
 };
 
 template <int kHeadDim, int kValueDim>

@@ -259,8 +259,7 @@ struct BackwardLargeSm80 {
             meet_key_warps();  // waits until every key warp has read Q
             if (loads) start_q(buffer);
 
-            // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a
-            // score, and so a dS, that is not finite: its dQ stays so.
+            // What is not finite in K is zero meanwhile: see device/nonfinite.cuh.
             const bool cleans = some_nonfinite && !tile.is_full(row_tile);
             if (some_nonfinite) {
                 meet_all();  // waits until the value warps have read K, in the step that they are in

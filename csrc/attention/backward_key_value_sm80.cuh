@@ -40,7 +40,7 @@
 namespace fastattn {
 
 // The keys of a CTA. Where they are seldom needed they are looked up in shared memory, as registers are scarce.
-struct KeyTile {
+struct KeysInMemory {
     int32_t batch, head;          // of K and V
     int32_t first_row, num_keys;  // in K and V
     int32_t first_sums_tile;      // of its sequence, in dQ's sums
@@ -55,7 +55,7 @@ struct alignas(128) BackwardStorageSm80 {
     uint16_t sP[Config::kBlockM * Config::kScoreElements];   // swizzled
     uint16_t sdS[Config::kBlockM * Config::kScoreElements];  // dS, swizzled
     RowTerms<Config::kBlockM> terms;
-    KeyTile keys;
+    KeysInMemory keys;
     uint32_t cta;         // see cta_in_order()
     bool some_nonfinite;  // K has some
 };
@@ -82,14 +82,15 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
                  end_tile, begin_full, end_full] = tile;
     RowTileWalk<WorkTile, kOptions> walk(params, tile);
-    const KeyTile own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
+    const KeysInMemory own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
     typename KeyGrid::Accumulators rdK = {}, rdV = {};  // dK, dV
 
     // Producer: every thread copies its chunks of each tile.
     using KeyLoader = TileLoader<kBlockN, kHeadDim, kNumThreads>;
-    const auto keys_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile, const KeyTile& own, int thread) {
+    const auto keys_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile, const KeysInMemory& own,
+                             int thread) {
         const uint16_t* gTile = row_pointer(view, own.batch, own.head, own.first_row);
         return KeyLoader(sTile, gTile, view.row_stride, thread, view.head_dim);
     };
@@ -149,8 +150,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdV, sPt, sdOd);
         gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdK, sdSt, sQd);
 
-        // 0 in dS does not silence NaN in K, so that these are zeros meanwhile. A row that sees such a key has a score,
-        // and so a dS, that is not finite: its dQ stays so.
+        // What is not finite in K is zero meanwhile: see device/nonfinite.cuh.
         const bool clean = (kOptions || !is_full) && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });

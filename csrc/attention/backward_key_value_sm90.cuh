@@ -25,8 +25,8 @@
 //   other pipes            dQ → P' →        dS' → |             …
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
-// are zero. Any lengths, packed or not. With options the producer tells
-// consumers which rows a step has (RowStep). What scores go through: backward_scores_sm90.cuh.
+// are zero. Any lengths, packed or not. With options the producer tells consumers which rows a step has (RowStep). What
+// scores go through: backward_scores_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,7 @@
 #include "attention/backward_producer_sm90.cuh"
 #include "attention/backward_scores_sm90.cuh"
 #include "device/nonfinite.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
@@ -184,8 +185,8 @@ struct BackwardConsumerSm90 {
         });
     }
 
-    // The K of dQ where masks hide keys from rows: 0 in dS would not silence NaN or infinity. A row that sees such a
-    // key has a dS that is not finite, and so a dQ, unless its score is -infinity. All consumers.
+    // Returns the K of dQ where masks hide keys from rows, with zeros for what is not finite: see device/nonfinite.cuh.
+    // Called by all consumers.
     FASTATTN_DEVICE const uint16_t* finite_keys() const {
         const int thread = threadIdx.x;
         const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);

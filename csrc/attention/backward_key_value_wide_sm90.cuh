@@ -34,6 +34,7 @@
 #include "attention/backward_panels_sm90.cuh"
 #include "attention/backward_producer_sm90.cuh"
 #include "device/nonfinite.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
@@ -158,15 +159,7 @@ struct BackwardChainSm90 {
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
         SeenRows columns{};
-        if (!is_full) {
-            RowRange seen_by[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int32_t key = keys.first_key + warp * kMmaM + accumulator_row(lane) + 8 * half;
-                seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
-            }
-            columns = SeenRows::of<kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
-        }
+        if (!is_full) columns = keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane);
         if constexpr (kOfValues) {
             finish_probabilities(rX, rA, columns, is_full);
         } else {
@@ -213,7 +206,7 @@ struct BackwardChainSm90 {
                     finish_step(keys, rX, rA, row_tile, row_tile >= begin_full && row_tile < end_full);
                 }
                 start_gradient(rG, rA);
-                ptx::wgmma_wait_group<0>();
+                ptx::wgmma_wait_group<0>();  // waits until all products are done
                 rows().release(lane);
                 ++num_steps;
             }
@@ -260,7 +253,7 @@ struct BackwardQueryChainSm90 {
     const AttentionBackwardParams& params;
     int warp, lane;
 
-    // Whether K has what 0 in dS would not silence, where masks hide keys from rows.
+    // Returns whether K has NaN or infinity where masks hide keys from rows.
     FASTATTN_DEVICE bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
         if (keys.are_all_full()) return false;
         const int thread = warp * kWarpSize + lane;
@@ -268,8 +261,8 @@ struct BackwardQueryChainSm90 {
         return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
     }
 
-    // Writes a block of K, with zeros for what is not finite, to a panel, which dQ overwrites later. Why this is right:
-    // see BackwardConsumerSm90::finite_keys().
+    // Writes a block of K, with zeros for what is not finite (device/nonfinite.cuh), to a panel, which dQ overwrites
+    // later.
     FASTATTN_DEVICE const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
         static_assert(KeyTile::kBlockBytes <= kPanelElements * sizeof(float), "it fits");
 #pragma unroll 1
@@ -321,7 +314,7 @@ struct BackwardQueryChainSm90 {
             }
             key_ring.release(lane);
             if (warp_uniform(keys.is_split()) != 0) {
-                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);
+                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);  // waits until the chain of keys is here
                 num_panels += Config::kQueryPanels + Config::kValuePanels;
             }
         });

@@ -22,15 +22,14 @@
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"
-#include "scheduler/work_tile.h"
+#include "host/min_max.h"
 
 namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardRowsConfigSm80 {
     // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp. 64 dims take it 32 HMMA, 20 LDSM and
-    // 8 LDGSTS. Nothing spills but one
-    // number of the pass over keys on sm_90.
+    // 8 LDGSTS. Nothing spills but one number of the pass over keys on sm_90.
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
@@ -50,12 +49,10 @@ struct BackwardRowsConfigSm80 {
 // The sum of the products of two times 8 elements.
 template <DataType kDataType>
 FASTATTN_DEVICE float dot(const uint4& a, const uint4& b) {
-    const uint32_t pairs_a[4] = {a.x, a.y, a.z, a.w}, pairs_b[4] = {b.x, b.y, b.z, b.w};
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        sum = fmaf(unpack<kDataType>(static_cast<uint16_t>(pairs_a[i / 2] >> i % 2 * 16)),
-                   unpack<kDataType>(static_cast<uint16_t>(pairs_b[i / 2] >> i % 2 * 16)), sum);
+        sum = fmaf(element_of<kDataType>(a, i), element_of<kDataType>(b, i), sum);
     }
     return sum;
 }

@@ -47,15 +47,7 @@ struct ScoresPosition {
     int64_t dropout_seed;
 
     // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
-    FASTATTN_DEVICE SeenRows seen_rows() const {
-        RowRange seen_by[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int32_t key = first_key + accumulator_row(lane) + 8 * half;
-            seen_by[half] = key < keys.num_keys ? keys.window.rows_of(key, keys.rows.length) : RowRange{0, 0};
-        }
-        return SeenRows::of<Config::kTilesM>(seen_by, step.row_tile * Config::kBlockM, lane);
-    }
+    FASTATTN_DEVICE SeenRows seen_rows() const { return keys.seen_rows(first_key, step.row_tile, lane); }
 };
 
 // A block is: prepare(), wait for S, probabilities(), init_gradients(), wait for dP, gradients().

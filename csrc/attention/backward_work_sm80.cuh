@@ -5,7 +5,6 @@
 
 #include "attention/query_gradient.h"
 #include "attention/seen_tiles.cuh"
-#include "device/fragment.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"
 #include "scheduler/work_tile.h"
@@ -119,7 +118,7 @@ struct RowTileWalk {
 FASTATTN_DEVICE uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
     if (params.semaphores == nullptr) return blockIdx.x;
     if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);
-    __syncthreads();
+    __syncthreads();  // waits until the index is in shared memory
     return shared_cta;
 }
 

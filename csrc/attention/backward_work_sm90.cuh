@@ -8,6 +8,7 @@
 #include "attention/seen_tiles.cuh"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"
+#include "device/transposed_scores.cuh"
 #include "host/params.h"
 #include "scheduler/row_splits.h"
 #include "scheduler/work_tile.h"
@@ -120,6 +121,17 @@ struct KeyWorkTile {
             full |= (begin_full[i] <= row_tile && row_tile < end_full[i] ? 1u : 0u) << i;
         }
         return full;
+    }
+
+    // Finds which rows of a tile see this lane's two keys of the 16 that begin at warp_key, through the window.
+    FASTATTN_DEVICE SeenRows seen_rows(int32_t warp_key, int32_t row_tile, int lane) const {
+        RowRange seen_by[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int32_t key = warp_key + accumulator_row(lane) + 8 * half;
+            seen_by[half] = key < num_keys ? window.rows_of(key, rows.length) : RowRange{0, 0};
+        }
+        return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
     }
 
     // Calls function(head, row_tile, ranges_hide_none) for each step, in the consumers' order. Without ranges that is

@@ -7,9 +7,11 @@
 #include "attention/forward_work_sm90.h"
 #include "attention/key_tiles.cuh"
 #include "attention/tiles_sm90.h"
+#include "device/cluster.cuh"
 #include "device/largest_score.cuh"
 #include "device/ptx/cluster.cuh"
-#include "device/ptx/fence.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/registers.h"
 #include "device/ring.cuh"
 #include "device/tma_tile.cuh"
 #include "device/warpgroup_gemm.cuh"
@@ -41,11 +43,8 @@ struct ForwardConfigSm90 : Tile_ {
     using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;
     using ValueTile = TmaTile<Tile::kBlockN, kValueDim>;
     static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
-    // A CTA starts with as many registers as all its threads can have alike, which comes in steps of 8.
-    static constexpr int kStartRegisters = 65536 / kNumThreads / 8 * 8;
-    static_assert(Tile::kConsumerRegisters * Tile::kNumConsumers + Tile::kProducerRegisters <=
-                      kStartRegisters * (Tile::kNumConsumers + 1),
-                  "warpgroups exchange the registers that the CTA has");
+    static_assert(has_registers_for(Tile::kNumConsumers + 1,
+                                    Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
 // How many of the producer's four warps gather rows where keys lie in small pages.
@@ -105,13 +104,6 @@ struct alignas(1024) ForwardStorageSm90 {
 // Named barriers; 0 is that of __syncthreads().
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
 
-// Waits until all threads of the cluster are here.
-FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {
-    if (cluster_size == 1) return;
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
-}
-
 // Called by all threads: on return, the barriers of every CTA of the cluster may be used, and CTA 0 may claim work
 // tiles.
 template <typename Config>
@@ -133,8 +125,8 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
         shared.claims.init(1);
         ptx::fence_mbarrier_init();
     }
-    __syncthreads();
-    wait_for_cluster(cluster_size);
+    __syncthreads();                 // waits until the barriers are initialised
+    wait_for_cluster(cluster_size);  // waits until those of the other CTA are
 }
 
 template <typename Config, DataType kDataType>

@@ -8,7 +8,6 @@
 #include "attention/forward_work_sm90.h"
 #include "attention/partial_rows.cuh"
 #include "device/nonfinite.cuh"
-#include "device/ptx/fence.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ring.cuh"
@@ -177,6 +176,18 @@ struct ForwardConsumerSm90 {
         const PartialRange own = tile.partials.made_by(tile.cta);
         const PartialNode node = largest_node(own.begin, own, tile.partials.count);
         rows.leave(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
+    }
+
+    // Writes a warp's rows from own_row on, times `factor`: rounded, or in fp32.
+    template <typename Softmax>
+    FASTATTN_DEVICE void write_rows(const AttentionForwardParams& params, const CtaWorkTile& tile, int32_t own_row,
+                                    float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
+        if (leaves_in_fp32(params, tile)) {
+            leave_in_fp32(params, tile, rO, softmax, factor);
+        } else {
+            softmax.finish(rO, factor);
+            store(params, tile.rows, own_row, rO, softmax);
+        }
     }
 
     // Called by all consumers after the last work tile: combines the split tiles of which this CTA is the last. The

@@ -10,10 +10,10 @@
 #pragma once
 
 #include "attention/forward.h"
+#include "attention/forward_config_sm80.cuh"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
 #include "attention/partial_rows.cuh"
-#include "attention/tiles_sm80.h"
 #include "device/dropout.cuh"
 #include "device/fragment.cuh"
 #include "device/key_ranges.cuh"
@@ -32,30 +32,18 @@
 
 namespace fastattn {
 
-template <int kHeadDim_>
-struct ForwardOptionsConfigSm80 : ForwardOptionsTileSm80<kHeadDim_> {
-    using Tile = ForwardOptionsTileSm80<kHeadDim_>;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
-    static constexpr int kWarpM = Tile::kBlockM / Tile::kNumWarps;
-    static constexpr int kTilesM = kWarpM / kMmaM;
-    static constexpr int kTilesN = Tile::kBlockN / kMmaN;
-    static constexpr int kTilesD = kHeadDim / kMmaN;
-    static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;
-    static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
-    static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
-    static_assert(kHeadDim % kMmaK == 0, "Q·Kᵀ takes 16 dims at a time");
-};
+template <int kHeadDim>
+using ForwardOptionsConfigSm80 = ForwardConfigSm80<kHeadDim, ForwardOptionsTileSm80<kHeadDim>>;
 
 template <typename Config>
 struct alignas(128) ForwardOptionsStorageSm80 {
-    uint16_t sQ[Config::kBlockM * Config::kRowElements];  // swizzled; holds the output at the end
-    uint16_t sK[Config::kBlockN * Config::kRowElements];  // swizzled
-    uint16_t sV[Config::kBlockN * Config::kRowElements];  // swizzled
+    uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
+    uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
+    uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
     KeySplit split;
     KeyRange full_places;  // of tiles that every row sees all of: the loop has no registers for it
     LargestScores<Config::kNumWarps> largest_scores;
-    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kRowElements * 2 <= kLeastSharedBytesPerCta,
+    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kHeadDim * 2 <= kLeastSharedBytesPerCta,
                   "sm_86, sm_89, sm_120");
 };
 
@@ -85,7 +73,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const float slope = HeadScores::slope_of(options, tile.batch, tile.head);
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
-    const Steps steps = steps_of(split, all_tiles.num_tiles());
+    const Steps steps = steps_of_split(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     const bool has_ranges = !kPaged && options.ranges.data != nullptr;
     const int32_t* list = has_ranges ? attention.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
@@ -151,7 +139,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         }
     };
 
-    const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * Config::kRowElements, ldmatrix_lane(lane));
+    const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * Config::kHeadDim, ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
@@ -161,12 +149,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // K, and at first Q
+        // Waits until K has landed and every warp has read the V before, which may be overwritten then.
         bool some_absent = false;
         if constexpr (kPaged) {
             some_absent = __syncthreads_or(own_rows.has_hole(table, first_key, threadIdx.x));
         } else {
             __syncthreads();
-        }  // waits until K has landed and every warp has read the V before, which may be overwritten then
+        }
         const bool is_masked = !shared.full_places.has(place);
         load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
@@ -175,12 +164,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         gemm_qk<kDataType>(rS, sQ, sK);
 
         ptx::cp_async_wait_group<0>();  // V
+        // Waits until V has landed and every warp has read K, which may be overwritten then.
         bool some_nonfinite = false;
         if (is_masked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
         } else {
             __syncthreads();
-        }  // waits until V has landed and every warp has read K, which may be overwritten then
+        }
         skip_to(load_k, attention.key, next_tile);
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
@@ -235,7 +225,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     }
     // A warp stages its rows of the output where its rows of Q were.
     softmax.finish(rO, factor);
-    uint16_t* sO = shared.sQ + warp * kWarpM * Config::kRowElements;
+    uint16_t* sO = shared.sQ + warp * kWarpM * Config::kHeadDim;
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();  // the rows are complete
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;

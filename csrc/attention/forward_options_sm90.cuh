@@ -154,12 +154,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (params.max_logits != nullptr) {
             shared.largest_scores.leave(params.max_logits + rows.head, /*factor=*/1.0f);
         }
-        if (consumer.leaves_in_fp32(params, tile)) {
-            consumer.leave_in_fp32(params, tile, rO, softmax, factor);
-        } else {
-            softmax.finish(rO, factor);
-            consumer.store(params, rows, own_row, rO, softmax);
-        }
+        consumer.write_rows(params, tile, own_row, rO, softmax, factor);
     }
     consumer.combine_split_tiles(params, factor);
     wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers

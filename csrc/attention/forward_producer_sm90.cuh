@@ -7,6 +7,7 @@
 #include "attention/forward_config_sm90.cuh"
 #include "attention/forward_work_sm90.h"
 #include "attention/key_tiles.cuh"
+#include "device/cluster.cuh"
 #include "device/mask.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/cluster.cuh"
@@ -27,15 +28,15 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     CtaSteps steps{};
     if (schedule.may_split) {
         const uint32_t heads = work_tile_heads(all_params.attention, schedule);
-        steps = cta_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule), num_clusters(schedule), lane,
-                          [&](uint32_t entry) {
+        steps = cta_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule.cluster_size()),
+                          clusters_in_grid(schedule.cluster_size()), lane, [&](uint32_t entry) {
                               const RowsOfCta rows(all_params.attention, schedule, entry * heads, /*in_line=*/true, 0,
                                                    Config::kBlockM);
                               return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
                           });
     }
     if (lane != 0) return;
-    if (!steps.is_split) steps.tile_idx = cluster_in_grid(schedule);
+    if (!steps.is_split) steps.tile_idx = cluster_in_grid(schedule.cluster_size());
     shared.steps = steps;
     shared.walk = WorkTileWalk(steps);
     shared.num_split = 0;
@@ -49,7 +50,7 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
                                          const AttentionForwardParamsSm90& all_params, int rank, const Ring<2>& ring) {
     const AttentionForwardParams& params = all_params.attention;
     const ForwardScheduleSm90& schedule = all_params.schedule;
-    const uint32_t clusters = num_clusters(schedule);
+    const uint32_t clusters = clusters_in_grid(schedule.cluster_size());
     if (params.claimed == nullptr) return shared.walk.tile_idx + clusters;
     const Ring<2> claims = ring.before(shared.claims);  // the first work tile was not claimed
     uint32_t& claimed = shared.claimed[claims.stage];
@@ -61,7 +62,8 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
         return tile_idx;
     }
     const uint32_t number = take_number(params.claimed), tile_idx = clusters + number;
-    // The last number: each cluster has claimed one work tile that does not exist.
+    // num_tiles numbers are taken in all: num_tiles - clusters that find a work tile, and one by each cluster that
+    // finds none. This is the last.
     if (number == schedule.num_tiles - 1) reset_numbers(params.claimed, params.launch_id, number);
     if (schedule.cluster_size() > 1) {
         claims.wait_empty();
@@ -77,7 +79,7 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
     const ForwardScheduleSm90& schedule = all_params.schedule;
     WorkTileWalk& walk = shared.walk;
     const bool is_split = shared.steps.is_split;
-    const uint32_t cluster = cluster_in_grid(schedule);
+    const uint32_t cluster = cluster_in_grid(schedule.cluster_size());
     if (!is_split && walk.has_begun) walk.tile_idx = next_whole_tile(shared, all_params, rank, ring);
     walk.has_begun = true;
     const uint32_t tile_idx = walk.tile_idx;
@@ -94,7 +96,7 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
         if constexpr (Config::kTakesRanges) tile.list = rows.tile_list(all_params.attention);
         tile.key_tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
         // CTAs of one rank combine among themselves, and are numbered in the order of their clusters.
-        const auto first_of_rank = static_cast<int32_t>(rank * num_clusters(schedule));
+        const auto first_of_rank = static_cast<int32_t>(rank * clusters_in_grid(schedule.cluster_size()));
         tile.partials = {partials.count, first_of_rank + partials.first, 1};
         tile.cta = first_of_rank + static_cast<int32_t>(cluster);
         tile.first_nonfinite = INT32_MAX, tile.last_nonfinite = -1;

@@ -18,10 +18,10 @@
 #include <type_traits>
 
 #include "attention/forward.h"
+#include "attention/forward_config_sm80.cuh"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
 #include "attention/partial_rows.cuh"
-#include "attention/tiles_sm80.h"
 #include "device/fragment.cuh"
 #include "device/largest_score.cuh"
 #include "device/mask.cuh"
@@ -37,21 +37,6 @@
 #include "host/launch.h"
 
 namespace fastattn {
-
-template <int kHeadDim_>
-struct ForwardConfigSm80 : ForwardTileSm80<kHeadDim_> {
-    using Tile = ForwardTileSm80<kHeadDim_>;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
-    static constexpr int kWarpM = Tile::kBlockM / Tile::kNumWarps;
-    static constexpr int kTilesM = kWarpM / kMmaM;
-    static constexpr int kTilesN = Tile::kBlockN / kMmaN;
-    static constexpr int kTilesD = kHeadDim / kMmaN;
-    static constexpr bool kLoadsKeysLate = kHeadDim == 256;  // behind the softmax: before it, the loops spill
-    static_assert(kWarpM % kMmaM == 0, "a warp owns whole MMA tiles of rows");
-    static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
-    static_assert(kHeadDim % kMmaK == 0, "Q·Kᵀ takes 16 dims at a time");
-};
 
 template <typename Config>
 struct alignas(128) ForwardStorageSm80 {
@@ -72,6 +57,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     using Config = ForwardConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
+    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // behind the softmax: before it, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
@@ -89,7 +75,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const Window window = window_of(params.scores, rows.length, keys.length);
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
-    const KeyTiles tiles = all_tiles.slice(steps_of(split, all_tiles.num_tiles()));
+    const KeyTiles tiles = all_tiles.slice(steps_of_split(split, all_tiles.num_tiles()));
     if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
     if (ptx::tid_x() == 0) {
         shared.tiles = tiles;
@@ -148,17 +134,18 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         }
 
         ptx::cp_async_wait_group<0>();  // V
+        // Waits until V has landed and every warp has read K, which may be overwritten then.
         bool some_nonfinite = false;
         if constexpr (kMasked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
         } else {
             __syncthreads();
-        }  // waits until V has landed and every warp has read K, which may be overwritten then
+        }
         const auto load_next_k = [&] {
             if (num_left > 1) load_k.template load<false>(kBlockN);
             ptx::cp_async_commit_group();
         };
-        if constexpr (!Config::kLoadsKeysLate) load_next_k();
+        if constexpr (!kLoadsKeysLate) load_next_k();
 
         const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // `warp` and `lane` have no registers here
         const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
@@ -177,7 +164,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, own_lane);
         }
-        if constexpr (Config::kLoadsKeysLate) load_next_k();
+        if constexpr (kLoadsKeysLate) load_next_k();
         gemm_pv<kDataType>(rO, rS, sV);
     };
 

@@ -30,6 +30,7 @@
 #include "attention/forward_consumer_sm90.cuh"
 #include "attention/paged_tiles_sm90.cuh"
 #include "device/mask.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/sequence.cuh"
 #include "device/shared_memory.h"
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             }
             softmax.add(sums);
         };
-        // Does the same where registers hold no second P beside S and the masks: S becomes P in place, and rP[0] once
-        // P·V of the tile before has read it. Maxima have to be known before that.
+        // Does the same with one P, as no registers are left for a second. S becomes P in place, and is packed into
+        // rP[0] after the wait for the last P·V, which reads it. So maxima come before the exponentials.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.take(max);
@@ -218,12 +219,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         consumer.add_nonfinite_values(params, tile, rO,
                                       [&](int32_t row, int32_t key) { return rows.keys_of(row).has(key); });
         if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + rows.head, fabsf(scale));
-        if (consumer.leaves_in_fp32(params, tile)) {
-            consumer.leave_in_fp32(params, tile, rO, softmax);
-        } else {
-            softmax.finish(rO);
-            consumer.store(params, rows, own_row, rO, softmax);
-        }
+        consumer.write_rows(params, tile, own_row, rO, softmax);
     }
     consumer.combine_split_tiles(params);
     wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers

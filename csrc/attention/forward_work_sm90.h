@@ -84,14 +84,6 @@ inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, c
 }
 
 #ifdef __CUDACC__
-FASTATTN_DEVICE uint32_t cluster_in_grid(const ForwardScheduleSm90& schedule) {
-    return blockIdx.x / schedule.cluster_size();
-}
-
-FASTATTN_DEVICE uint32_t num_clusters(const ForwardScheduleSm90& schedule) {
-    return gridDim.x / schedule.cluster_size();
-}
-
 FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule) {
     return params.query.heads / (schedule.heads_per_cluster << schedule.log2_packed);
 }
@@ -140,7 +132,8 @@ struct RowsOfCta {
         return page_table(params).find(key);
     }
 
-    // Where the maps of K and V have a key: an absent one behind the last row, where TMA copies zeros.
+    // Returns where the tensor maps have a key. An absent one stands one row behind a page's last, for which TMA copies
+    // zeros.
     FASTATTN_DEVICE TokenLocation mapped_location(const AttentionForwardParams& params, int32_t key) const {
         const TokenLocation location = location_of(params, key);
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};

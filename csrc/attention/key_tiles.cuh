@@ -8,7 +8,7 @@
 
 namespace fastattn {
 
-// The steps of a split, as KeyTiles counts those that are left: from `begin` down to above `end`.
+// The steps of a split, numbered by how many are left: begin, begin - 1, ..., end + 1.
 struct Steps {
     int32_t begin, end;
 

@@ -1,5 +1,6 @@
 // Keys and values in pages, for the forward kernels for Hopper: the producer that finds their rows, and the tiles that
-// consumers have to mask because a page is missing.
+// consumers have to mask because a page is missing. produce() stands here too, for all keys, in pages or not: it calls
+// produce_boxes() or gathers rows.
 //
 // A box of TMA lies in one page. Where pages hold whole tiles, or one page holds all of a sequence, a tile is a box as
 // it is without pages; else it is several, and each lane of a warp looks up and copies one of them. Where the pages are
@@ -25,7 +26,6 @@
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ptx/setmaxnreg.cuh"
-#include "host/min_max.h"
 
 namespace fastattn {
 
@@ -160,7 +160,7 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
     } else {
         publish_gathered<kDataType>(shared, all_params, lane);
     }
-    __syncwarp();
+    __syncwarp();                    // waits until all lanes are here, as the barrier takes whole warps
     wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
 }
 

@@ -7,20 +7,20 @@
 #include <cstdint>
 
 #include "host/host_device.h"
+#include "host/params.h"
 
 namespace fastattn {
 
-// Tiles of block_m rows that all sequences of one head need at most. A packed sequence starts a tile of its own.
-FASTATTN_HOST_DEVICE int32_t num_query_tiles(int32_t batch, int32_t rows, bool is_packed, int32_t total_rows,
-                                             int32_t block_m) {
-    return is_packed ? total_rows / block_m + batch : batch * ceil_div(rows, block_m);
-}
-
-// Index of the first tile of a sequence that starts at `begin`. Those of different sequences are disjoint: one of
-// `length` rows needs at most length / block_m + 1, rounded as the starts are.
+// Returns the index of the first tile of a sequence that starts at `begin`.
 FASTATTN_HOST_DEVICE int32_t first_query_tile(int32_t batch, int32_t rows, bool is_packed, int32_t begin,
                                               int32_t block_m) {
-    return is_packed ? begin / block_m + batch : batch * ceil_div(rows, block_m);
+    return is_packed ? first_packed_tile(batch, begin, block_m) : batch * ceil_div(rows, block_m);
+}
+
+// Returns how many tiles of block_m rows all sequences of one head need at most.
+FASTATTN_HOST_DEVICE int32_t num_query_tiles(int32_t batch, int32_t rows, bool is_packed, int32_t total_rows,
+                                             int32_t block_m) {
+    return first_query_tile(batch, rows, is_packed, total_rows, block_m);
 }
 
 // A panel of a tile, as Hopper's kernels write it: [64 rows][64 dims]. Blocks of 8 columns of row r stand where block b

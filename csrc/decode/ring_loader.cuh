@@ -7,8 +7,6 @@
 #include "decode/cache_tokens.cuh"
 #include "decode/new_tokens.cuh"
 #include "device/ptx/cp_async.cuh"
-#include "device/sequence.cuh"
-#include "scheduler/decode_splits.h"
 
 namespace fastattn {
 

@@ -67,6 +67,11 @@ struct TileInHand {
     int64_t first_split;  // the first split of its sequence, on the line
     int32_t batch, num_tokens;
     int32_t tile_idx, num_taken;
+
+    FASTATTN_DEVICE int32_t kv_head(int32_t row_tiles) const { return tile_idx / row_tiles; }
+    FASTATTN_DEVICE int32_t first_row(int32_t row_tiles, int32_t block_m) const {
+        return tile_idx % row_tiles * block_m;
+    }
 };
 
 template <typename Config>
@@ -233,7 +238,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                 __syncthreads();  // waits until what is known of the tile is in shared memory
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
                     shared.sQ, shared.query_powers, params, in_hand.num_tokens, in_hand.batch,
-                    in_hand.tile_idx / params.row_tiles, in_hand.tile_idx % params.row_tiles * kBlockM);
+                    in_hand.kv_head(params.row_tiles), in_hand.first_row(params.row_tiles, kBlockM));
                 __syncthreads();  // waits until the queries are in shared memory
             }
             if (step >= 0 && first_key >= end_key) break;
@@ -302,8 +307,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
-        const Rows tile_rows{params, in_hand.batch, in_hand.tile_idx / params.row_tiles,
-                             in_hand.tile_idx % params.row_tiles * kBlockM};
+        const Rows tile_rows{params, in_hand.batch, in_hand.kv_head(params.row_tiles),
+                             in_hand.first_row(params.row_tiles, kBlockM)};
         const TilePartials partials = tile_partials(params.schedule, in_hand.splits, in_hand.first_split,
                                                     in_hand.tile_idx, work.splits_per_cta());
         const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));

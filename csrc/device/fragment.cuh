@@ -38,14 +38,19 @@ FASTATTN_DEVICE int accumulator_column(int lane) {
     return 2 * (lane % kLanesPerRow);
 }
 
+// Returns how many of a lane's columns lie before `column`, which counts from the first column of accumulator tiles. A
+// column before that one gives a negative number.
+FASTATTN_DEVICE int32_t own_columns_before(int32_t column, int lane) {
+    const int32_t from_own = column - accumulator_column(lane);
+    constexpr int kShift = 3;  // of a number that may be negative: rounds down, as a division does not
+    static_assert(1 << kShift == kMmaN);
+    return (from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2);
+}
+
 // The bits of a lane's columns from `column` on, in accumulator tiles whose first column is `first`: column i of the
 // lane is bit i. One shift clamps, so that this takes fewer instructions than a mask made of a number of columns.
 FASTATTN_DEVICE uint32_t own_columns_from(int32_t column, int32_t first, int lane) {
-    const int32_t from_own = column - first - accumulator_column(lane);
-    constexpr int kShift = 3;  // of a number that may be negative: rounds down, as a division does not
-    static_assert(1 << kShift == kMmaN);
-    const int32_t before = (from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2);
-    return __funnelshift_lc(0, 0xffffffff, max(before, 0));
+    return __funnelshift_lc(0, 0xffffffff, max(own_columns_before(column - first, lane), 0));
 }
 
 // The bits of a lane's columns in a range: see own_columns_from().

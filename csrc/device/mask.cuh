@@ -64,10 +64,7 @@ struct SeenColumns {
   private:
     // The bit of the lane's first column that does not lie before the key.
     FASTATTN_DEVICE static int32_t bit_of(int32_t key, int lane) {
-        const int32_t from_own = key - accumulator_column(lane);
-        constexpr int kShift = 3;
-        static_assert(1 << kShift == kMmaN, "rounds down, as a division does not");
-        return ColumnBits<kTilesN>::bit_of((from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2));
+        return ColumnBits<kTilesN>::bit_of(own_columns_before(key, lane));
     }
 };
 

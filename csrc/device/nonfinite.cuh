@@ -12,6 +12,10 @@
 // - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and
 //   whatever is added to it.
 // - Where nobody has to look: in tiles of which every row sees every key, P·V itself gives the right result.
+//
+// The backward pass has the same trouble with K: in dQ = dS·K, the 0 in dS of a key that a row does not see does not
+// silence NaN in K. What is not finite in K counts as 0 there, and nothing is added back: a row that sees such a key
+// has a score, and so a dS and a dQ, that is not finite, unless the score is -infinity.
 #pragma once
 
 #include <cstdint>

@@ -132,7 +132,7 @@ struct Ring {
         advance();
     }
 
-    // release() for every CTA of the cluster.
+    // Releases the stage in every CTA of the cluster.
     FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();

@@ -95,7 +95,7 @@ struct ScoreGradients {
             }
             stage_scores<kDataType, kBlockN>(sP, rS, row, column, 0, lane);
         }
-        // Else each bit, once looked at, is kept in a register of its own.
+        // Opaque, else the compiler keeps each bit it has looked at in a register of its own.
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) seen[m] = ptx::opaque(seen[m]);
 #pragma unroll
@@ -150,7 +150,8 @@ struct ScoreGradients {
         }
     }
 
-    // Through the window. A lane's few columns are compared in fewer instructions than their bits are made.
+    // Finds the keys seen through the window. Comparing a lane's few columns takes fewer instructions than making their
+    // bits.
     FASTATTN_DEVICE void find_seen() {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             if (half == 0) seen[m] = 0;

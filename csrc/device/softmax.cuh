@@ -168,7 +168,7 @@ struct OnlineSoftmax {
     // Turns rS, whose maxima the references have followed, into P, and adds it up. P keeps S's NaN.
     template <int kTilesN>
     FASTATTN_DEVICE void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
-        float tile_sum[kTilesM][2];  // apart from those so far, which need not be at hand then
+        RowNumbers<kTilesM> tile_sum;  // apart from those so far, which need not be at hand then
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
 #pragma unroll
@@ -176,16 +176,13 @@ struct OnlineSoftmax {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float p = ptx::ex2_approx_ftz_f32(above_reference(rS[m][n][e], reference[m][e / 2]));
-                    tile_sum[m][e / 2] = n == 0 && e % 2 == 0 ? p : tile_sum[m][e / 2] + p;
+                    float& sum = tile_sum.of[m][e / 2];
+                    sum = n == 0 && e % 2 == 0 ? p : sum + p;
                     rS[m][n][e] = p;
                 }
             }
         }
-#pragma unroll
-        for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) row_sum[m][half] += tile_sum[m][half];
-        }
+        add(tile_sum);
     }
 
     // Writes P to rP with the references that there are, keeps S, and returns the sums of P. P is right only if

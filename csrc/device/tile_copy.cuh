@@ -160,7 +160,7 @@ FASTATTN_DEVICE void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kT
 // Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory; those that exist.
 template <int kRows, int kHeadDim>
 FASTATTN_DEVICE void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows, int lane,
-                                int head_dim = kHeadDim) {
+                                int head_dim) {
     using Layout = Swizzle<kHeadDim>;
     constexpr int kRowsPerPass = kWarpSize / Layout::kPeriod;
 #pragma unroll

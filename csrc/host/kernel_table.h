@@ -166,7 +166,7 @@ struct Registration {
 template <auto... kValues>
 struct Values {};
 
-// Does the same for a source that is compiled at once for both dtypes, and for several values of one name: the headers
+// Adds the rows of a source that is compiled at once for both dtypes, and for several values of one name: the headers
 // of a translation unit take seconds. Calls add(dtype) or add(dtype, value) for each, with std::integral_constants.
 struct Registrations {
     template <typename Add>

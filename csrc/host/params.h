@@ -91,9 +91,17 @@ struct KeyRangesView {
     int64_t batch_stride, head_stride;
 };
 
+// The tiles of packed sequences lie one after the other, with a spare one for each sequence, so that nobody has to know
+// the lengths: one of `length` rows needs at most length / block_m + 1, rounded as the starts are. Returns the index of
+// the first tile of sequence `batch`, which starts at row `begin`. Where a sequence behind the last would start, it is
+// the number of all tiles.
+template <typename Number>
+FASTATTN_HOST_DEVICE constexpr Number first_packed_tile(Number batch, Number begin, int32_t block_m) {
+    return begin / block_m + batch;
+}
+
 // Which tiles of keys each tile of rows sees through its ranges: `pitch` numbers. The kernel that writes them says what
-// they mean (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). The tiles of packed sequences lie one
-// after the other, with a spare one for each sequence, so that nobody has to know the lengths. Strides count numbers.
+// they mean (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). Strides count numbers.
 struct SeenTiles {
     int32_t* data;
     int32_t block_m, block_n, num_key_tiles, pitch;
@@ -103,9 +111,10 @@ struct SeenTiles {
     // The pitch of attention/backward_ranges_sm80.cuh: two words for every 32 tiles of keys, also where there are none.
     static int32_t pitch_of_bits(int32_t num_key_tiles) { return 2 * (num_key_tiles / 32 + 1); }
 
-    // The numbers of a sequence's tile of rows. first_row: of the sequence, in the packed tensor.
+    // Returns where the numbers of a tile of rows begin. tile: in its sequence; first_row: the sequence's first row in
+    // the packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
-        const int64_t idx = tile + (is_packed ? first_row / block_m + batch : 0);
+        const int64_t idx = tile + (is_packed ? first_packed_tile(batch, first_row, block_m) : 0);
         return data + batch * batch_stride + head * head_stride + idx * pitch;
     }
 };
@@ -219,9 +228,9 @@ struct AttentionBackwardParams {
     // Holds query_sums, key_sums and all counters. The kernel `rows` zeroes it for key_value.
     WorkspaceMemory to_zero;
     float* query_sums;  // of dQ: see attention/query_gradient.h
-    // Counters. semaphores: one for each tile of rows of a head
-    // (scheduler/semaphore.cuh); null: dQ is added up in any order. num_claimed: how many work tiles (a tile of
-    // keys, or a split of one) CTAs have claimed; used with semaphores, and by Hopper's kernels.
+    // Counters. semaphores: one for each tile of rows of a head (scheduler/semaphore.cuh); null: dQ is added up in any
+    // order. num_claimed: how many work tiles (a tile of keys, or a split of one) CTAs have claimed; used with
+    // semaphores, and by Hopper's kernels.
     int32_t *semaphores, *num_claimed;
     RowTermsView row_terms;  // for the kernels for Hopper, as all up to `packed`
     // Sums of dK and dV of split tiles (attention/query_gradient.h), and their semaphores.

@@ -21,10 +21,10 @@ struct SmRates {
 // GPUs that are not listed count as an A100. Where nothing is said of L2, its rate is an assumption.
 inline SmRates sm_rates(int32_t compute_capability) {
     // H200. The tensor cores do so much in each clock, whatever its rate: 989 TFLOP/s of 132 SMs are 2048 multiply-adds
-    // of wgmma (4096 on int8) at 1.83 GHz, the clock of the data sheet, and mma.sync reaches about two thirds of them (Luo
-    // et al., arXiv 2402.13499, measure 62 %). cuBLAS has shown 770 to 800 of these TFLOP/s on random data. 4.8 TB/s of
-    // device memory are 19.9 bytes in a clock of that rate (an H100's 3.35 TB/s are 13.9). From the L2 cache of a
-    // GH200, whose GPU is the same, matmuls get 47 to 64 (measured by others).
+    // of wgmma (4096 on int8) at 1.83 GHz, the clock of the data sheet, and mma.sync reaches about two thirds of them
+    // (Luo et al., arXiv 2402.13499, measure 62 %). cuBLAS has shown 770 to 800 of these TFLOP/s on random data.
+    // 4.8 TB/s of device memory are 19.9 bytes in a clock of that rate (an H100's 3.35 TB/s are 13.9). From the L2
+    // cache of a GH200, whose GPU is the same, matmuls get 47 to 64 (measured by others).
     constexpr SmRates kHopper{1365, 2730, 2048, 4096, 1620, 19.9, 50, 1.83};
     // A100: 312 TFLOP/s, 624 TOP/s and 2.0 TB/s, 108 SMs, 1.41 GHz (data sheet), 5120 bytes of L2 in a clock (A100
     // white paper); of cuBLAS 85 % are assumed.

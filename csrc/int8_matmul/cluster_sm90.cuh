@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/cluster.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/bulk_tensor.cuh"
-#include "device/ptx/cluster.cuh"
-#include "device/ptx/fence.cuh"
+#include "device/ptx/mbarrier.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/st_shared.cuh"
 #include "device/ring.cuh"
@@ -32,7 +32,7 @@ struct ClusterParams {
 };
 
 inline constexpr int kConsumerThreads = 2 * kWarpgroupSize;
-inline constexpr int kAllConsumers = 1;  // a named barrier; 0 is that of __syncthreads()
+inline constexpr int kBothConsumers = 1;  // a named barrier; 0 is that of __syncthreads()
 
 // A stage holds [kBlockM, 128 bytes] of the input, 128B swizzle, and then the weights.
 template <typename Tile>
@@ -47,17 +47,8 @@ struct alignas(1024) ClusterStorage {
     FASTATTN_DEVICE const char* weights(int stage) const { return stages[stage] + kInputBytes; }
 };
 
-FASTATTN_DEVICE int32_t cluster_of_cta() {
-    return static_cast<int32_t>(blockIdx.x / kClusterSize);
-}
-
-FASTATTN_DEVICE int32_t clusters_of_launch() {
-    return static_cast<int32_t>(gridDim.x / kClusterSize);
-}
-FASTATTN_DEVICE void wait_for_cluster() {
-    __syncwarp();  // the barrier takes whole warps
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
+FASTATTN_DEVICE int32_t own_cluster() {
+    return static_cast<int32_t>(cluster_in_grid(kClusterSize));
 }
 
 // Called by all threads before anybody uses the ring. In each CTA num_readers warps release a stage, and num_writers
@@ -69,8 +60,25 @@ FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers
         shared.ring.init(kClusterSize * num_readers, num_writers);
         ptx::fence_mbarrier_init();
     }
-    __syncthreads();     // waits until the barriers are initialised
-    wait_for_cluster();  // waits until those of the other CTA are
+    __syncthreads();                 // waits until the barriers are initialised
+    wait_for_cluster(kClusterSize);  // waits until those of the other CTA are
+}
+
+// Called by all threads at their end: waits until the other CTA's warps have arrived at this one's barriers for the
+// last time.
+FASTATTN_DEVICE void leave_cluster() {
+    __syncwarp();  // waits until all lanes are here, as the barrier takes whole warps
+    wait_for_cluster(kClusterSize);
+}
+
+// Calls function(work) for each work tile of this cluster.
+template <typename Function>
+FASTATTN_DEVICE void for_cluster_tiles(const MatmulSchedule& schedule, Function&& function) {
+    MatmulWorkTile work;
+    for (bool has_work = first_cluster_tile(schedule, own_cluster(), work); has_work;
+         has_work = next_cluster_tile(schedule, own_cluster(), clusters_in_grid(kClusterSize), work)) {
+        function(work);
+    }
 }
 
 // A CTA's half of a cluster's tile.
@@ -93,9 +101,7 @@ FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const Clu
     constexpr int kRows = Tile::kBlockM / kClusterSize;
     const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
     Ring<Tile::kNumStages> ring(shared.ring);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
         const int32_t first_m = tile.m_tile * Tile::kBlockM + rank * kRows;
 #pragma unroll 1  // unrolled it has too few registers
@@ -106,7 +112,7 @@ FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const Clu
                                                    step * input_columns, first_m, landed, /*ctas=*/0b11);
             ring.advance();
         }
-    }
+    });
 }
 
 // A consumer thread's position in its CTA.
@@ -206,7 +212,7 @@ struct ClusterPartials {
         : partials{0, 1, 0}, own(0), first(nullptr) {
         if (is_whole(epilogue.schedule, work)) return;
         partials = sum_partials(epilogue.schedule, work.tile);
-        own = cluster_of_cta() - partials.first_cta;
+        own = own_cluster() - partials.first_cta;
         first = epilogue.partial + rank * block_m * kCtaN + threadIdx.x * 4;
     }
 
@@ -223,9 +229,9 @@ struct ClusterPartials {
                                   int rows_here) const {
         if (partials.count == 1) return true;
         uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
-        bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, partials.count);
-        if (ptx::bar_red_or(kAllConsumers, kConsumerThreads, is_last)) return true;
-        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.token);  // while others store
+        bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.launch_id, partials.count);
+        if (ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last)) return true;
+        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.launch_id);  // while others store
         FourSums<Sum>* own_slot = slot<kBlockM>(own);
 #pragma unroll
         for (int i = 0; i < kBlockM / kMmaN; ++i) {
@@ -233,9 +239,9 @@ struct ClusterPartials {
                 own_slot[i * kConsumerThreads] = {rY[4 * i], rY[4 * i + 1], rY[4 * i + 2], rY[4 * i + 3]};
             }
         }
-        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until every thread has stored its sums
+        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every thread has stored its sums
         is_last = threadIdx.x == 0 && arrives_last(arrivals, partials.count);
-        return ptx::bar_red_or(kAllConsumers, kConsumerThreads, is_last);
+        return ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last);
     }
 
     // Adds up kTiles times 8 rows of M from tile `first_tile` on, in the order of the partials, so that bits repeat.
@@ -281,7 +287,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
 #pragma unroll
     for (int pass = 0; pass < kBlockM / kPassM; ++pass) {
         if (pass * kPassM >= rows_here) break;
-        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
+        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
 #pragma unroll
         for (int batch = 0; batch < kPassM / kMmaN; batch += kBatch) {
             const int first_tile = pass * (kPassM / kMmaN) + batch;
@@ -304,7 +310,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
                 }
             }
         }
-        ptx::bar_sync(kAllConsumers, kConsumerThreads);  // waits until every warp's sums are there
+        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every warp's sums are there
         const TilePosition position{tile.m_tile * (kBlockM / kPassM) + pass, tile.n_tile};
         for_own_chunks<kPassM, kCtaN, kConsumerThreads>(epilogue, shared.sums, position,
                                                         [&](const ChunkSums& sums, int64_t row, int32_t column) {

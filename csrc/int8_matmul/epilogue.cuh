@@ -175,8 +175,8 @@ struct OwnSums {
 };
 
 // Adds up the partials of a tile in their order, so that bits repeat. This CTA's own partial is in shared memory, where
-// the whole sum replaces it. For kPassesAtOnce passes, as many partials are in flight at a time as registers take,
-// which are free of accumulators now: 36 chunks with the sums.
+// the whole sum replaces it. Registers, free of accumulators now, hold 36 chunks: kPassesAtOnce sums, and as many
+// partials for each as fit.
 template <int kPassesAtOnce, typename Own>
 FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
                                             const SumPartials& partials, int own_partial) {
@@ -238,7 +238,7 @@ FASTATTN_DEVICE void add_partials(const Own& own, float* slots, int64_t slot_ele
 // Prepares finish_tile(). Called before the steps, which hide its trip to L2.
 FASTATTN_DEVICE void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
     if (threadIdx.x == 0 && !is_whole(epilogue.schedule, work)) {
-        open_arrivals(epilogue.arrivals + work.tile, epilogue.token);
+        open_arrivals(epilogue.arrivals + work.tile, epilogue.launch_id);
     }
 }
 
@@ -255,7 +255,7 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
     uint64_t* arrivals = epilogue.arrivals + tile;
     bool is_last = false;
     if constexpr (kAsks) {
-        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.token, partials.count);
+        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.launch_id, partials.count);
         is_last = __syncthreads_or(is_last);
     }
     if (!is_last) {
@@ -283,7 +283,7 @@ FASTATTN_DEVICE bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, c
                                                       finish<kDataType>(epilogue, sums, row, column);
                                                   });
     }
-    __syncthreads();
+    __syncthreads();  // waits until every thread has read the sums
     return is_complete;
 }
 

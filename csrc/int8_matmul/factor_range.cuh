@@ -2,9 +2,8 @@
 // as the maximum of an online softmax does, and sums of products with them are in its units.
 #pragma once
 
-#include <cstdint>
-
-#include "device/fragment.cuh"
+#include "device/power_of_two.cuh"
+#include "host/host_device.h"
 
 namespace fastattn {
 
@@ -13,24 +12,18 @@ template <int kEnd>
 struct FactorRange {
     float divisor = 0x1p-99f / kEnd;  // scales below 2^-99 need no larger one
 
-    FASTATTN_DEVICE float to_factor() const { return inverse(divisor); }
+    FASTATTN_DEVICE float to_factor() const { return inverse_of_power(divisor); }
     FASTATTN_DEVICE bool holds(float largest) const { return largest < kEnd * divisor; }
 
     // The largest becomes a factor from kEnd / 2 to kEnd. Returns by what the sums so far are multiplied.
     FASTATTN_DEVICE float make_room(float largest) {
         const float before = divisor;
-        divisor = __uint_as_float(__float_as_uint(largest) & 0x7f800000) * (2.0f / kEnd);
+        divisor = __uint_as_float(__float_as_uint(largest) & kExponentBits) * (2.0f / kEnd);
         return change(before, divisor);
     }
 
     // By what sums are multiplied when the divisor changes.
-    FASTATTN_DEVICE static float change(float before, float after) { return before * inverse(after); }
-
-  private:
-    // The inverse of a power of two: its exponent changes its sign.
-    FASTATTN_DEVICE static float inverse(float power) {
-        return __uint_as_float((2 * 127 << 23) - __float_as_uint(power));
-    }
+    FASTATTN_DEVICE static float change(float before, float after) { return before * inverse_of_power(after); }
 };
 
 FASTATTN_DEVICE float largest_of(const float2& scales) {

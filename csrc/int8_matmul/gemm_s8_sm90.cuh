@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/shared_memory.h"
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
                                                                  step * Tile::kBlockK, tile.n_tile * kCtaN, landed);
                                 });
         }
-        wait_for_cluster();  // as below
+        leave_cluster();
         return;
     }
 
@@ -153,9 +154,8 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         const CtaTile tile(schedule, work, rank);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
             consumer.sum(rY, num_steps);
             finish(rY, __ldg(gScale[0]), __ldg(gScale[1]));
         }
-    }
-    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+    });
+    leave_cluster();
 }
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>

@@ -27,6 +27,7 @@
 #include <cstdint>
 
 #include "device/dequantize.cuh"
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/shared_memory.h"
 #include "host/device_facts.h"
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
                                                  first_k, first_n + to_second, landed);
                 });
         }
-        wait_for_cluster();  // as below
+        leave_cluster();
         return;
     }
 
@@ -180,9 +181,8 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     WeightConsumer<kDataType, Tile> consumer(shared, position);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
         for (float& sum : rY) sum = 0.0f;
@@ -215,8 +215,8 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         // Epilogue.
         finish_work_tile<kDataType>(epilogue, shared, rY, work, position,
                                     [](int, int, float sum) { return sum * Int8Decoding<kDataType>::kFactor; });
-    }
-    wait_for_cluster();  // waits until the other CTA's consumers have arrived at this one's barriers for the last time
+    });
+    leave_cluster();
 }
 
 template <int kBlockM, DataType kDataType, bool kIsGrouped>

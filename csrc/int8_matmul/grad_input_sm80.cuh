@@ -68,7 +68,7 @@ union alignas(128) Int8GradInputStorageSm80 {
     float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
 };
 
-// A warp's 16-bit factors: scales divided by range.divisor, as its sums then are. bf16 needs no range.
+// A warp's 16-bit factors are scales divided by range.divisor; its sums are in units of it. bf16 needs no range.
 template <DataType kDataType>
 struct WarpFactors {
     static constexpr bool kHasRange = kDataType == DataType::kFloat16;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, schedule.n_tiles);
         start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
         open_tile(params.epilogue, work);
-        token_sums.open(params.epilogue.token);
+        token_sums.open(params.epilogue.launch_id);
         const auto run_steps = [&](auto&& sum_tokens) {
             run_pipeline<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
                 const auto& stage = shared.stages[stage_idx];

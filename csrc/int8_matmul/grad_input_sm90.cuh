@@ -25,6 +25,7 @@
 
 #include <cstdint>
 
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/shared_memory.h"
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
         } else if (warp == 2 && sums_tokens) {
             sum_tokens<kDataType>(shared, params, rank, lane);
         }
-        wait_for_cluster();  // as below
+        leave_cluster();
         return;
     }
 
@@ -113,9 +114,8 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     const int group = position.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
     const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, position.first_of_warp() / kChunkBytes);
     DecodingConsumer<kDataType, Tile> consumer(shared, lane);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rX[kBlockM / 2];  // [64 columns, kBlockM tokens] of the warpgroup, in units of divisor
 #pragma unroll
         for (float& sum : rX) sum = 0.0f;
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
         for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // times kFactor it may be no number
         finish_work_tile<kDataType>(epilogue, shared, rX, work, position,
                                     [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
-    }
-    wait_for_cluster();  // waits until the other CTA's warps have arrived at this one's barriers for the last time
+    });
+    leave_cluster();
 }
 
 template <int kBlockM, DataType kDataType>

@@ -54,7 +54,7 @@ struct MatmulEpilogue {
     MatmulSchedule schedule;
     float* partial;      // [num_slots(schedule), sums of a tile as the kernel orders them], or null: no tile is split
     uint64_t* arrivals;  // [split tiles, CTAs of a cluster], see scheduler/arrivals.cuh
-    uint64_t token;
+    uint64_t launch_id;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
     FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }

@@ -193,7 +193,7 @@ FASTATTN_DEVICE void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_
         const int32_t tickets = ceil_div(in_tile, tokens_at_a_time<kThreads>(num_tokens));
         LaunchCounter(tokens.finished + tile, tokens.launch_id).wait(tickets);
     }
-    __syncthreads();
+    __syncthreads();  // waits until the first thread has seen all of the tile's tokens
 }
 
 // One thread of each CTA calls it when its CTA waits for no more tokens. The last CTA sets the counters back to zero.

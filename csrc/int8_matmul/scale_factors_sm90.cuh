@@ -104,9 +104,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
     const Int8WeightView& weight = params.matmul.weight;
     const int num_groups = ((kMaxGroups - 1) >> weight.group_shift) + 1;
     Ring<Tile::kNumStages> ring(barriers);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
         const int32_t first_group = tile.n_tile * kMaxGroups >> weight.group_shift;
         const auto copy = [&](int32_t step) {
@@ -156,7 +154,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
             ring.advance();
             copy(step + kScaleSteps);
         }
-    }
+    });
 }
 
 }  // namespace fastattn

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/registers.h"
 #include "device/shared_memory.h"
 #include "host/min_max.h"
 #include "scheduler/stream_k.h"
@@ -31,8 +32,7 @@ struct ClusterTileSm90 {
     static constexpr int kNumThreads = 32 * kNumWarps;
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
-    // Warpgroups exchange the registers that a CTA starts with, 168 for each thread.
-    static_assert(kNumConsumers * kConsumerRegisters + kProducerRegisters <= 3 * 168);
+    static_assert(has_registers_for(kNumConsumers + 1, kProducerRegisters + kNumConsumers * kConsumerRegisters));
     // How many rows of M pass through shared memory to the result at a time.
     static constexpr int kPassM = kBlockM % 64 == 0 ? 64 : 32;
     static constexpr int kSumsBytes = kPassM * (kCtaN + 4) * 4;
@@ -63,7 +63,7 @@ template <int kBlockM>
 struct Int8GradInputTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128, 64, 14 << 10> {
     static constexpr int kConsumerRegisters = 224;
     static constexpr int kProducerRegisters = 56;
-    static_assert(2 * kConsumerRegisters + kProducerRegisters <= 3 * 168);
+    static_assert(has_registers_for(/*num_warpgroups=*/3, kProducerRegisters + 2 * kConsumerRegisters));
     static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*dequantises=*/true);
 };
 

@@ -78,8 +78,8 @@ struct TokenSums {
     FASTATTN_DEVICE bool are_shared() const { return are_wanted() && view.partial != nullptr; }
 
     // Before the steps, so that its trip to L2 is hidden: prepares finish_tile().
-    FASTATTN_DEVICE void open(uint64_t token) const {
-        if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, token);
+    FASTATTN_DEVICE void open(uint64_t launch_id) const {
+        if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, launch_id);
     }
 
     // sdY: [kBlockM, kBlockN], dY in this step.

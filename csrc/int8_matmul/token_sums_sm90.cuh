@@ -57,13 +57,12 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
     const TokenSumsView& view = params.matmul.token_sums;
     const int32_t columns = schedule.n_tiles * kClusterSize;
     Ring<Tile::kNumStages> ring(shared.ring);
-    MatmulWorkTile work;
-    for (bool has_work = first_cluster_tile(schedule, cluster_of_cta(), work); has_work;
-         has_work = next_cluster_tile(schedule, cluster_of_cta(), clusters_of_launch(), work)) {
+    for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
         TokenSumWork own(view, tile.m_tile, tile.n_tile, columns, work.begin_step);
         const bool counts = view.partial != nullptr && own.next_step < work.end_step;
-        if (counts && lane == 0) open_arrivals(view.arrivals + own.column, epilogue.token);  // long before it arrives
+        // Opens the counter long before it arrives there, so that the trip to L2 is hidden.
+        if (counts && lane == 0) open_arrivals(view.arrivals + own.column, epilogue.launch_id);
         int32_t num_summed = 0;
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
             ring.wait_full();
@@ -75,7 +74,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
             __syncwarp();  // waits until every lane has read the step
             ring.release_to_cluster(lane, kClusterSize);
         }
-        if (!counts) continue;
+        if (!counts) return;
         __syncwarp();  // waits until all lanes have stored their sums
         const int32_t column_steps = ceil_div(schedule.steps - own.column, columns) * schedule.m_tiles;
         const bool is_last = lane == 0 && arrives_last(view.arrivals + own.column, column_steps, num_summed);
@@ -83,7 +82,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
             __syncwarp();  // what the first lane has acquired, all may read
             own.template add_tiles<kDataType, Tile::kBlockK, 4>(schedule.m_tiles, lane, kWarpSize);
         }
-    }
+    });
 }
 
 }  // namespace fastattn

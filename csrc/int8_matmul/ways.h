@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "host/host_device.h"
 #include "host/sm_rates.h"
-#include "scheduler/stream_k.h"
 
 namespace fastattn {
 

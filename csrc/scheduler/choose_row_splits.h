@@ -32,16 +32,14 @@ inline constexpr double kLeastGain = 0.05;
 // All that the splits depend on: equal problems have equal splits.
 struct RowSplitProblem {
     int32_t query_rows, key_rows, group, heads, heads_per_group, window_left, window_right, query_offset, block_m,
-        block_n, num_sms, is_deterministic;
+        block_n, num_sms, is_masked, is_deterministic;
 
     bool operator==(const RowSplitProblem&) const = default;
-
-    bool is_masked() const { return window_left != ScoreParams::kUnbounded || window_right != ScoreParams::kUnbounded; }
 
     // Whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at a time:
     // under a mask, where tiles differ in length, only splits of whole query heads do not.
     bool can_split_into(int64_t num_splits) const {
-        return group % num_splits == 0 || is_deterministic == 0 || !is_masked();
+        return group % num_splits == 0 || is_deterministic == 0 || is_masked == 0;
     }
 
     RowSplits split_into(uint32_t first_tile, int64_t num_splits) const {
@@ -80,7 +78,7 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
     const int64_t positions = ceil_div(problem.key_rows, problem.block_n), num_tiles = positions * problem.heads;
     const RowSplits whole{0, 1, 1};
     // Under a mask, four rounds of tiles leave few CTAs idle: short tiles come last.
-    if (num_tiles == 0 || (problem.is_masked() && num_tiles >= 4 * int64_t{problem.num_sms})) return whole;
+    if (num_tiles == 0 || (problem.is_masked != 0 && num_tiles >= 4 * int64_t{problem.num_sms})) return whole;
     std::vector<int32_t> row_tiles(static_cast<size_t>(positions));
     for (int64_t i = 0; i < positions; ++i) {
         const auto first_key = static_cast<int32_t>(i * problem.block_n);
@@ -91,7 +89,7 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
         row_tiles[static_cast<size_t>(i)] = std::max(end - begin, 0);
     }
     // Unmasked, all CTAs take the rounds before the last two in the same time.
-    const int64_t full_rounds = problem.is_masked() ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
+    const int64_t full_rounds = problem.is_masked != 0 ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
     const auto first_tile = static_cast<uint32_t>(full_rounds * problem.num_sms);
     const int64_t num_tiles_to_split = num_tiles - first_tile;
     RowSplits best = whole;
@@ -138,6 +136,7 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
                                   block_m,
                                   block_n,
                                   num_sms,
+                                  scores.has_window(),
                                   is_deterministic};
     if (params.packed.cu_seqlens_k != nullptr)
         return packed_row_splits(problem, params.packed.total_k, params.key.heads);

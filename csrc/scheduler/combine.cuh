@@ -20,9 +20,9 @@ namespace fastattn {
 
 // Rows: the rows of a tile, and where they go.
 //   kBlockM, kValueDim        how many, and their columns
-//   kLog2Nodes                4, 16 or 32 nodes are combined side by side. More nodes are fewer rounds, and a round takes
-//                             three trips to L2 (arrival, sums, values); but one CTA computes each node of a round, and
-//                             with more rounds more CTAs work at a time
+//   kLog2Nodes                4, 16 or 32 nodes are combined side by side. More nodes are fewer rounds, and a round
+//                             takes three trips to L2 (arrival, sums, values); but one CTA computes each node of a
+//                             round, and with more rounds more CTAs work at a time
 //   kQuadsAtOnce              of 4 nodes: how many times four columns a thread loads at once
 //   num_rows()                the rows that exist
 //   slots()                   the workspace
@@ -135,8 +135,8 @@ struct Combiner {
             for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
             for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         }
-        // Waits until all sums are in shared memory: from here on those of the first node may be overwritten. Its values are
-        // overwritten by the thread that has read them.
+        // Waits until all sums are in shared memory: from here on those of the first node may be overwritten. Its
+        // values are overwritten by the thread that has read them.
         Threads::sync();
     }
 

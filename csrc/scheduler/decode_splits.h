@@ -22,7 +22,6 @@
 #include "host/decode_params.h"
 #include "host/min_max.h"
 #include "scheduler/partial_tree.h"
-#include "scheduler/work_tile.h"
 
 namespace fastattn {
 

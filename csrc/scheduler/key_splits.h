@@ -193,7 +193,7 @@ FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_
 }
 
 // The steps of a split of a work tile whose rows see num_tiles tiles of keys.
-FASTATTN_DEVICE Steps steps_of(const KeySplit& split, int32_t num_tiles) {
+FASTATTN_DEVICE Steps steps_of_split(const KeySplit& split, int32_t num_tiles) {
     const auto left_before = [&](int32_t idx) {
         return num_tiles - static_cast<int32_t>(int64_t{num_tiles} * idx / split.num_splits);
     };

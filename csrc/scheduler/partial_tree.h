@@ -76,9 +76,9 @@ FASTATTN_HOST_DEVICE int64_t slot_of(int32_t slots_per_cta, int32_t cta, Partial
     return int64_t{cta} * slots_per_cta + (own < last ? own : last);
 }
 
-// In how many rounds the partials of a tile become one at most; in each, CTAs combine several nodes side by side. With
-// 32 at a time (flash-decoding) 32^6 partials, more than a capacity below 2^30 has blocks of 64 keys; with 4 (attention)
-// 4^6 CTAs, more than any GPU runs at a time.
+// In how many rounds the partials of a tile become one at most; in each, CTAs combine several nodes side by side. That
+// suffices for 32^6 partials with 32 nodes at a time (flash-decoding), more than a capacity below 2^30 has blocks of 64
+// keys, and for those of 4^6 CTAs with 4 (attention), more than any GPU runs at a time.
 inline constexpr int kCombineRounds = 6;
 
 // For so many nodes a thread has values on their way at a time, in one trip to L2.

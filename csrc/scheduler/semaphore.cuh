@@ -1,6 +1,7 @@
 // Orders the additions of several CTAs to the same sums, so that their bits repeat: a semaphore is a number in global
 // memory, zero before the launch, that counts who has added. CTAs claim their work in that order, so that each only
-// ever waits for CTAs that run already. dQ is added so in attention/backward_panels_sm90.cuh.
+// ever waits for CTAs that run already. Where gradients are deterministic, the kernels for sm_80 add dQ so, those with
+// small and with large tiles of keys, and attention/backward_panels_sm90.cuh adds dQ, and dK and dV of split tiles.
 #pragma once
 
 #include <cstdint>

@@ -16,11 +16,9 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "host/host_device.h"
 #include "host/min_max.h"
-#include "host/sm_rates.h"
 
 namespace fastattn {
 

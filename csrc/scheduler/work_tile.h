@@ -29,8 +29,9 @@ FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
-// Whether persistent CTAs should claim the forward pass's work tiles: where these are more than the CTAs, and a mask makes
-// them unlike in length. Of packed sequences, as many as exist at most may not exist: claiming one takes a trip to L2.
+// Whether persistent CTAs should claim the forward pass's work tiles: where these are more than the CTAs, and a mask
+// makes them unlike in length. Of packed sequences, as many as exist at most may not exist: claiming one takes a trip
+// to L2.
 inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m, int64_t num_ctas) {
     const int64_t heads = int64_t{params.query.heads} * params.query.batch;
     const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
@@ -66,9 +67,9 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
     return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(l2_budget(l2_bytes) / walked_bytes, all_heads)));
 }
 
-// In ordered addition, so many CTAs at least are at the same head, one a step behind the other, unless L2 holds what all
-// heads of the group walk through: a byte from HBM then serves all of these CTAs. Of 128 dims, 132 CTAs read and add
-// about 6 TB/s.
+// In ordered addition, so many CTAs at least are at the same head, one a step behind the other, unless L2 holds what
+// all heads of the group walk through: a byte from HBM then serves all of these CTAs. Of 128 dims, 132 CTAs read and
+// add about 6 TB/s.
 inline constexpr int32_t kCtasOfOrderedHead = 4;
 
 // The key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles, CTAs
