@@ -82,7 +82,7 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
     shardings = []
     for kind in _kinds(given):
         arguments = _argument_placements(kind, given, len(args))
-        placed = dict(zip(given._fields, arguments, strict=True))
+        placed = dict(zip(given._fields, arguments, strict=False))  # the last ones may have been left out
         grads = [placed["query"], placed["key"], placed["value"]]
         bias, slopes = given.bias if given.bias_grad else None, given.alibi_slopes if given.slopes_grad else None
         options = (
