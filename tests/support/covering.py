@@ -20,7 +20,8 @@ T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
-MOST = 3  # cases of a function whose cases cost much
+MOST = 3  # cases in the core of a function whose cases cost much
+MOST_OF_OTHERS = 2  # cases in `make test-all` of a function that the core leaves out, and that cost much
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
@@ -121,30 +122,37 @@ def core_of(items: Iterable[Any]) -> list[Any]:
     """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
     several backends none of Triton's, which compile for seconds: `PROVES_ALL` has each of its kernels and options.
     """
-
-    def is_dear(item: Any) -> bool:
-        has_proofs = item.path.parent.name == PROVES_ALL or _has_instances(item)
-        return not has_proofs and item.get_closest_marker("quick") is None
-
-    return _few_of(_quick(list(items)), is_dear)
+    return _few_of(_quick(list(items)), lambda item: MOST if _is_dear(item) else None)
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: of what the core chooses among all values of each parameter, and
-    a few of the others.
+    """Returns the pytest items of ``make test-all``: of what the core chooses among twice as many cases, and a few of
+    the others.
     """
     items = list(items)
     quick = set(map(id, _quick(items)))
-    return _few_of(items, lambda item: id(item) not in quick)
+
+    def most_of(item: Any) -> int | None:
+        if id(item) in quick:
+            return 2 * MOST if _is_dear(item) else None
+        return None if item.path.parent.name in CHEAP else MOST_OF_OTHERS
+
+    return _few_of(items, most_of)
 
 
-def _few_of(items: list[Any], is_dear: Callable[[Any], bool]) -> list[Any]:
-    """Returns few cases of each function; of those that are dear at most `MOST`."""
-    functions: dict[tuple[str, str, bool], list[Any]] = {}
+def _is_dear(item: Any) -> bool:
+    """Returns whether a case that the core may choose costs much, and is not there to prove an instance or option."""
+    has_proofs = item.path.parent.name == PROVES_ALL or _has_instances(item)
+    return not has_proofs and item.get_closest_marker("quick") is None
+
+
+def _few_of(items: list[Any], most_of: Callable[[Any], int | None]) -> list[Any]:
+    """Returns few cases of each function, at most ``most_of`` them."""
+    functions: dict[tuple[str, str, int | None], list[Any]] = {}
     for item in items:
-        functions.setdefault((*_function(item), is_dear(item)), []).append(item)
+        functions.setdefault((*_function(item), most_of(item)), []).append(item)
     chosen: list[Any] = []
-    for (*_, are_dear), cases in functions.items():
+    for (*_, most), cases in functions.items():
         if not hasattr(cases[0], "callspec"):
             chosen += cases
             continue
@@ -155,7 +163,6 @@ def _few_of(items: list[Any], is_dear: Callable[[Any], bool]) -> list[Any]:
             ]
         else:
             facts = [facts_of(each.params, each.indices) for each in specs]
-        most = MOST if are_dear and cases[0].path.parent.name not in CHEAP else None
         chosen += covering(cases, facts, most) if any(facts) else cases[:1]
     return chosen
 
