@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 
 import torch
 
 from fastattn import native
 from fastattn.dispatch import device
-from fastattn.dispatch.support import SUPPORT, support_table
+from fastattn.dispatch.reasons import unavailable
+from fastattn.dispatch.support import OLDEST_ARCH, support_table
 
 WITHOUT_CUDA_KERNELS = """none: built without CUDA C++ kernels, so GPUs run the Triton kernels.
 In a clone, `make install` builds for the GPUs that it finds, and `make install FASTATTN_ARCHS="80;90a"` for all;
@@ -20,8 +20,6 @@ it brings a compiler. Elsewhere install a CUDA toolkit, set CUDA_HOME to it and 
 def native_code_for(arch: int) -> str:
     """Returns a phrase for the code of the library that a GPU of compute capability ``arch`` (times ten) runs."""
     code = native.code_for(arch)
-    if not code:
-        return "no CUDA C++ kernels"
     if "PTX" in code:
         return "CUDA C++ kernels, compiled from PTX by the driver at first use"
     return f"CUDA C++ kernels in machine code for {' and '.join(code)}"
@@ -36,18 +34,20 @@ def triton_version() -> str:
 
 
 def describe_gpu(index: int) -> str:
-    """Returns a line about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
+    """Returns lines about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
     gpu = torch.device("cuda", index)
     facts = device.facts(gpu)
-    oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
-    if facts is None or facts.arch < oldest:
-        return f"{torch.cuda.get_device_name(gpu)}: PyTorch's own kernels run; fastattn's need sm_{oldest} or later"
+    name = torch.cuda.get_device_name(gpu)
+    if facts is None or facts.arch < OLDEST_ARCH:
+        return f"{name}: PyTorch's own kernels run; fastattn's need sm_{OLDEST_ARCH} or later"
     memory_gib = torch.cuda.get_device_properties(gpu).total_memory / 2**30
-    triton = "Triton kernels" if importlib.util.find_spec("triton") else "no Triton kernels"
-    return (
-        f"{torch.cuda.get_device_name(gpu)}, sm_{facts.arch}, {memory_gib:.0f} GiB: "
-        f"{triton}; {native_code_for(facts.arch)}"
-    )
+    triton, cuda = (unavailable(backend, gpu, facts) for backend in ("triton", "cuda"))
+    lines = [
+        f"{name}, sm_{facts.arch}, {memory_gib:.0f} GiB",
+        f"no CUDA C++ kernels: {cuda}" if cuda else native_code_for(facts.arch),
+        f"no Triton kernels: {triton}" if triton else "Triton kernels",
+    ]
+    return "\n".join(lines)
 
 
 def report() -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastattn.__main__ import describe_gpu
 from fastattn.dispatch import device, reasons
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.functional.autocast import autocast_dtype
@@ -48,8 +49,29 @@ def test_a_silent_driver_is_no_reason_against_a_kernel(
     driver_cuda: int | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reasons.native, "BUILD", {"archs": ["80"], "code": {"80": ["sm_80"]}, "cuda": "12.8"})
-    reason = reasons._unavailable("cuda", CUDA, DeviceFacts(80, 108, 163 * 1024, driver_cuda))
+    reason = reasons.unavailable("cuda", CUDA, DeviceFacts(80, 108, 163 * 1024, driver_cuda))
     assert (reason is not None and "the driver supports CUDA 11.8" in reason) == refused
+
+
+@pytest.mark.parametrize(
+    ("arch", "driver_cuda", "expected"),
+    [
+        (90, 13000, ["an H100, sm_90, 80 GiB", "CUDA C++ kernels in machine code for sm_90a", "Triton kernels"]),
+        (90, 12040, ["an H100, sm_90, 80 GiB", "no CUDA C++ kernels: the driver supports CUDA 12.4", "Triton kernels"]),
+        (86, 13000, ["an H100, sm_86, 80 GiB", "no CUDA C++ kernels: the library was built for oth", "Triton kernels"]),
+        (75, 13000, ["an H100: PyTorch's own kernels run; fastattn's need sm_80"]),
+    ],
+)
+def test_the_report_says_what_the_dispatcher_will(
+    arch: int, driver_cuda: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = {"archs": ["80", "90a"], "code": {"90a": ["sm_90a"]}, "cuda": "13.0"}
+    monkeypatch.setattr(reasons.native, "BUILD", build)
+    monkeypatch.setattr(device, "facts", lambda gpu: DeviceFacts(arch, 132, 227 * 1024, driver_cuda))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "an H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(total_memory=80 << 30))
+    lines = describe_gpu(0).splitlines()
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
 def test_autocast_of_devices_that_have_none() -> None:

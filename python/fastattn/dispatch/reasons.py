@@ -58,8 +58,8 @@ def reason_against(backend: str, request: Request, device_facts: DeviceFacts | N
     support = SUPPORT[request.op.name].get(backend)
     if support is None:
         return f"there is no {_NAMES[backend]} kernel for {request.op.name} yet."
-    unavailable = _unavailable(backend, request.device, device_facts)
-    return unavailable or _kernel_reason(backend, support, request, device_facts)
+    why_not = unavailable(backend, request.device, device_facts)
+    return why_not or _kernel_reason(backend, support, request, device_facts)
 
 
 def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
@@ -68,10 +68,10 @@ def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
     support = SUPPORT[request.op.name].get("cuda")
     if support is None or (request.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
-    unavailable = _unavailable("cuda", request.device, device_facts)
-    if unavailable is None or _kernel_reason("cuda", support, request, device_facts) is not None:
+    lacking = unavailable("cuda", request.device, device_facts)
+    if lacking is None or _kernel_reason("cuda", support, request, device_facts) is not None:
         return None
-    return unavailable
+    return lacking
 
 
 def _kernel_reason(backend: str, support: Support, request: Request, device_facts: DeviceFacts) -> str | None:
@@ -110,14 +110,13 @@ def words_for(op: str, features: frozenset[str]) -> str:
     return ", ".join(words for feature, words in FEATURES[op].items() if feature in features)
 
 
-def _unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -> str | None:
+def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -> str | None:
+    """Returns why a GPU runs no kernel of ``backend``, whatever the call is, or None if it runs them."""
     if backend == "cuda":
         if device.type == "cpu" and not native.TAKES_CPU_TENSORS:
             return "the GPU is an emulated one, and the library was not built for the emulator."
         if "80" not in native.BUILD["archs"]:
-            return (
-                "the library was built without CUDA C++ kernels for sm_80; `python -m fastattn` says how to get them."
-            )
+            return "the library was built without CUDA C++ kernels; `python -m fastattn` says how to get them."
         if device_facts.arch >= 80 and not native.code_for(device_facts.arch):
             return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))

@@ -159,6 +159,9 @@ SUPPORT: dict[str, dict[str, Support]] = {
     },
 }
 
+# The oldest compute capability (times ten) on which a kernel runs.
+OLDEST_ARCH = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
+
 
 def support_table() -> str:
     """Returns the README's support table in Markdown: all features of each operation, and which backend lacks which."""
@@ -172,8 +175,7 @@ def support_table() -> str:
     for op, features in FEATURES.items():
         lines.append(f"Everything of {FUNCTIONS[op]}: {', '.join(features.values())}.")
         lines.append("")
-    oldest = min(support.min_arch for backends in SUPPORT.values() for support in backends.values())
-    lines.append(f"The kernels need compute capability {oldest // 10}.{oldest % 10} or later.")
+    lines.append(f"The kernels need compute capability {OLDEST_ARCH // 10}.{OLDEST_ARCH % 10} or later.")
     return "\n".join(lines)
 
 
