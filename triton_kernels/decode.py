@@ -336,7 +336,6 @@ def _decode(given: Any, out: Tensor) -> Tensor:
     group = num_heads // kv_heads
     page_size = 0 if block_table is None else block_rows
     tile = decode_tile(
-        device.arch,
         head_dim,
         value_dim,
         num_queries * group,

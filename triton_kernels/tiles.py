@@ -22,21 +22,6 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 Tile = TypeVar("Tile", "AttentionTile", "Int8MatmulTile")
 
-# The shared memory that one block may use on an SM, by compute capability (CUDA programming guide, table of technical
-# specifications): 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on sm_86, sm_89 and sm_120.
-_LARGE_SHARED_MEMORY = 227 * 1024
-_A100_SHARED_MEMORY = 163 * 1024
-_SMALL_SHARED_MEMORY = 99 * 1024
-
-
-def shared_memory_limit(arch: int) -> int:
-    """Returns the bytes of shared memory that one block may use on compute capability ``arch`` (80, 89, 90, ...)."""
-    if arch in (80, 87):
-        return _A100_SHARED_MEMORY
-    if 90 <= arch < 120:
-        return _LARGE_SHARED_MEMORY
-    return _SMALL_SHARED_MEMORY
-
 
 def padded_head_dim(head_dim: int) -> int:
     """Returns ``head_dim`` rounded up to a power of two, as a Triton tile can have no other width; 16 is the least."""
@@ -191,7 +176,8 @@ def attention_backward_tile(
     """Returns the tile of a backward kernel: "key_value" (dK, dV), "query" (dQ, delta and the slopes' gradient) or
     "bias" (its gradient).
 
-    The other parameters are those of `attention_forward_tile`.
+    ``crowded`` says whether scores go through more than scaling, a window and ranges of keys; the other parameters are
+    those of `attention_forward_tile`.
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if kernel == "bias":  # always crowded; its accumulator is the tile itself
@@ -276,7 +262,6 @@ class DecodeTile:
 
 
 def decode_tile(
-    arch: int,
     head_dim: int,
     value_dim: int,
     rows: int,

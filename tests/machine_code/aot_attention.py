@@ -13,12 +13,7 @@ from fastattn.triton_kernels.attention_backward_slopes import attention_backward
 from fastattn.triton_kernels.attention_common import ADDITIVE_BIAS, BOOL_BIAS, NO_BIAS
 from fastattn.triton_kernels.attention_forward import attention_forward_kernel
 from fastattn.triton_kernels.attention_launch import LAUNCH_OPTIONS, attention_constexprs, is_crowded
-from fastattn.triton_kernels.tiles import (
-    AttentionTile,
-    attention_backward_tile,
-    attention_forward_tile,
-    shared_memory_limit,
-)
+from fastattn.triton_kernels.tiles import AttentionTile, attention_backward_tile, attention_forward_tile
 
 KERNELS: dict[str, Any] = {
     "forward": attention_forward_kernel,
@@ -132,8 +127,14 @@ def build(
         arch=target or arch,
         types=argument_types(function, dtype, options, head_dim, page_size),
         constexprs={name: constexprs[name] for name in (*used, *LAUNCH_OPTIONS)},
-        shared_limit=shared_memory_limit(smallest_user(kernel, arch, head_dim, options, page_size)),
+        shared_limit=_shared_memory_limit(smallest_user(kernel, arch, head_dim, options, page_size)),
     )
+
+
+def _shared_memory_limit(arch: int) -> int:
+    """Returns the bytes of shared memory that one block may use on a GPU (CUDA programming guide, table of technical
+    specifications)."""
+    return (163 if arch in (80, 87) else 227 if 90 <= arch < 120 else 99) * 1024
 
 
 def builds() -> list[Build]:

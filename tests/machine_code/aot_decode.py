@@ -72,7 +72,7 @@ def split_build(
     ones: tuple[str, ...] = (),
 ) -> Build:
     """``ones``: integers that are 1, of which Triton makes constants."""
-    tile = tiles.decode_tile(arch, *dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
+    tile = tiles.decode_tile(*dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
     types: dict[str, Any] = cache_types(dtype, cache, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
         "q_strides": STRIDES,

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn import run
 from fastattn.call import AttentionCall
 from fastattn.checks import is_distributed, needs_gradient
 from fastattn.dispatch.choose import choose, is_watched
@@ -27,11 +26,11 @@ from fastattn.dispatch.recording import note
 from fastattn.dispatch.request import Request
 from fastattn.errors import InputError
 from fastattn.functional import nested
+from fastattn.functional.attention import Prepared, carry_out
 from fastattn.functional.attention_checks import check_once, default_scale
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.distributed_tensors import DENSE, are_split_alike, attend_locally, dims_of_mask
-from fastattn.functional.dropout_seed import draw_seed
 from fastattn.functional.spread_attention import in_force
 from fastattn.functional.torch_sdpa import torch_sdpa
 from fastattn.ops.describe import AttentionDetails, request_for_attention
@@ -124,10 +123,9 @@ def scaled_dot_product_attention(
         dropout_p=call.dropout_p,
         scale=call.scale,
         first_row=0 if is_causal else None,
-        dropout_seed=draw_seed(device) if dropout_p > 0 else None,
     )
-    out, _, _ = run.attention(choice, attention, "gradients" in request.features)
-    note(request.op.name, choice.backend, choice.kernel)
+    out = carry_out(Prepared(attention, request, choice))
+    assert isinstance(out, Tensor)
     if query.dim() == 4 and len(batch) == 1:
         return out
     rank = max(query.dim(), key.dim(), value.dim())
@@ -177,13 +175,11 @@ def _over_jagged(call: _SdpaCall) -> Tensor | None:
     if is_causal and attention.cu_seqlens_q is not attention.cu_seqlens_k:
         return None
     choice = choose(request)
-    if choice.backend == "torch":
-        result = call.in_torch()
-    else:
-        if call.dropout_p > 0:
-            attention = attention._replace(dropout_seed=draw_seed(query.device))
-        out, _, _ = run.attention(choice, attention, "gradients" in request.features)
-        result = packed.like_query(out)
+    if choice.backend != "torch":
+        out = carry_out(Prepared(attention, request, choice))
+        assert isinstance(out, Tensor)
+        return packed.like_query(out)
+    result = call.in_torch()
     note(request.op.name, choice.backend, choice.kernel)
     return result
 

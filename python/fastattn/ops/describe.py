@@ -178,7 +178,7 @@ def _decode_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[st
         from fastattn.triton_kernels import tiles
 
         shape = request.head_dim, request.value_dim, sizes.rows, sizes.itemsize
-        tile = tiles.decode_tile(gpu.arch, *shape, gpu.shared_memory_bytes, sizes.page_size)
+        tile = tiles.decode_tile(*shape, gpu.shared_memory_bytes, sizes.page_size)
         return "decode.split_kernel", tile
     widest = max(int(request.head_dim), int(request.value_dim))
     cache, shared_bytes = _cache_format(request.features), gpu.shared_memory_bytes
