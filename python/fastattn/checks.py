@@ -100,7 +100,12 @@ def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequen
         expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
     elif heads % kv_heads:
         expected = f"a multiple of the {kv_heads} KV heads (query {layouts[0]}, {key_name} {layouts[1]})"
-        expect(False, "query", expected, f"{heads} heads{_advice_on_swapped(query, key, key_name)}")
+        expect(
+            False,
+            "query",
+            expected,
+            f"{heads} head{'s' if heads != 1 else ''}{_advice_on_swapped(query, key, key_name)}",
+        )
 
 
 def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
@@ -109,7 +114,8 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
     shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
-    if 0 < k <= q < query.shape[1] and q <= MOST_HEADS and q % k == 0:
+    few_queries = q < query.shape[1] or query.shape[1] == 1
+    if 0 < k <= q <= MOST_HEADS and few_queries and q % k == 0:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"

@@ -346,7 +346,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         cache_of(dtype=torch.float16).attend,
         attend(),
         InputError,
-        ("dtype", "query's dtype, torch.float64", "torch.float16", "dtype=torch.float64"),
+        ("query", "cache's dtype, torch.float16", "torch.float64", "dtype=torch.float64"),
     ),
     "quantized to what": (cache_of, {"quantized": "int4"}, InputError, ("quantized", "'int8', 'fp8'", "'int4'")),
     "dtype type": (cache_of, {"dtype": "half"}, TypeError, ("dtype", "torch.dtype", "str")),

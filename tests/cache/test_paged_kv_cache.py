@@ -400,7 +400,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "step type": (C.step, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "int", "NoneType")),
     "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, InputError, ("sequence", "[0]", "9")),
     "chunk twice": (C.chunk, {"sequences": [S, S], "num_new": [1, 1]}, InputError, ("sequences", "once", "[0, 0]")),
-    "chunk counts": (C.chunk, {"sequences": [S], "num_new": [1, 2]}, InputError, ("num_new", "each of 1", "2")),
+    "chunk counts": (C.chunk, {"sequences": [S], "num_new": [1, 2]}, InputError, ("num_new", "each sequence, 1", "2")),
     "chunk negative": (C.chunk, {"sequences": [S], "num_new": [-1]}, InputError, ("num_new", "at least 0", "-1")),
     "chunk of int8": (QUANTIZED.chunk, {"sequences": [], "num_new": []}, InputError, ("quantized", "False", "True")),
     "layer": (STEP.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),

@@ -99,6 +99,17 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         InputError,
         ("query", "[B, Hkv, capacity, D]", "pass k_cache.transpose(1, 2)"),
     ),
+    "one query and a cache with heads after rows": (
+        fastattn.attention_with_kv_cache,
+        {
+            "query": torch.zeros(2, 1, 8, 16),
+            "k_cache": torch.zeros(2, 33, 2, 16),
+            "v_cache": torch.zeros(2, 33, 2, 16),
+            "cache_seqlens": torch.zeros(2, dtype=torch.int32),
+        },
+        InputError,
+        ("query", "got 1 head:", "pass query.transpose(1, 2), k_cache.transpose(1, 2)"),
+    ),
     "no KV heads": (
         A,
         dense(key=torch.zeros(2, 0, 7, 16), value=torch.zeros(2, 0, 7, 24)),
@@ -107,6 +118,13 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "causal": (A, dense(causal="yes"), TypeError, ("causal", "bool", "str")),
     "window form": (A, dense(window=(1, 2, 3)), InputError, ("window", "(left, right)", "(1, 2, 3)")),
+    "window of None": (A, dense(window=(None, 0)), InputError, ("window", "-1 for an unbounded side", "(None, 0)")),
+    "bias of three dims": (
+        A,
+        dense(bias=torch.ones(2, 5, 7).bool()),
+        InputError,
+        ("bias", "[2, 5, 7]", "pass bias[:, None]"),
+    ),
     "window of one number": (A, dense(window=128), InputError, ("window", "(left, right), got 128; (127, 0) lets")),
     "window values": (A, dense(window=(-2, 0)), InputError, ("window", "at least -1", "-2")),
     "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),

@@ -171,7 +171,7 @@ class PagedKVCache:
         expect(unquantized, "quantized", "False for chunks: caches of 8 bits take steps only", True)
         names = _listed("sequences", sequences, "a list of sequences' numbers")
         counts = _listed("num_new", num_new, "a list of numbers, one for each sequence")
-        expect(len(counts) == len(names), "num_new", f"one number for each of {len(names)} sequences", len(counts))
+        expect(len(counts) == len(names), "num_new", f"one number for each sequence, {len(names)} in all", len(counts))
         counts = [check_int("num_new", count, minimum=0) for count in counts]
         demand = self._pool.demand(names, counts)
         before = [s.length for s in demand.sequences]

@@ -106,7 +106,8 @@ class PagePool:
         check_int("sequence", name)
         found = self.sequences.get(name)
         if found is None:
-            raise InputError(f"sequence: expected one of {list(self.sequences)}, got {name}")
+            known = f"one of {list(self.sequences)}" if self.sequences else "one that add() has made"
+            raise InputError(f"sequence: expected {known}, got {name}")
         return found
 
     def settle(self) -> None:

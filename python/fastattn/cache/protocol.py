@@ -25,8 +25,10 @@ def check_options(function: str, names: Iterable[str]) -> None:
         if name in _SET_BY_THE_CACHE:
             raise TypeError(f"{name}: {function} sets it itself")
         if name not in _OPTIONS:
-            takes = f"{', '.join(sorted(_OPTIONS))}{advice_on_keyword(name, _OPTIONS)}"
-            raise TypeError(f"{name}: {function} takes no such argument; it takes {takes}")
+            advice = advice_on_keyword(name, _OPTIONS)
+            raise TypeError(
+                f"{name}: {function} takes no such argument{advice}; it takes {', '.join(sorted(_OPTIONS))}"
+            )
 
 
 class StepCache(ABC):

@@ -86,7 +86,7 @@ class CacheLayout:
         dtype = query.dtype if cast is None or query.dtype == torch.float64 else cast
         if self.quantized is None and dtype != self.dtype:
             raise InputError(
-                f"dtype: expected a cache of the query's dtype, {dtype}, got one of {self.dtype}; make it with "
+                f"query: expected the cache's dtype, {self.dtype}, got {dtype}; cast it, or make the cache with "
                 f"dtype={dtype}"
             )
 

@@ -129,6 +129,8 @@ def check_window(window: Any) -> tuple[int, int]:
         if isinstance(window, int) and window > 0 and not isinstance(window, bool):
             advice = f"; ({window - 1}, 0) lets a query see {window} keys up to its own"
         raise InputError(f"window: expected (left, right), got {window!r}{advice}")
+    if None in window:
+        raise InputError(f"window: expected two ints, {UNBOUNDED} for an unbounded side, got {window!r}")
     left, right = (check_int("window", side, minimum=UNBOUNDED) for side in window)
     return left, right
 
@@ -146,6 +148,8 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
         if is_mask and tuple(bias.shape) == (full[0], full[3]):
             came += f"; of a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
+    if bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:]):
+        expect(False, "bias", layout, f"{list(bias.shape)}; of one [Sq, Sk] for each sequence pass bias[:, None]")
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))
         expect(False, "bias", expected, f"{bias.dtype}; of a mask that is 1 where a query sees a key, pass mask.bool()")
@@ -242,7 +246,8 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
     if total is not None:
         if device_checks_are_on():
-            expect(values[0] == 0, name, "0 as the first offset", values[0])
+            advice = "; of lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
+            expect(values[0] == 0, name, "0 as the first offset", f"{values[0]}{advice}")
             expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])
         expect(values[-1] <= total, name, f"at most {total} (the number of rows) as the last offset", values[-1])
