@@ -132,4 +132,5 @@ def dequantize_cache(given: Any) -> None:
         IS_FP8=k_cache.dtype == FP8,
         BLOCK_T=BLOCK_T,
         num_warps=4,
+        enable_fp_fusion=True,
     )
