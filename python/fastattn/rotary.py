@@ -20,3 +20,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     turned = (a * cos - b * sin, a * sin + b * cos)
     turned_dims = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return torch.cat([turned_dims.to(x.dtype), passing], dim=-1)
+
+
+def rotary_at(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
+    """Rotates ``x`` by the rows of the tables ``cos``, ``sin [positions, rotary_dim / 2]`` for ``position [B, S]``;
+    positions outside of the tables are clamped to them."""
+    position = position.clamp(0, cos.shape[0] - 1)
+    return rotary(x, cos[position], sin[position], interleaved)

@@ -18,7 +18,7 @@ from fastattn.checks import is_readable
 from fastattn.functional import composite, torch_sdpa
 from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
 from fastattn.reference.kv_cache import tree_of_keys
-from fastattn.rotary import rotary
+from fastattn.rotary import rotary_at
 
 
 def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
@@ -75,8 +75,7 @@ def _rotated(call: DecodeCall, x: Tensor, first: list[int]) -> Tensor:
     """Returns ``x [B, H, S, D]``, rotated by each sequence's positions from ``first`` on."""
     assert call.rotary_cos is not None and call.rotary_sin is not None
     position = torch.tensor(first, device=x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
-    position = position.clamp(0, call.rotary_cos.shape[0] - 1)
-    return rotary(x, call.rotary_cos[position], call.rotary_sin[position], call.rotary_interleaved)
+    return rotary_at(x, call.rotary_cos, call.rotary_sin, position, call.rotary_interleaved)
 
 
 def _append(call: DecodeCall, before: list[int]) -> None:

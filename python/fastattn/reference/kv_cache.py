@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
 from fastattn.reference.formula import attend, bounds
 from fastattn.reference.pages import gather_pages, present_pages
-from fastattn.rotary import rotary
+from fastattn.rotary import rotary_at
 
 
 def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
@@ -110,17 +110,15 @@ def attention_with_kv_cache(
     total = (before + num_new).clamp(max=capacity)
     position = (total - num_queries)[:, None] + torch.arange(num_queries, device=device)
 
-    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
-        assert rotary_cos is not None and rotary_sin is not None
-        positions = positions.clamp(0, rotary_cos.shape[0] - 1)
-        return rotary_cos[positions], rotary_sin[positions]
+    def rotated(x: Tensor, positions: Tensor) -> Tensor:
+        if rotary_cos is None or rotary_sin is None:
+            return x
+        return rotary_at(x, rotary_cos, rotary_sin, positions, rotary_interleaved)
 
-    if rotary_cos is not None:
-        query = rotary(query, *angles(position), rotary_interleaved)
+    query = rotated(query, position)
     if k_new is not None and v_new is not None and num_new and capacity:
         new_position = before[:, None] + torch.arange(num_new, device=device)
-        if rotary_cos is not None:
-            k_new = rotary(k_new, *angles(new_position), rotary_interleaved)
+        k_new = rotated(k_new, new_position)
         block = (new_position // block_rows).clamp(max=table.shape[1] - 1)
         row = table.gather(1, block) * block_rows + new_position % block_rows
         fits = (new_position < capacity) & block_is_present.gather(1, block)

@@ -14,7 +14,7 @@ from fastattn.dispatch.request import Choice
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.ops.attention import attention_forward
 from fastattn.ops.decode import Dequantization, attention_decode, attention_decode_out, dequantize_cache
-from fastattn.rotary import rotary
+from fastattn.rotary import rotary_at
 
 
 def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -56,8 +56,7 @@ def _prefill(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
     total = (call.cache_seqlens.clamp(0, capacity) + call.num_new).clamp(max=capacity)
     if cos is not None and sin is not None:
         position = (total - num_queries)[:, None] + torch.arange(num_queries, device=query.device)
-        position = position.clamp(0, cos.shape[0] - 1)
-        query = rotary(query, cos[position], sin[position], call.rotary_interleaved)
+        query = rotary_at(query, cos, sin, position, call.rotary_interleaved)
     appended = call._replace(query=query, cache_seqlens=total)
     if call.k_cache.dtype not in FEATURE_OF_CACHE:
         return _attend(backend, appended)

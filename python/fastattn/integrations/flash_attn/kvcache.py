@@ -12,7 +12,7 @@ from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.integrations.flash_attn.conventions import alibi_of_dense, bounds, to_flash_lse, without_idle_bounds
 from fastattn.integrations.flash_attn.keywords import read_keywords
-from fastattn.rotary import rotary
+from fastattn.rotary import rotary_at
 
 
 def flash_attn_with_kvcache(
@@ -149,8 +149,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved:
     if position.numel() and places_are_checked(position):
         needed = int(position.max()) + 1
         expect(needed <= cos.shape[0], "rotary_cos", f"{needed} positions", cos.shape[0])
-    position = position.clamp(0, cos.shape[0] - 1)
-    return rotary(x, cos[position], sin[position], interleaved)
+    return rotary_at(x, cos, sin, position, interleaved)
 
 
 def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
