@@ -6,7 +6,6 @@
                   empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
                   "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
 ``KERNELS``       the name of every kernel → its tile, {"block_m", "block_n", "num_warps", …}, or None
-``TILES``         the same tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
 
 The library chooses the kernel of a call: the functions ``*_kernel`` return the name of the kernel that a launch would
@@ -35,7 +34,7 @@ LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so")
 
 
 class Dealt(ctypes.Structure):
-    """The deal of a launch's main-loop steps to CTAs.
+    """Holds the deal of a launch's main-loop steps to CTAs.
 
     Attributes:
         ctas: the number of CTAs.
@@ -58,7 +57,8 @@ class Dealt(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """The fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for cuBLAS."""
+    """Holds the fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for
+    cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -71,7 +71,8 @@ class Int8Ways(ctypes.Structure):
 
 
 class Int8Limits(ctypes.Structure):
-    """The most that the kernels for int8 activations count: products of a sum, and what a launch leaves in memory."""
+    """Holds the most that the kernels for int8 activations count: products of a sum, and what a launch leaves in
+    memory."""
 
     sum_depth: int
     launch_count: int
@@ -100,7 +101,7 @@ class DealtBackward(ctypes.Structure):
 
 
 class NativeDeviceFacts(ctypes.Structure):
-    """The struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+    """Holds the struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
     arch: int
     num_sms: int
@@ -115,7 +116,7 @@ class NativeDeviceFacts(ctypes.Structure):
 
 
 class _ForwardTraits(ctypes.Structure):
-    """The struct ForwardTraits of csrc/api/kernel_choice.h."""
+    """Holds the struct ForwardTraits of csrc/api/kernel_choice.h."""
 
     _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 
@@ -169,21 +170,6 @@ _INT8_LIMITS = _LIBRARY.fastattn_int8_limits() if BUILD["archs"] else Int8Limits
 INT8_SUM_DEPTH: int = _INT8_LIMITS.sum_depth
 INT8_LAUNCH_COUNT: int = _INT8_LIMITS.launch_count
 TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::attention_forward", "CPU")
-
-
-def _tiles_by_size() -> dict[str, dict[str, Any]]:
-    tiles: dict[str, dict[str, Any]] = {}
-    for name, tile in KERNELS.items():
-        kernel, _, arguments = name.rstrip(">").partition("<")
-        sizes = [text for text in arguments.split(", ") if text[:1].isdigit()]
-        for variant in {"options", "int8", "fp8", "groups"} & set(arguments.split(", ")):
-            kernel = kernel.replace("_sm", f"_{variant}_sm")
-        if tile is not None:
-            tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
-    return tiles
-
-
-TILES = _tiles_by_size()
 
 
 def code_for(arch: int) -> tuple[str, ...]:
@@ -302,9 +288,9 @@ def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str
     return _text(_LIBRARY.fastattn_append_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
 
 
-when_forced: list[Callable[[], None]] = []  # called when other kernels are forced than before
+when_forced: list[Callable[[], None]] = []  # called after forced_int8_tile() has changed the choice
 DEQUANTISED = "dequantise + cuBLAS"  # the way in which cuBLAS computes the product
-# In the order of the library's numbers for them.
+# The index of a name is the library's number for the operation.
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 

@@ -572,7 +572,7 @@ def test_tiles_that_no_row_sees_are_not_visited() -> None:
     """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
     (work,) = recorded(case, "key_value").report.tensor_core.values()
-    tile = native.TILES["attention_backward_key_value_large_sm80"]["64"]
+    tile = native.KERNELS["attention_backward_key_value_large_sm80<64, bfloat16>"]
     num_tiles = -(-1000 // tile["block_n"])
     rows = tile["block_n"] + tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
     assert work.multiply_adds <= 5 * num_tiles * rows * tile["block_n"] * 64

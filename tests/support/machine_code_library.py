@@ -61,8 +61,16 @@ def _ask(expression: str) -> Any:
 
 @functools.cache
 def tiles() -> dict[str, Any]:
-    """Returns `native.TILES` of it."""
-    return dict(_ask("native.TILES"))
+    """Returns its tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile."""
+    tiles: dict[str, Any] = {}
+    for name, tile in _ask("native.KERNELS").items():
+        kernel, _, arguments = name.rstrip(">").partition("<")
+        sizes = [text for text in arguments.split(", ") if text[:1].isdigit()]
+        for variant in {"options", "int8", "fp8", "groups"} & set(arguments.split(", ")):
+            kernel = kernel.replace("_sm", f"_{variant}_sm")
+        if tile is not None:
+            tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
+    return tiles
 
 
 @functools.cache
