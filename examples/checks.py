@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Check:
-    """The result of comparing one figure with a bound."""
+    """Holds the result of comparing one figure with a bound."""
 
     what: str
     figure: str

@@ -24,7 +24,7 @@ import fastattn
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a decoder. ``max_positions`` limits the length of a document, generated tokens included."""
+    """Holds the sizes of a decoder. ``max_positions`` limits the length of a document, generated tokens included."""
 
     vocab_size: int
     dim: int = 128
@@ -50,7 +50,8 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The cosines and sines of the angles, ``[max_positions, head_dim / 2]``, and the tokens' positions ``[total]``."""
+    """Holds the cosines and sines of the angles, ``[max_positions, head_dim / 2]``, and the tokens' positions
+    ``[total]``."""
 
     cos: Tensor
     sin: Tensor
@@ -153,7 +154,7 @@ class CachedAttention:
 
 
 class Attention(nn.Module):
-    """The projections of queries, keys, values and the output around a call of ``attend``."""
+    """Holds the projections of queries, keys, values and the output around a call of ``attend``."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

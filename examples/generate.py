@@ -33,7 +33,7 @@ from train_decoder import DTYPES, Options, autocast, evaluate
 
 @dataclass(frozen=True)
 class Generated:
-    """The generated ``tokens [B, n]``, and the ``logits [B, n, vocab_size]`` from which they were chosen."""
+    """Holds the generated ``tokens [B, n]``, and the ``logits [B, n, vocab_size]`` from which they were chosen."""
 
     tokens: Tensor
     logits: Tensor

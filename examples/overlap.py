@@ -30,7 +30,7 @@ def duration(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The disjoint intervals in which a rank computes, and those in which its messages are under way.
+    """Holds the disjoint intervals in which a rank computes, and those in which its messages are under way.
 
     A message is under way from its start. With NCCL it ends when the message has arrived, and includes the wait for the
     other side. With gloo it ends when the rank has waited for the message, if that is later than its arrival.
@@ -62,7 +62,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """The microseconds in which messages are under way while the rank computes."""
+        """Returns the microseconds in which messages are under way while the rank computes."""
         either = duration(union(self.compute + self.communication))
         return duration(self.compute) + duration(self.communication) - either
 

@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; ``--help`` describes them."""
+    """Holds the options of the command line; ``--help`` describes them."""
 
     text: Path | None = None
     out: Path = Path("demo_output")
@@ -66,7 +66,8 @@ class Options:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matmuls and attention: GPU kernels take 16-bit floats, a CPU is fastest with 32-bit floats."""
+        """Returns the dtype of matmuls and attention: GPU kernels take 16-bit floats, a CPU is fastest with 32-bit
+        floats."""
         return self.dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
 
 
@@ -80,7 +81,7 @@ class History:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, the text it has not seen, and how the training went."""
+    """Holds a trained model, the text it has not seen, and how the training went."""
 
     model: Decoder
     held_out: list[bytes]

@@ -39,7 +39,7 @@ LAYOUT = "zigzag"  # gives all ranks the same work under a causal mask
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; ``--help`` describes them."""
+    """Holds the options of the command line; ``--help`` describes them."""
 
     text: Path | None = None
     out: Path = Path("demo_output")
@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """The position of each token in its sequence, ``[B, length]``."""
+        """Returns the position of each token in its sequence, ``[B, length]``."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
 

@@ -79,7 +79,7 @@ class Scores:
 
     def __init__(self, given: Any) -> None:
         self.given = given
-        # Not each operator has these.
+        # ``attention_backward_add`` has neither bias nor sinks, and no backward operator a block table.
         names = ("bias", "sinks", "block_table", "key_ranges")
         self.bias, self.sinks, pages, self.ranges = (getattr(given, name, None) for name in names)
         query, key = given.query, given.key

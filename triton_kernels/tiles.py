@@ -60,7 +60,7 @@ def _with_sound_pipelines(tile_for: Callable[Concatenate[int, Given], Tile]) -> 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """The tile of an attention kernel: one CTA works on ``block_m`` query rows and ``block_n`` key rows at a time."""
+    """Holds an attention kernel's tile: one CTA works on ``block_m`` query rows and ``block_n`` keys at a time."""
 
     block_m: int
     block_n: int
@@ -252,7 +252,8 @@ DECODE_INVARIANT_SPLIT_KEYS = 1024
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """The constexprs of `decode.split_kernel`: rows (query heads of one KV head times queries) and keys of one tile."""
+    """Holds the constexprs of `decode.split_kernel`: a tile's rows (query heads of one KV head times queries) and
+    keys."""
 
     block_m: int
     block_n: int
@@ -367,7 +368,7 @@ INT8_MAX_SPLITS = 16
 
 @dataclass(frozen=True)
 class Int8MatmulTile:
-    """The constexprs of `int8_matmul`'s kernels: ``block_m`` tokens, ``block_n`` outputs, steps of ``block_k``."""
+    """Holds `int8_matmul`'s constexprs: ``block_m`` tokens, ``block_n`` outputs, steps of ``block_k``."""
 
     block_m: int
     block_n: int

@@ -85,7 +85,7 @@ class AttentionCall(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """Holds a call of ``attention_with_kv_cache``; what holds of a checked `AttentionCall` holds of a checked one."""
+    """Holds a call of ``attention_with_kv_cache``; once checked, its options are as in a checked `AttentionCall`."""
 
     query: Tensor
     k_cache: Tensor
@@ -149,7 +149,7 @@ class AppendCall(NamedTuple):
 
 
 class Int8Call(NamedTuple):
-    """A call of ``int8_linear``, with the data and the scales of its weight: ``weight [N, K]``, and ``scale``
+    """Holds a call of ``int8_linear``, with the data and the scales of its weight: ``weight [N, K]``, and ``scale``
     ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``. Once it is checked, no activation is ``"none"``."""
 
     x: Tensor

@@ -51,8 +51,8 @@ _OTHER_NAMES = {
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raises the ``TypeError`` of a function that got keywords it does not have, about the first of them that has
-    another name here, or else about the first."""
+    """Raises Python's ``TypeError`` for unknown keywords: about the first that has another name here, else the
+    first."""
     first, *others = unknown
     parameters = inspect.signature(function).parameters.items()
     known = [name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]

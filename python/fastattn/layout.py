@@ -77,8 +77,7 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 class SharedCopies:
-    """Makes one copy for all tensors over the same memory, as long as somebody holds the copy and it equals the
-    tensor."""
+    """Gives tensors over the same memory one copy, while somebody holds it and its contents still match."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self._copy = copy

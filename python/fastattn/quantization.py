@@ -57,8 +57,8 @@ QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
 
 
 def are_given(scales: Tensor | None) -> bool:
-    """Returns whether these scales of an fp8 cache are given for all tokens of a head: an append reads them, and writes
-    none."""
+    """Returns whether the caller gives an fp8 cache's scales (None, one, or one a head), so that an append reads
+    them."""
     return scales is None or scales.dim() < 3
 
 

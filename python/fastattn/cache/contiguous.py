@@ -79,23 +79,23 @@ class KVCache(StepCache):
 
     @property
     def batch(self) -> int:
-        """The number of sequences."""
+        """Returns the number of sequences."""
         return self._batch
 
     @property
     def capacity(self) -> int:
-        """The tokens per sequence that fit without growing."""
+        """Returns the tokens per sequence that fit without growing."""
         return min(layer.k.shape[2] for layer in self._layers)
 
     @property
     def cache_seqlens(self) -> Tensor:
-        """The tokens of each sequence in every layer, int32 ``[batch]`` on the device; it is a view that follows the
-        cache."""
+        """Returns the tokens of each sequence in every layer, int32 ``[batch]`` on the device; it is a view that
+        follows the cache."""
         return self._lengths[-1]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the keys, values and scales take."""
+        """Returns the bytes that the keys, values and scales take."""
         return sum(layer.nbytes for layer in self._layers)
 
     def lengths(self) -> list[int]:

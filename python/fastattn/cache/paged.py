@@ -96,18 +96,18 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The numbers of all sequences, oldest first."""
+        """Returns the numbers of all sequences, oldest first."""
         return list(self._pool.sequences)
 
     @property
     def num_free_pages(self) -> int:
-        """The number of pages that no sequence holds and no step has reserved."""
+        """Returns the number of pages that no sequence holds and no step has reserved."""
         self._pool.settle()
         return len(self._pool.free_pages)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the pool takes."""
+        """Returns the bytes that the pool takes."""
         return sum(layer.nbytes for layer in self._layers)
 
     def length(self, sequence: int) -> int:

@@ -25,7 +25,7 @@ class PageList:
 
 @dataclass(eq=False)
 class Reservation:
-    """The pages that one step is about to fill, and the layers that have filled them.
+    """Holds the pages that one step is about to fill, and the layers that have filled them.
 
     A step under ``torch.compile`` reads and writes nothing but ``refusal`` and ``stored``: a graph that depended on the
     lists of the pool would be valid for one step only.
@@ -55,7 +55,7 @@ class Reservation:
 
 
 class PageCopy(NamedTuple):
-    """A copy on write: ``target``, a copy of ``source``, is to replace the last page of ``sequence``."""
+    """Describes a copy on write: ``target``, a copy of ``source``, is to replace the last page of ``sequence``."""
 
     sequence: PageList
     source: int
@@ -64,7 +64,7 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class PageDemand:
-    """The pages that a step would take from the pool, found before anything has changed.
+    """Holds the pages that a step would take from the pool, found before anything has changed.
 
     Attributes:
         names, sequences, num_new: the names of the step's sequences, the sequences, and the tokens that each gets.
@@ -90,7 +90,7 @@ class PageDemand:
 
 
 class PagePool:
-    """The sequences and the pages that they hold. A method that raises has changed nothing."""
+    """Holds the sequences and the pages that they hold. A method that raises has changed nothing."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size

@@ -49,7 +49,8 @@ class StepCache(ABC):
     @property
     @abstractmethod
     def batch(self) -> int:
-        """The number of rows that ``attend`` takes: one for each sequence, or one in which a chunk packs them all."""
+        """Returns the number of rows that ``attend`` takes: one for each sequence, or one in which a chunk packs them
+        all."""
 
     @abstractmethod
     def lengths(self) -> list[int]:

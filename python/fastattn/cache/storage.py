@@ -40,7 +40,8 @@ def zeros_in_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The format of a layer's tokens. ``dtype`` is that of the queries, and of the cache unless it is quantized."""
+    """Holds the format of a layer's tokens. ``dtype`` is that of the queries, and of the cache unless it is
+    quantized."""
 
     kv_heads: int
     head_dim: int
@@ -117,8 +118,8 @@ def _stored_as(quantized: Any) -> torch.dtype | None:
 
 @dataclass
 class LayerStorage:
-    """A layer's keys ``[blocks, Hkv, rows, D]`` and values ``[blocks, Hkv, rows, Dv]``, and the scales of 8-bit ones,
-    ``[blocks, Hkv, rows]``."""
+    """Holds a layer's keys ``[blocks, Hkv, rows, D]`` and values ``[blocks, Hkv, rows, Dv]``, and the scales of 8-bit
+    ones, ``[blocks, Hkv, rows]``."""
 
     k: Tensor
     v: Tensor

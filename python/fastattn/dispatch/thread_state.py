@@ -71,7 +71,7 @@ def asked() -> Asked:
 
 @contextlib.contextmanager
 def as_asked(before: Asked) -> Iterator[None]:
-    """Makes the calls of this thread inside the block follow ``before``, which was asked for elsewhere."""
+    """Applies what another thread asked for, ``before``, to this thread's calls inside the block."""
     own = thread.forced, thread.sdpa
     thread.forced, thread.sdpa = before
     try:

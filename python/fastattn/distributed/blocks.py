@@ -38,8 +38,8 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of scores: rows and keys as slices of tensors, the places of the first of each in the sequence, and the
-    window, which applies to places. In packed sequences, places count within ``document``."""
+    """Describes a block of scores: rows and keys as slices of tensors, the places of the first of each in the sequence,
+    and the window, which applies to places. In packed sequences, places count within ``document``."""
 
     rows: slice
     keys: slice
@@ -50,14 +50,14 @@ class Block(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The slices of another rank's keys that a rank reads, and its blocks over these keys, slice after slice."""
+    """Holds the slices of another rank's keys that a rank reads, and its blocks over these keys, slice after slice."""
 
     keys: tuple[slice, ...]
     blocks: tuple[Block, ...]
 
 
 class Spread(NamedTuple):
-    """A sequence of which each rank has ``length`` rows and keys.
+    """Describes a sequence of which each rank has ``length`` rows and keys.
 
     ``goes_by_places`` is true with ALiBi, dropout or ranges of keys: a score then depends on the places of its row and
     key.
@@ -91,7 +91,7 @@ class Spread(NamedTuple):
         return in_order_of_parts(x, 0, self.layout, self.world_size)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The inverse of ``in_order``."""
+        """Returns the inverse of ``in_order``."""
         return in_order_of_ranks(x, 0, self.layout, self.world_size)
 
     def parts_of(self, rank: int) -> list[Part]:
@@ -180,7 +180,7 @@ class PackedSpread:
         return x.index_select(0, self._rows_in_order(x.device))
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """The inverse of ``in_order``; rows that belong to no document are 0."""
+        """Returns the inverse of ``in_order``; rows that belong to no document are 0."""
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 

@@ -142,7 +142,7 @@ def to_own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of ``to_own_heads``."""
+    """Returns the inverse of ``to_own_heads``."""
     by_rank = _AllToAll.apply(x.unflatten(2, (dist.get_world_size(group), -1)).movedim(2, 0), group)
     own: Tensor = by_rank.movedim(0, 1).flatten(1, 2)
     return own

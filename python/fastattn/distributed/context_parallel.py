@@ -209,7 +209,7 @@ def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tens
 
 
 def _to_own_rows(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
-    """The inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
+    """Returns the inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
     return to_all_heads(in_order_of_ranks(x, 2, layout, dist.get_world_size(group)), group)
 
 

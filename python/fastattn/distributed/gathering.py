@@ -247,7 +247,7 @@ class Message(NamedTuple):
 
 
 class ExchangedKeys(NamedTuple):
-    """The keys that a rank reads from each rank and gives to each.
+    """Holds the keys that a rank reads from each rank and gives to each.
 
     ``ranges`` are the read keys by their places, and ``order`` says in which rows each of them arrives; None: they
     arrive one after the other. ``blocks`` are those of the rank's rows over ``ranges``.

@@ -113,8 +113,8 @@ class LocalAttention(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors with which a rank attends, query, key and value ``[B, H, rows, D]``, and the options, which have no
-    slopes."""
+    """Holds the tensors with which a rank attends, query, key and value ``[B, H, rows, D]``, and the options, which
+    have no slopes."""
 
     query: Tensor
     key: Tensor
@@ -156,7 +156,7 @@ def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | 
 
 
 def _ranges_of(ranges: Tensor | None, block: Block, entries: slice) -> Tensor | None:
-    """Returns the ranges of a block's rows, of which each part outside of the block's keys is empty."""
+    """Returns the ranges of a block's rows, counted from its first key and clipped to its keys."""
     if ranges is None:
         return None
     own = (ranges if ranges.shape[0] == 1 else ranges[entries])[:, :, block.rows]

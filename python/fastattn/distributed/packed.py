@@ -49,7 +49,7 @@ _MOST_WORK = 1.1
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The parts of packed sequences, here called documents, on the ranks that share some heads.
+    """Holds the parts of packed sequences, here called documents, on the ranks that share some heads.
 
     ``parts`` lists the parts of each rank in the order of its rows: first parts of cut documents, then whole documents.
     """
@@ -67,7 +67,7 @@ class PackedLayout:
 
     @functools.cached_property
     def cut_rows(self) -> int:
-        """The largest number of rows of cut documents that a rank has."""
+        """Returns the largest number of rows of cut documents that a rank has."""
         return max((part.rows.stop for parts in self.cut_parts for part in parts), default=0)
 
     def spread(self, window: Window) -> PackedSpread:
@@ -103,7 +103,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, eq=False)
 class PackedShards:
-    """The assignment of the rows of packed sequences, ``[total, …]``, to ranks, which ``shard_varlen`` returns.
+    """Holds the assignment of the rows of packed sequences, ``[total, …]``, to ranks, which ``shard_varlen`` returns.
 
     Every rank has ``num_rows`` rows: first those of cut sequences, one sequence after the other by their places, then
     whole sequences, then padding. Attention is not computed for padding.
@@ -115,12 +115,12 @@ class PackedShards:
 
     @functools.cached_property
     def rank(self) -> int:
-        """The number of this rank, in the order of the group's dimensions."""
+        """Returns the number of this rank, in the order of the group's dimensions."""
         return rank_in(process_groups(self.group))
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """The number of rows of each rank, including padding."""
+        """Returns the number of rows of each rank, including padding."""
         return max(parts[-1].rows.stop if parts else 0 for parts in self.layout.parts)
 
     def shard(self, x: Tensor, dim: int = 0, padding: float = 0) -> Tensor:

@@ -201,7 +201,7 @@ def _room(like: Tensor, reading: Reading, dtype: torch.dtype) -> Tensor:
 
 
 class _GradientsOfKeys:
-    """The sums of the gradients of this rank's keys and values, from every rank that has read them."""
+    """Holds the sums of the gradients of this rank's keys and values, from every rank that has read them."""
 
     def __init__(self, sums: tuple[Tensor, Tensor], spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._sums, self._spread, self._group = sums, spread, group

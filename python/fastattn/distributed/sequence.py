@@ -35,7 +35,7 @@ def in_order_of_parts(x: Tensor, dim: int, layout: str, world_size: int) -> Tens
 
 
 def in_order_of_ranks(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
-    """The inverse of ``in_order_of_parts``."""
+    """Returns the inverse of ``in_order_of_parts``."""
     return _reordered(x, dim, _by_rank(layout, world_size))
 
 

@@ -63,7 +63,7 @@ def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, siz
     return (unfold_heads(out, size, HEADS_DIM["out"]), unfold_heads(lse, size, HEADS_DIM["lse"])), (0, 0)
 
 
-# Each call returns output and lse, but for ``attention_decode_out``, which returns the lse, and those that only write.
+# Attention returns output and lse, ``attention_decode_out`` the lse alone; what only writes returns nothing.
 # None is differentiable.
 attention_decode = register(
     "attention_decode",

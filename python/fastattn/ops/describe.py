@@ -306,7 +306,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | None:
-    """Returns what the CUDA C++ kernels do not take of sizes, and beside int8 activations, or None."""
+    """Returns why the CUDA C++ kernels refuse the sizes, or an option beside int8 activations, or None."""
     if backend != "cuda":
         return None
     tokens, rows, columns, *_ = request.details

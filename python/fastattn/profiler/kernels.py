@@ -13,7 +13,7 @@ from fastattn.profiler.trace import KernelLaunch
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """The figures of one kernel, summed over all its launches by one operator.
+    """Holds the figures of one kernel, summed over all its launches by one operator.
 
     Args:
         name: the kernel, with its template arguments.

@@ -23,7 +23,7 @@ _DTYPES = {
 
 
 class Argument(NamedTuple):
-    """An operator's argument as the profiler recorded it: a tensor's shape and dtype, or a scalar's text."""
+    """Describes an operator's argument as the profiler recorded it: a tensor's shape and dtype, or a scalar's text."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,7 +44,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator of either namespace."""
+    """Describes a call of an operator of either namespace."""
 
     name: str
     arguments: Mapping[str, Argument]
@@ -57,7 +57,7 @@ class OperatorCall:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which the products are computed."""
+        """Returns the dtype in which the products are computed."""
         if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
             return "int8"
         for name in ("query", "x", "grad_out", "k_new"):

@@ -60,7 +60,7 @@ def profile(trace: str | Path | None = None, *, limits: Limits | None = None) ->
 
 
 class Profile:
-    """The figures that ``profile()`` has gathered, with times in seconds and memory in bytes.
+    """Holds the figures that ``profile()`` has gathered, with times in seconds and memory in bytes.
 
     ``kernels``    the kernels of a GPU, longest first
     ``operators``  the operators on the CPU, by their own time, longest first

@@ -17,7 +17,7 @@ COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch overhead"
 
 @dataclass(frozen=True)
 class Limits:
-    """The measured limits of one machine.
+    """Holds the measured limits of one machine.
 
     Args:
         bytes_per_s: reads plus writes of a large copy within device memory.
@@ -37,7 +37,7 @@ class Limits:
 
 
 class Bound(NamedTuple):
-    """The resource that binds a kernel, and the least time that it can take."""
+    """Holds the resource that binds a kernel, and the least time that it can take."""
 
     resource: str
     least_s: float

@@ -21,7 +21,7 @@ _DEVICES = {0: "cpu", 1: "cuda"}
 
 
 class KernelLaunch(NamedTuple):
-    """One kernel that ran; ``call`` is fastattn's operator that launched it, or None (others, a CUDA graph)."""
+    """Describes one kernel that ran; ``call`` is the operator of fastattn behind it, or None (others, a CUDA graph)."""
 
     name: str
     seconds: float
@@ -29,7 +29,7 @@ class KernelLaunch(NamedTuple):
 
 
 class CpuOperator(NamedTuple):
-    """The calls of one operator on the CPU; ``self_seconds`` leaves out the operators that it called."""
+    """Holds the calls of one operator on the CPU; ``self_seconds`` leaves out the operators that it called."""
 
     name: str
     calls: int
@@ -37,7 +37,7 @@ class CpuOperator(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """The bytes that are allocated on ``device`` from ``time_s`` on, and the change of them at that time.
+    """Holds the bytes that are allocated on ``device`` from ``time_s`` on, and the change of them at that time.
 
     For a GPU they are all bytes that torch holds, for the CPU those allocated since the profile began.
     """
@@ -50,7 +50,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """The memory of one device over a region, in bytes: at the start, at the peak, and end minus start."""
+    """Holds the memory of one device over a region, in bytes: at the start, at the peak, and end minus start."""
 
     name: str
     device: str
@@ -77,7 +77,7 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
 
 
 class _OperatorCalls:
-    """An index that finds the operator of fastattn within which an event happened on the same thread."""
+    """Finds the operator of fastattn within which an event happened on the same thread."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self._by_thread: dict[Any, list[tuple[float, float, OperatorCall]]] = defaultdict(list)

@@ -17,7 +17,7 @@ LSE_BYTES = 4  # float32
 
 
 class Work(NamedTuple):
-    """The least work of a kernel: floating-point operations, and bytes to and from device memory.
+    """Holds the least work of a kernel: floating-point operations, and bytes to and from device memory.
 
     ``is_upper_bound`` says that lengths that only the device knows were counted at their largest.
     """
@@ -28,7 +28,7 @@ class Work(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """The FLOPs per byte."""
+        """Returns the FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else float("inf") if self.flops else 0.0
 
 

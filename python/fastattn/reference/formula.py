@@ -35,9 +35,9 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Returns output and lse, and with ``return_max_logit`` the largest score of each head.
 
-    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``key_ranges`` are ``[B or 1, Hq or
-    1, Sq, R, 2]``. ``row_is_present``, bool ``[B,
-    Sq]``, says which queries count for the largest score.
+    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``key_ranges`` are
+    ``[B or 1, Hq or 1, Sq, R, 2]``. ``row_is_present``, bool ``[B, Sq]``, says which queries count for the largest
+    score.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

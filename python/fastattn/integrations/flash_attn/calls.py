@@ -67,7 +67,7 @@ class Options(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of flash-attn's private forward functions. A result that was not asked for is empty."""
+    """Holds the results of flash-attn's private forward functions. A result that was not asked for is empty."""
 
     out: Tensor
     softmax_lse: Tensor

@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 class Keywords(NamedTuple):
-    """The extra keywords that change a result."""
+    """Lists the extra keywords that change a result."""
 
     sinks: Tensor | None = None
     seqused_q: Tensor | None = None

@@ -50,8 +50,8 @@ _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for su
 
 
 class Override:
-    """An operator that runs our function, or the implementation before it where that returns None, as no kernel of ours
-    takes the call."""
+    """Replaces an operator by our function; where that returns None, as no kernel of ours takes the call, runs the
+    implementation before it."""
 
     def __init__(self, name: str, function: Callable[..., Any], dispatch_key: str) -> None:
         self._name, self._function = name, function

@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 class _Options(NamedTuple):
-    """The options that every function of fastattn takes alike."""
+    """Holds the options that every function of fastattn takes alike."""
 
     softcap: float
     sinks: Tensor | None

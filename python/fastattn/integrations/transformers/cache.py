@@ -61,7 +61,8 @@ def scale_of(cache: Tensor) -> Tensor:
 
 
 class _Layer(CacheLayerMixin):
-    """The cache of one layer: ``keys`` and ``values`` are ``[B, Hkv, capacity, D]``, with scales if they are 8-bit.
+    """Holds the cache of one layer: ``keys`` and ``values`` are ``[B, Hkv, capacity, D]``, with scales if they are
+    8-bit.
 
     In memory they are ``[B, capacity, Hkv, D]``: a token's heads lie together, so that each token can be a page
     (eight_bit_cache.py).

@@ -37,7 +37,7 @@ def as_parameter(weight: Int8Weight, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Quantize(ConversionOps):
-    """The conversion of a floating weight to an int8 one.
+    """Converts a floating weight to an int8 one.
 
     Attributes:
         mismatched: collects the names of weights with a wrong shape. They are passed on, and transformers reports them.
@@ -63,7 +63,7 @@ class Quantize(ConversionOps):
 
 
 class Assemble(ConversionOps):
-    """The conversion of int8 values and their scales to an int8 weight. Every other ``weight`` passes through.
+    """Converts int8 values and their scales to an int8 weight. Every other ``weight`` passes through.
 
     Attributes:
         problems: collects what is wrong with the checkpoint. A wrong parameter is left out, and the quantizer reports

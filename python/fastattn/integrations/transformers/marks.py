@@ -30,7 +30,8 @@ _CAUSAL = 1
 
 
 class Keys(NamedTuple):
-    """The keys that take part: those of the first ``num_keys`` that are ``present``, bool ``[B, 1, 1, num_keys]``.
+    """Holds the keys that take part: those of the first ``num_keys`` that are ``present``, bool ``[B, 1, 1,
+    num_keys]``.
 
     All are if ``present`` is None. ``reach`` is the number of keys that a query sees on either side, -1 for all, or
     None if it sees the keys up to its own.
@@ -42,20 +43,20 @@ class Keys(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The numbers of keys in a static cache, int32 ``[B]``. The only query of a sequence is the last of them."""
+    """Holds the numbers of keys in a static cache, int32 ``[B]``. The only query of a sequence is the last of them."""
 
     lengths: Tensor
 
 
 class Offsets(NamedTuple):
-    """The offsets and longest length of packed sequences, as ``fastattn.attention_varlen`` takes them."""
+    """Holds the offsets and longest length of packed sequences, as ``fastattn.attention_varlen`` takes them."""
 
     cu_seqlens: Tensor
     max_seqlen: int
 
 
 class Ranges(NamedTuple):
-    """The ranges of keys that each query sees, int32 ``[B, 1, Sq, R, 2]``."""
+    """Holds the ranges of keys that each query sees, int32 ``[B, 1, Sq, R, 2]``."""
 
     key_ranges: Tensor
 

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 
 class Pattern(NamedTuple):
-    """A recognised mask.
+    """Describes a recognised mask.
 
     ``window`` is the number of keys that a causal query sees, itself included, or that another query sees on either
     side. ``sequence_ids [B, S]`` is given for packed sequences: a query sees keys of its own sequence alone.
