@@ -58,9 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
     # machine, and test processes that run side by side leave each other their cores.
     torch.set_num_threads(1)
-    # Each emulated launch takes and frees megabytes: glibc keeps them until a module ends.
+    # Each emulated launch takes and frees megabytes: glibc keeps up to 64 of them for the next.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, 1 << 26)
         mallopt(M_MMAP_THRESHOLD, 1 << 25)
     if (config.option.core or config.option.few) and not config.option.rest and not HAS_GPU:
         from proof import Gate
