@@ -100,12 +100,8 @@ def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequen
         expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
     elif heads % kv_heads:
         expected = f"a multiple of the {kv_heads} KV heads (query {layouts[0]}, {key_name} {layouts[1]})"
-        expect(
-            False,
-            "query",
-            expected,
-            f"{heads} head{'s' if heads != 1 else ''}{_advice_on_swapped(query, key, key_name)}",
-        )
+        came = "1 head" if heads == 1 else f"{heads} heads"
+        expect(False, "query", expected, came + _advice_on_swapped(query, key, key_name))
 
 
 def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:

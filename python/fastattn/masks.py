@@ -82,7 +82,7 @@ def window_and_global(
 ) -> Tensor:
     """Returns ranges ``[1, 1, S, 2, 2]`` by which each token sees the first ``num_global`` tokens and a ``window``
     around itself, as in ``attention``; those first tokens see all (Beltagy et al., "Longformer", 2020). With ``causal``
-    no token, those neither, sees a later one (Xiao et al., "attention sinks", 2024)."""
+    no token sees a later one, the first ones included (Xiao et al., "attention sinks", 2024)."""
     seqlen, num_global = check_int("seqlen", seqlen, minimum=0), check_int("num_global", num_global, minimum=0)
     left, right = (seqlen if side < 0 else min(side, seqlen) for side in check_window(window))
     token = torch.arange(seqlen, dtype=torch.int32, device=device)

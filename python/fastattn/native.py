@@ -34,7 +34,7 @@ LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so")
 
 
 class Dealt(ctypes.Structure):
-    """Holds the deal of a launch's main-loop steps to CTAs.
+    """Says how a launch deals its main-loop steps to CTAs.
 
     Attributes:
         ctas: the number of CTAs.
@@ -57,7 +57,7 @@ class Dealt(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """Holds the fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for
+    """Names the fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for
     cuBLAS."""
 
     kernel: bytes | None
@@ -101,7 +101,7 @@ class DealtBackward(ctypes.Structure):
 
 
 class NativeDeviceFacts(ctypes.Structure):
-    """Holds the struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
+    """Mirrors the struct DeviceFacts of csrc/host/device_facts.h; ``arch`` is a compute capability times ten."""
 
     arch: int
     num_sms: int
@@ -116,7 +116,7 @@ class NativeDeviceFacts(ctypes.Structure):
 
 
 class _ForwardTraits(ctypes.Structure):
-    """Holds the struct ForwardTraits of csrc/api/kernel_choice.h."""
+    """Mirrors the struct ForwardTraits of csrc/api/kernel_choice.h."""
 
     _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
 

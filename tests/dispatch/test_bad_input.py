@@ -90,23 +90,13 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "cache with heads after rows": (
         fastattn.attention_with_kv_cache,
-        {
-            "query": torch.zeros(2, 4, 1, 16),
-            "k_cache": torch.zeros(2, 33, 2, 16),
-            "v_cache": torch.zeros(2, 33, 2, 16),
-            "cache_seqlens": torch.zeros(2, dtype=torch.int32),
-        },
+        cached(k_cache=torch.zeros(2, 33, 2, 16), v_cache=torch.zeros(2, 33, 2, 16)),
         InputError,
         ("query", "[B, Hkv, capacity, D]", "pass k_cache.transpose(1, 2)"),
     ),
     "one query and a cache with heads after rows": (
         fastattn.attention_with_kv_cache,
-        {
-            "query": torch.zeros(2, 1, 8, 16),
-            "k_cache": torch.zeros(2, 33, 2, 16),
-            "v_cache": torch.zeros(2, 33, 2, 16),
-            "cache_seqlens": torch.zeros(2, dtype=torch.int32),
-        },
+        cached(query=torch.zeros(2, 1, 8, 16), k_cache=torch.zeros(2, 33, 2, 16), v_cache=torch.zeros(2, 33, 2, 16)),
         InputError,
         ("query", "got 1 head:", "pass query.transpose(1, 2), k_cache.transpose(1, 2)"),
     ),

@@ -2,7 +2,7 @@
 
 Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
 counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
-have two values. What is kept has all facts of all cases, or is `MOST` cases of a function whose cases cost much.
+have two values. What is kept has all facts of all cases, or is few cases of a function whose cases cost much.
 """
 
 from __future__ import annotations

@@ -51,29 +51,29 @@ def library_path() -> Path:
     return _build.run(quiet=True) if _build else installed_library.LIBRARY_PATH
 
 
-def _ask(expression: str) -> Any:
-    """Returns the value in a process that has loaded the library: this one seldom has."""
-    code = f"import json; from fastattn import native; print(json.dumps({expression}))"
+@functools.cache
+def _tile_of() -> dict[str, Any]:
+    """Returns its `native.KERNELS`, from a process that has loaded the library: this one seldom has."""
+    code = "import json; from fastattn import native; print(json.dumps(native.KERNELS))"
     environment = {**os.environ, "FASTATTN_LIBRARY": str(library_path())}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    return dict(json.loads(done.stdout))
 
 
 @functools.cache
 def tiles() -> dict[str, Any]:
     """Returns its tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile."""
-    tiles: dict[str, Any] = {}
-    for name, tile in _ask("native.KERNELS").items():
+    found: dict[str, Any] = {}
+    for name, tile in _tile_of().items():
         kernel, _, arguments = name.rstrip(">").partition("<")
         sizes = [text for text in arguments.split(", ") if text[:1].isdigit()]
         for variant in {"options", "int8", "fp8", "groups"} & set(arguments.split(", ")):
             kernel = kernel.replace("_sm", f"_{variant}_sm")
         if tile is not None:
-            tiles.setdefault(kernel, {})[", ".join(sizes)] = tile
-    return tiles
+            found.setdefault(kernel, {})[", ".join(sizes)] = tile
+    return found
 
 
-@functools.cache
 def kernels() -> set[str]:
     """Returns the names of all kernels in it."""
-    return set(_ask("list(native.KERNELS)"))
+    return set(_tile_of())

@@ -90,7 +90,7 @@ class PageDemand:
 
 
 class PagePool:
-    """Holds the sequences and the pages that they hold. A method that raises has changed nothing."""
+    """Keeps the sequences and the pages that they hold. A method that raises has changed nothing."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size

@@ -148,12 +148,12 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
         if is_mask and tuple(bias.shape) == (full[0], full[3]):
             came += f"; of a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
-    if bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:]):
-        expect(False, "bias", layout, f"{list(bias.shape)}; of one [Sq, Sk] for each sequence pass bias[:, None]")
+    is_of_sequences = bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:])
+    advice = "; of one [Sq, Sk] for each sequence pass bias[:, None]" if is_of_sequences else ""
+    check_rank("bias", bias, layout, advice)
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))
         expect(False, "bias", expected, f"{bias.dtype}; of a mask that is 1 where a query sees a key, pass mask.bool()")
-    check_rank("bias", bias, layout)
     check_dtype("bias", bias, dtypes)
     fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
     expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))

@@ -37,7 +37,7 @@ class Limits:
 
 
 class Bound(NamedTuple):
-    """Holds the resource that binds a kernel, and the least time that it can take."""
+    """Names the resource that binds a kernel, and gives the least time that it can take."""
 
     resource: str
     least_s: float
