@@ -20,7 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+# torch reads these at its first product of matrices. It would keep what oneDNN compiles for a thousand shapes, 500 MB.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+
+import torch  # noqa: E402
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS.parent / "csrc")]

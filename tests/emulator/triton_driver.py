@@ -59,9 +59,9 @@ class Backend(CUDABackend):
         return f"{super().hash()}-ptx"
 
 
-@functools.lru_cache(maxsize=24)
+@functools.lru_cache(maxsize=12)
 def _module(ptx: bytes) -> Module:
-    """Of those that ran last: parsed, a module takes twelve times the memory of its text."""
+    """Of those that ran last: parsed, a module takes seven times the memory of its text."""
     return Module(ptx.decode(), is_tritons=True)
 
 

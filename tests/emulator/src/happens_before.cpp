@@ -46,7 +46,7 @@ void LaunchHistory::follow(PastAccesses&& before) {
 }
 
 std::shared_ptr<PastAccesses> LaunchHistory::take_accesses(const std::string& kernel) {
-    constexpr size_t kMostPages = 8192;  // 128 MB of records
+    constexpr size_t kMostPages = 4096;  // 64 MB of records
     size_t count = 0;
     for (const Shard& shard : shards_) count += shard.pages.size();
     if (count > kMostPages) return nullptr;

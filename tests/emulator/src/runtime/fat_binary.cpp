@@ -60,7 +60,7 @@ Replacement current_replacement() {
     return replacement;
 }
 
-// Decoded, a module takes twelve times the memory of its text: gigabytes, where a process runs every kernel of a library.
+// Decoded, a module takes seven times the memory of its text: a gigabyte, where a process runs every kernel of a library.
 // So the last ones that were used are kept, which may be parsed again in no time; and those with variables, which are
 // state.
 class RecentModules {
@@ -95,7 +95,7 @@ class RecentModules {
     };
 
     void forget_oldest() {
-        constexpr size_t kMostBytes = size_t{12} << 20;  // of text
+        constexpr size_t kMostBytes = size_t{6} << 20;  // of text
         size_t bytes = 0;
         modules_.remove_if([&](const Entry& entry) {
             bytes += entry.text->text.size();
