@@ -68,7 +68,7 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 	@$(build)
 
 library: $(BUILT) ## the native library with all machine code in build/native, as a wheel has it
-	PYTHONPATH=csrc $(BIN)/python -m native_build.library
+	MAKEFLAGS= PYTHONPATH=csrc $(BIN)/python -m native_build.library
 
 # Shows how far it is, which the tests would not.
 EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
@@ -83,7 +83,8 @@ test: $(BUILT) ## the core: every kernel and option against the oracle; PYTEST_A
 	@$(MAKE) --silent --jobs 2 $(TOOLS) emulated
 	$(PYTEST) --core $(PYTEST_ARGS)
 
-test-all: $(TOOLS) library ## every test, few cases of each; PYTEST_ARGS="--rest 1/8" runs an eighth of the other cases
+test-all: $(BUILT) ## every test, few cases of each; PYTEST_ARGS="--rest 1/8" runs an eighth of the other cases
+	@$(MAKE) --silent --jobs 2 $(TOOLS) library
 	$(EMULATOR)
 	$(PYTEST) --few $(PYTEST_ARGS)
 

@@ -25,7 +25,7 @@ import pytest
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 
-import torch  # noqa: E402
+import torch
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS.parent / "csrc")]

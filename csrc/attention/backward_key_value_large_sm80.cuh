@@ -102,7 +102,7 @@ struct BackwardLargeSm80 {
         const int32_t first_in_memory = tile.keys.begin + tile.first_key;
         if (sums.data != nullptr) {
             const auto row_at = [&](int row) -> float* {
-                if (row >= tile.num_keys) return nullptr;
+                if (row >= tile.tile_keys) return nullptr;
                 return row_pointer(sums, tile.batch, tile.key_head, first_in_memory + row);
             };
             KeyGrid::add_to(row_at, rC, factor, view.head_dim, role_warp, lane);
@@ -112,7 +112,7 @@ struct BackwardLargeSm80 {
         __syncwarp();  // waits until every lane has stored its numbers
         const int32_t row = KeyGrid::first_row(role_warp);
         store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, tile.batch, tile.key_head, first_in_memory + row),
-                                             view.row_stride, tile.num_keys - row, sTile + row * kRowElements, lane,
+                                             view.row_stride, tile.tile_keys - row, sTile + row * kRowElements, lane,
                                              view.head_dim);
     }
 
@@ -171,7 +171,7 @@ struct BackwardLargeSm80 {
         const auto load_keys = [&](const HeadsView<const uint16_t>& view, uint16_t* sTile) {
             const uint16_t* gTile = row_pointer(view, tile.batch, tile.key_head, tile.keys.begin + tile.first_key);
             KeyLoader loader(sTile, gTile, view.row_stride, ptx::opaque(threadIdx.x), view.head_dim);
-            loader.template load<true>(tile.num_keys);
+            loader.template load<true>(tile.tile_keys);
             return loader;
         };
 
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(BackwardLargeConfigSm80<kHeadDim>::kNumThreads
                                         : sizeof(shared) <= kLargeSharedBytesPerCta);
 
     const typename Kernel::WorkTile tile(params, cta_in_order(params, shared.cta));
-    if (tile.num_keys <= 0) return;
+    if (tile.tile_keys <= 0) return;
     if (threadIdx.x == 0) shared.tile = tile;
     __syncthreads();  // waits until it is there
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -41,9 +41,9 @@ namespace fastattn {
 
 // The keys of a CTA. Where they are seldom needed they are looked up in shared memory, as registers are scarce.
 struct KeysInMemory {
-    int32_t batch, head;          // of K and V
-    int32_t first_row, num_keys;  // in K and V
-    int32_t first_sums_tile;      // of its sequence, in dQ's sums
+    int32_t batch, head;           // of K and V
+    int32_t first_row, tile_keys;  // in K and V
+    int32_t first_sums_tile;       // of its sequence, in dQ's sums
 };
 
 template <typename Config>
@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     using WorkTile = KeyWorkTileSm80<kBlockM, kBlockN>;
     const bool has_ranges = kOptions && params.scores.ranges.data != nullptr;
     const WorkTile tile(params, cta_in_order(params, shared.cta), has_ranges);
-    if (tile.num_keys <= 0) return;
-    const auto& [batch, key_head, key_tile, first_key, rows, keys, num_keys, first_head, end_head, window, begin_tile,
+    if (tile.tile_keys <= 0) return;
+    const auto& [batch, key_head, key_tile, first_key, rows, keys, tile_keys, first_head, end_head, window, begin_tile,
                  end_tile, begin_full, end_full] = tile;
     RowTileWalk<WorkTile, kOptions> walk(params, tile);
-    const KeysInMemory own_keys = {batch, key_head, keys.begin + first_key, num_keys, tile.first_sums_tile(params)};
+    const KeysInMemory own_keys = {batch, key_head, keys.begin + first_key, tile_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
     typename KeyGrid::Accumulators rdK = {}, rdV = {};  // dK, dV
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         semaphore.release(CtaBarrier{});
         if (clean) {
             __syncthreads();  // waits until every warp has read this K
-            load_k.template load<true>(shared.keys.num_keys);
+            load_k.template load<true>(shared.keys.tile_keys);
             ptx::cp_async_commit_group();
         }
     };
@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     if (!walk.is_over()) {
         KeyLoader load_k = keys_of(params.key, shared.sK, own_keys, threadIdx.x);
         KeyLoader load_v = keys_of(params.value, shared.sV, own_keys, threadIdx.x);
-        load_k.template load<true>(num_keys);
-        load_v.template load<true>(num_keys);
+        load_k.template load<true>(tile_keys);
+        load_v.template load<true>(tile_keys);
         load_rows(walk.head, walk.row_tile);
         ptx::cp_async_wait_group<0>();  // K: a thread may look at what it has copied itself
         const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
@@ -211,9 +211,9 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const float value_factor = params.scores.dropout_factor;
     if (params.sum_key.data != nullptr) {
         const auto add = [&](const HeadsView<float>& view, const typename KeyGrid::Accumulators& rC, float factor) {
-            const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;
+            const auto [batch, head, first_row, tile_keys, first_sums] = shared.keys;
             const auto row_at = [&](int row) -> float* {
-                return row < num_keys ? row_pointer(view, batch, head, first_row + row) : nullptr;
+                return row < tile_keys ? row_pointer(view, batch, head, first_row + row) : nullptr;
             };
             KeyGrid::add_to(row_at, rC, factor, view.head_dim, own_warp, own_lane);
         };
@@ -227,9 +227,9 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     constexpr int kStoredRows = kBlockN / Config::kNumWarps;
     const int32_t stored_row = own_warp * kStoredRows;
     const auto store = [&](const HeadsView<uint16_t>& view, const uint16_t* sTile) {
-        const auto [batch, head, first_row, num_keys, first_sums] = shared.keys;
+        const auto [batch, head, first_row, tile_keys, first_sums] = shared.keys;
         store_rows<kStoredRows, kHeadDim>(row_pointer(view, batch, head, first_row + stored_row), view.row_stride,
-                                          num_keys - stored_row, sTile + stored_row * kRowElements, own_lane,
+                                          tile_keys - stored_row, sTile + stored_row * kRowElements, own_lane,
                                           view.head_dim);
     };
     store(params.grad_key, shared.sK);

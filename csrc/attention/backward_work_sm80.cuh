@@ -19,7 +19,7 @@ struct KeyWorkTileSm80 {
 
     int32_t batch, key_head, key_tile, first_key;
     Sequence rows, keys;
-    int32_t num_keys;  // of the tile; none: there is nothing to do
+    int32_t tile_keys;  // those of the tile that exist; none: there is nothing to do
     int32_t first_head, end_head;
     Window window;
     int32_t begin_tile, end_tile;
@@ -34,17 +34,17 @@ struct KeyWorkTileSm80 {
         first_key = key_tile * kBlockN;
         rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
-        num_keys = min(kBlockN, keys.length - first_key);
+        tile_keys = min(kBlockN, keys.length - first_key);
         const int32_t group_size = params.query.heads / params.key.heads;
         first_head = key_head * group_size;
         end_head = first_head + group_size;
         window = window_of(params.scores, rows.length, keys.length);
         const RowRange sees_first = window.rows_of(first_key, rows.length);
-        const RowRange sees_last = window.rows_of(first_key + num_keys - 1, rows.length);
+        const RowRange sees_last = window.rows_of(first_key + tile_keys - 1, rows.length);
         begin_tile = sees_first.begin / kBlockM;
         end_tile = ceil_div(sees_last.end, kBlockM);
         begin_full = ceil_div(sees_last.begin, kBlockM);
-        end_full = num_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
+        end_full = tile_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
         if (has_ranges) begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
     }
 

@@ -91,11 +91,11 @@ def test_the_core_leaves_out_slow_tests_and_those_of_triton_that_others_run_too(
 
 
 def test_of_a_slow_test_few_cases_are_taken_where_each_costs_much() -> None:
-    dear, cheap = (
-        [item("test_dims", f"tests/{folder}/test_any.py", mark="slow", dim=dim) for dim in range(9)]
-        for folder in ("decode", "machine_code")
+    dear, compiled, cheap = (
+        [item("test_dims", f"tests/{path}.py", mark="slow", dim=dim) for dim in range(9)]
+        for path in ("decode/test_any", "machine_code/test_triton_compile", "machine_code/test_any")
     )
-    assert few_of([*dear, *cheap]) == [*dear[:2], *cheap]
+    assert few_of([*dear, *compiled, *cheap]) == [*dear[:2], *compiled[:2], *cheap]
 
 
 def test_the_core_takes_few_cases_of_what_runs_kernels() -> None:

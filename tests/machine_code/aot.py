@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the Triton kernels, without a GPU, and what the machine code says.
 
-A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. This file, run as a program,
-compiles the builds of the modules that are named on its command line, and prints a JSON list of `Report` fields.
+A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. ``aot.py aot_decode 80``
+compiles the builds of that module for GPUs 8.x, without a number all of them, and prints a JSON list of `Report` fields.
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ def inspect(build: Build, kernel: Any) -> Report:
     )
 
 
-def main(modules: list[str]) -> None:
-    builds = [build for name in modules for build in importlib.import_module(name).builds()]
+def main(module: str, arch: str = "") -> None:
+    every: list[Build] = importlib.import_module(module).builds()
+    builds = [build for build in every if not arch or build.arch // 10 == int(arch) // 10]
     with ThreadPoolExecutor(2) as pool:  # ptxas is a process of its own, and the compiler lets go of the GIL
         reports = list(pool.map(lambda build: inspect(build, compile_build(build)), builds))
     json.dump([asdict(report) for report in reports], sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -6,7 +6,6 @@ instructions) free of local memory. What spills outside of them is printed (``py
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,15 +19,25 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent
-MODULES = [name for name in ("aot_attention", "aot_decode", "aot_int8_matmul") if importlib.util.find_spec(name)]
+BUILDS = [
+    pytest.param(
+        {"module": module, "arch": arch}, marks=pytest.mark.xdist_group(f"{module} {arch}"), id=f"{module}-sm_{arch}"
+    )
+    for module in ("aot_attention", "aot_decode", "aot_int8_matmul")
+    for arch in (80, 90, 100)
+]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODULES])
+@pytest.fixture(scope="module", params=BUILDS)
 def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Compiled in a process of its own, with Triton's usual backend."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run(
-        [sys.executable, FOLDER / "aot.py", request.param], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, FOLDER / "aot.py", request.param["module"], str(request.param["arch"])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     found: list[dict[str, Any]] = json.loads(result.stdout)

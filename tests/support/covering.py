@@ -23,6 +23,7 @@ PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option 
 MOST = 3  # cases in the core of a function whose cases cost much
 MOST_OF_OTHERS = 2  # cases in `make test-all` of a function that the core leaves out, and that cost much
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
+COMPILES = "test_triton_compile"  # but not in the modules whose names begin so
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -135,7 +136,8 @@ def few_of(items: Iterable[Any]) -> list[Any]:
     def most_of(item: Any) -> int | None:
         if id(item) in quick:
             return 2 * MOST if _is_dear(item) else None
-        return None if item.path.parent.name in CHEAP else MOST_OF_OTHERS
+        is_cheap = item.path.parent.name in CHEAP and not item.path.stem.startswith(COMPILES)
+        return None if is_cheap else MOST_OF_OTHERS
 
     return _few_of(items, most_of)
 
