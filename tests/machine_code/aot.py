@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of the Triton kernels, without a GPU, and what the machine code says.
 
 A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. ``aot.py aot_decode 80``
-compiles the builds of that module for GPUs 8.x, without a number all of them, and prints a JSON list of `Report` fields.
+compiles the builds of that module for GPUs 8.x (without the number all of them), and prints a JSON list of `Report`
+fields.
 """
 
 from __future__ import annotations
