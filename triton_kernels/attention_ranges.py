@@ -26,7 +26,7 @@ TILES_AT_ONCE = tl.constexpr(32)  # of a line, that a program looks at together
 
 @triton.jit
 def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the place of a sequence's first tile among those of its batch; ``begin``: its first row in the tensor."""
+    """Returns the index of a sequence's first tile among those of its batch; ``begin``: its first row in the tensor."""
     if PACKED:
         return (begin // BLOCK + batch).to(tl.int64)
     else:
@@ -67,8 +67,8 @@ def tile_states_kernel(
     if RIGHT:
         high = tl.minimum(high, row + offset + window_right + 1)
     own = ranges + batch * stride_ranges_b + head * stride_ranges_h + (begin_q + row).to(tl.int64) * (2 * RANGES)
-    place = first_tile(begin_q, batch, PACKED, BLOCK_M) + m_tile
-    line = states + batch * stride_states_b + head * stride_states_h + place * num_n_tiles
+    packed_tile = first_tile(begin_q, batch, PACKED, BLOCK_M) + m_tile
+    line = states + batch * stride_states_b + head * stride_states_h + packed_tile * num_n_tiles
     for first in range(0, tl.cdiv(seqlen_k, BLOCK_N), TILES_AT_ONCE):
         n_tile = first + tl.arange(0, TILES_AT_ONCE)
         sees_any = tl.zeros([BLOCK_M, TILES_AT_ONCE], tl.int32)
@@ -110,15 +110,19 @@ def list_tiles_kernel(
     first = states + batch * stride_states_b + head * stride_states_h
     first += first_tile(begin_q, batch, PACKED, BLOCK_M) * num_n_tiles
     if OF_KEYS:
-        states_of_line, stride, place = first + tile, num_n_tiles, first_tile(begin_k, batch, PACKED, BLOCK_N) + tile
+        states_of_line, stride, packed_tile = (
+            first + tile,
+            num_n_tiles,
+            first_tile(begin_k, batch, PACKED, BLOCK_N) + tile,
+        )
         num_met, exists = tl.cdiv(seqlen_q, BLOCK_M), tile * BLOCK_N < seqlen_k
     else:
-        place = first_tile(begin_q, batch, PACKED, BLOCK_M) + tile
+        packed_tile = first_tile(begin_q, batch, PACKED, BLOCK_M) + tile
         states_of_line, stride = first + tl.cast(tile, tl.int64) * num_n_tiles, 1
         num_met, exists = tl.cdiv(seqlen_k, BLOCK_N), tile * BLOCK_M < seqlen_q
     if not exists:
         return
-    own = tiles + batch * stride_tiles_b + head * stride_tiles_h + place * (2 + num_listed)
+    own = tiles + batch * stride_tiles_b + head * stride_tiles_h + packed_tile * (2 + num_listed)
     count = 0
     for state in tl.static_range(FULLY_SEEN, EMPTY, -1):
         for met in range(0, num_met, TILES_AT_ONCE):
@@ -138,8 +142,8 @@ def find_list(
     """Returns where the list of a sequence's ``tile`` of rows or keys has its first tile, how many it has that are
     full, and how many in all. ``begin`` is the sequence's first row or key in the packed tensor; ``num_complete`` tiles
     on the list's other side are inside of the sequence, and no more count as full whatever the offsets say."""
-    place = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
-    own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + place * (2 + length))
+    packed_tile = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
+    own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + packed_tile * (2 + length))
     return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
 
 

@@ -66,7 +66,7 @@ class Schedule:
     steps: float
 
 
-def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dealt: native.DealtBackward) -> range:
+def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dealt: native.BackwardSchedule) -> range:
     """Returns the tiles of query rows that see some key of the key tile from ``first_key`` on."""
     left, right = window
     last_key, offset = min(first_key + dealt.block_n, keys) - 1, keys - rows
@@ -75,7 +75,7 @@ def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dea
     return range(begin // dealt.block_m, max(-(-end // dealt.block_m), begin // dealt.block_m))
 
 
-def _tiles(shape: BackwardShape, dealt: native.DealtBackward) -> Iterator[tuple[int, int, int]]:
+def _tiles(shape: BackwardShape, dealt: native.BackwardSchedule) -> Iterator[tuple[int, int, int]]:
     """Yields sequence, KV head and first key of each key tile, in the order in which CTAs claim them (tile_order.h)."""
     heads = [(index, head) for index in range(len(shape.lengths)) for head in range(shape.kv_heads)]
     # Packed sequences may differ in length, so they come one after the other.
@@ -86,7 +86,7 @@ def _tiles(shape: BackwardShape, dealt: native.DealtBackward) -> Iterator[tuple[
                 yield from ((*at, first_key) for at in own[first : first + dealt.heads_per_group])
 
 
-def _splits(heads: range, rows: range, dealt: native.DealtBackward, is_cut: bool) -> Iterator[tuple[range, range]]:
+def _splits(heads: range, rows: range, dealt: native.BackwardSchedule, is_cut: bool) -> Iterator[tuple[range, range]]:
     """Yields the query heads and the row tiles of each CTA that computes a split of a key tile."""
     steps_of_heads = len(heads) // dealt.of_heads * len(rows)
     if not is_cut or steps_of_heads < LEAST_STEPS_OF_SPLIT:
@@ -102,9 +102,11 @@ def _splits(heads: range, rows: range, dealt: native.DealtBackward, is_cut: bool
             left = left[: len(left) - count]
 
 
-def deal(shape: BackwardShape, head_dim: int, num_sms: int = NUM_SMS, l2_bytes: int = L2_BYTES) -> native.DealtBackward:
+def deal(
+    shape: BackwardShape, head_dim: int, num_sms: int = NUM_SMS, l2_bytes: int = L2_BYTES
+) -> native.BackwardSchedule:
     """Returns the splits that the library chooses."""
-    return native.dealt_backward(
+    return native.backward_schedule(
         native.NativeDeviceFacts(90, num_sms, l2_bytes, SHARED_BYTES),
         head_dim,
         batch=len(shape.lengths),
@@ -118,7 +120,7 @@ def deal(shape: BackwardShape, head_dim: int, num_sms: int = NUM_SMS, l2_bytes: 
     )
 
 
-def schedule(shape: BackwardShape, dealt: native.DealtBackward, num_sms: int = NUM_SMS) -> Schedule:
+def schedule(shape: BackwardShape, dealt: native.BackwardSchedule, num_sms: int = NUM_SMS) -> Schedule:
     """Simulates the CTAs, one for each SM."""
     free = [0.0] * num_sms  # when each CTA is free
     may_add: dict[tuple[int, int, int], float] = {}  # when the next partial may be added to a query head's tile of rows

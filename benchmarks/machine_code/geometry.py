@@ -103,7 +103,7 @@ def backward(case: AttentionCase, gpu: Gpu) -> Geometry:
     steps = [group * n for n in steps_over_queries(case.seqlen, tile["block_m"], tile["block_n"], case.causal)]
     tiles = ctas = len(steps) * case.batch * case.kv_heads
     if "_sm90" in kernel:
-        dealt = native.dealt_backward(
+        dealt = native.backward_schedule(
             gpu.facts,
             case.head_dim,
             batch=case.batch,
@@ -123,7 +123,7 @@ def step_of_decoding(case: DecodeCase, gpu: Gpu) -> Geometry:
     kernel = native.decode_kernel(gpu.arch, gpu.shared_bytes, case.head_dim, case.torch_dtype, "16-bit", rows)
     assert kernel is not None
     capacity = case.pages_per_sequence * case.page_size if case.page_size else case.context
-    dealt = native.dealt_decode(gpu.facts, case.head_dim, "16-bit", case.batch, case.kv_heads, rows, capacity)
+    dealt = native.decode_schedule(gpu.facts, case.head_dim, "16-bit", case.batch, case.kv_heads, rows, capacity)
     tile = native.KERNELS[kernel]
     row_tiles = case.kv_heads * ceil_div(rows, tile["block_m"])
     blocks = row_tiles * sum(ceil_div(length, tile["block_n"]) for length in case.lengths)
@@ -140,7 +140,7 @@ def matmul(case: Int8Case, gpu: Gpu) -> Geometry | None:
     kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
     if kernel is None or "_sm80" not in kernel:
         return None
-    dealt = native.dealt_int8_matmul(op, gpu.arch, gpu.num_sms, has_groups, *sizes)
+    dealt = native.int8_matmul_schedule(op, gpu.arch, gpu.num_sms, has_groups, *sizes)
     tile = native.KERNELS[kernel]
     tiles = ceil_div(case.m, tile["block_m"]) * ceil_div(outputs, tile[output_side])
     return Geometry(

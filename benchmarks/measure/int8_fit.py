@@ -87,14 +87,14 @@ def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
             yield Case(kernel.tile["block_m"], max(resident // parts, 1) * outputs, k)
 
 
-def kernel_terms(kernel: Kernel, case: Case, dealt: native.Dealt, num_sms: int) -> tuple[float, ...] | None:
+def kernel_terms(kernel: Kernel, case: Case, dealt: native.LaunchSchedule, num_sms: int) -> tuple[float, ...] | None:
     """Returns how often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles."""
     tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
     steps = dealt.steps_of_full_gpu
-    if dealt.parts == 0:
+    if dealt.slots == 0:
         return 1.0, steps, math.ceil(tiles / int(RESIDENT[kernel.arch] * num_sms)), 0.0, 0.0
-    parts, rest = divmod(dealt.parts, tiles * _CTAS_OF_A_TEAM[kernel.arch])
-    if rest or dealt.ctas != dealt.parts:
+    parts, rest = divmod(dealt.slots, tiles * _CTAS_OF_A_TEAM[kernel.arch])
+    if rest or dealt.ctas != dealt.slots:
         return None
     return 1.0, steps, 1.0, 1.0, parts - 1
 
@@ -169,10 +169,10 @@ class CudaGpu:
     def _forced(self, kernel: Kernel | None) -> Any:
         return native.forced_int8_tile(*((-1,) if kernel is None else (kernel.arch, kernel.tile["block_m"])))
 
-    def dealt(self, kernel: Kernel, case: Case) -> native.Dealt:
+    def dealt(self, kernel: Kernel, case: Case) -> native.LaunchSchedule:
         """Returns how the kernel deals the case to CTAs."""
         with self._forced(kernel):
-            return native.dealt_int8_matmul("int8_matmul", self.arch, self.num_sms, False, *case)
+            return native.int8_matmul_schedule("int8_matmul", self.arch, self.num_sms, False, *case)
 
     def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
         """Returns the seconds that the library predicts for the call, or None if it predicts none."""

@@ -129,7 +129,7 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
 
 // The splits of the kernel that runs a call without options. total_keys: of packed sequences, else -1.
 // Zeros where the kernel is not persistent, or no kernel runs.
-FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_dealt_backward(
+FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_backward_schedule(
     const fastattn::DeviceFacts* facts, int32_t widest, int32_t batch, int32_t heads, int32_t key_heads, int32_t rows,
     int32_t keys, int32_t total_keys, int32_t window_left, int32_t window_right, int32_t is_deterministic) {
     using namespace fastattn;
@@ -214,9 +214,10 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, in
 }
 
 // The schedule of the kernel that it chooses; 0 CTAs where no kernel runs.
-FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_dealt_int8_matmul(int32_t which, int32_t compute_capability,
-                                                                             int32_t num_sms, int32_t has_groups,
-                                                                             int32_t M, int32_t N, int32_t K) {
+FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_int8_matmul_schedule(int32_t which,
+                                                                                int32_t compute_capability,
+                                                                                int32_t num_sms, int32_t has_groups,
+                                                                                int32_t M, int32_t N, int32_t K) {
     using namespace fastattn;
     try {
         const Int8Traits traits{DataType::kBFloat16, has_groups != 0, /*is_plain=*/false};
@@ -252,10 +253,10 @@ FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int
 }
 
 // The schedule of flash-decoding, if sequences fill the capacity. rows: of queries, for each KV head.
-FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_dealt_decode(const fastattn::DeviceFacts* facts,
-                                                                        int32_t widest, int32_t cache_format,
-                                                                        int32_t batch, int32_t kv_heads, int32_t rows,
-                                                                        int32_t capacity) {
+FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_decode_schedule(const fastattn::DeviceFacts* facts,
+                                                                           int32_t widest, int32_t cache_format,
+                                                                           int32_t batch, int32_t kv_heads,
+                                                                           int32_t rows, int32_t capacity) {
     using namespace fastattn;
     TileFacts tile;
     try {

@@ -136,11 +136,11 @@ def from_bool(mask: Tensor) -> Tensor:
     most = max(1, int(counts.max())) if counts.numel() else 1
     ranges = torch.zeros(*counts.shape, most, 2, dtype=torch.int32, device=mask.device)
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
-        places = is_edge.nonzero(as_tuple=True)
+        edges = is_edge.nonzero(as_tuple=True)
         before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # edges of earlier rows
-        number = torch.arange(len(places[-1]), device=mask.device) - before_row[places[:-1]]
-        place = *places[:-1], number, torch.full_like(number, side)
-        ranges[place] = (places[-1] + side).to(torch.int32)
+        number = torch.arange(len(edges[-1]), device=mask.device) - before_row[edges[:-1]]
+        index = *edges[:-1], number, torch.full_like(number, side)
+        ranges[index] = (edges[-1] + side).to(torch.int32)
     return ranges
 
 
@@ -163,18 +163,18 @@ def from_block_mask(block_mask: Any) -> Tensor:
     fully = torch.zeros_like(partly)
     if block_mask.full_kv_num_blocks is not None:
         fully = _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    places = [torch.arange(size, device=partly.device) for size in (batch, heads, num_queries, num_keys)]
+    indices = [torch.arange(size, device=partly.device) for size in (batch, heads, num_queries, num_keys)]
     sees = block_mask.mask_mod
     for dim in (3, 2, 1, 0):  # the function of a mask takes single indices
-        sees = torch.vmap(sees, in_dims=tuple(0 if place == dim else None for place in range(4)))
+        sees = torch.vmap(sees, in_dims=tuple(0 if each == dim else None for each in range(4)))
     if num_queries == 0:
         return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
     found = []
-    for block, rows in enumerate(places[2].split(block_m)):
+    for block, rows in enumerate(indices[2].split(block_m)):
         of_keys = [
             states[:, :, block].repeat_interleave(block_n, -1)[..., None, :num_keys] for states in (fully, partly)
         ]
-        mask = of_keys[0] | (of_keys[1] & sees(places[0], places[1], rows, places[3]))
+        mask = of_keys[0] | (of_keys[1] & sees(indices[0], indices[1], rows, indices[3]))
         try:
             found.append(from_bool(mask))
         except InputError as error:

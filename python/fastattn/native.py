@@ -33,14 +33,14 @@ _other_library = os.environ.get("FASTATTN_LIBRARY") if NAMESPACE == "fastattn" e
 LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so"))
 
 
-class Dealt(ctypes.Structure):
-    """Says how a launch deals its main-loop steps to CTAs.
+class LaunchSchedule(ctypes.Structure):
+    """Says how a launch schedules its main-loop steps on CTAs.
 
     Attributes:
         ctas: the number of CTAs.
         longest_steps: the steps of the longest CTA.
         block_m: the rows of a tile.
-        parts: the most parts of tiles that pass through a workspace.
+        slots: the workspace slots of the launch, one for each partial that may pass through them.
         steps_of_full_gpu: for an int8 matmul, the number of steps that would take as long as the longest CTA is
             predicted to, on a GPU full of CTAs that share the memory's bandwidth.
     """
@@ -48,10 +48,10 @@ class Dealt(ctypes.Structure):
     ctas: int
     longest_steps: int
     block_m: int
-    parts: int
+    slots: int
     steps_of_full_gpu: float
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "parts")),
+        *((name, ctypes.c_int64) for name in ("ctas", "longest_steps", "block_m", "slots")),
         ("steps_of_full_gpu", ctypes.c_double),
     )
 
@@ -79,7 +79,7 @@ class Int8Limits(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("sum_depth", "launch_count"))
 
 
-class DealtBackward(ctypes.Structure):
+class BackwardSchedule(ctypes.Structure):
     """Says how the backward pass is split among CTAs: each walks from a tile of ``block_n`` keys over tiles of
     ``block_m`` rows.
 
@@ -127,16 +127,16 @@ _QUERIES: dict[str, Any] = {
     "fastattn_kernels": ctypes.c_char_p,
     "fastattn_attention_forward_kernel": ctypes.c_char_p,
     "fastattn_attention_backward_kernels": ctypes.c_int32,
-    "fastattn_dealt_backward": DealtBackward,
+    "fastattn_backward_schedule": BackwardSchedule,
     "fastattn_decode_kernel": ctypes.c_char_p,
     "fastattn_append_kernel": ctypes.c_char_p,
     "fastattn_int8_matmul_kernel": ctypes.c_char_p,
-    "fastattn_dealt_int8_matmul": Dealt,
+    "fastattn_int8_matmul_schedule": LaunchSchedule,
     "fastattn_int8_limits": Int8Limits,
     "fastattn_int8_ways": Int8Ways,
     "fastattn_cublas_microseconds": ctypes.c_double,
     "fastattn_force_int8_tile": None,
-    "fastattn_dealt_decode": Dealt,
+    "fastattn_decode_schedule": LaunchSchedule,
 }
 
 
@@ -247,7 +247,7 @@ def attention_backward_kernels(
     return tuple(name.decode() for name in names[:count] if name is not None)
 
 
-def dealt_backward(
+def backward_schedule(
     facts: NativeDeviceFacts,
     widest: int,
     *,
@@ -259,7 +259,7 @@ def dealt_backward(
     total_keys: int | None = None,
     window: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
-) -> DealtBackward:
+) -> BackwardSchedule:
     """Returns how the kernel for dK and dV deals a call without options.
 
     ``total_keys`` is the number of keys of packed sequences, of which ``rows`` and ``keys`` are the longest lengths.
@@ -267,7 +267,7 @@ def dealt_backward(
     """
     total = -1 if total_keys is None else total_keys
     shape = (batch, heads, kv_heads, rows, keys, total)
-    return _LIBRARY.fastattn_dealt_backward(ctypes.byref(facts), widest, *shape, *window, deterministic)
+    return _LIBRARY.fastattn_backward_schedule(ctypes.byref(facts), widest, *shape, *window, deterministic)
 
 
 # The formats of a cache, in the order of the C++ enum CacheFormat.
@@ -339,11 +339,13 @@ def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, dept
     return found
 
 
-def dealt_int8_matmul(
+def int8_matmul_schedule(
     op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
-) -> Dealt:
+) -> LaunchSchedule:
     """Returns how the fastest of our kernels deals the matmul, also where dequantising is faster."""
-    return _LIBRARY.fastattn_dealt_int8_matmul(_INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth)
+    return _LIBRARY.fastattn_int8_matmul_schedule(
+        _INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth
+    )
 
 
 @contextlib.contextmanager
@@ -373,10 +375,10 @@ def _force_int8_tile(arch: int, tokens: int) -> None:
         forget()
 
 
-def dealt_decode(
+def decode_schedule(
     facts: NativeDeviceFacts, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
-) -> Dealt:
+) -> LaunchSchedule:
     """Returns how the kernel that `decode_kernel` names deals ``rows`` of queries per KV head and ``capacity`` tokens
     per sequence."""
     cache_format = CACHE_FORMATS.index(cache)
-    return _LIBRARY.fastattn_dealt_decode(ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity)
+    return _LIBRARY.fastattn_decode_schedule(ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity)

@@ -31,7 +31,7 @@ def dense(tokens: int, batch: int, heads: int, kv_heads: int, window: tuple[int,
     return BackwardShape(((tokens, tokens),) * batch, heads, kv_heads, window, **how)
 
 
-def is_cut(found: native.DealtBackward) -> bool:
+def is_cut(found: native.BackwardSchedule) -> bool:
     return found.of_heads * found.of_rows > 1
 
 

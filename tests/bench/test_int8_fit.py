@@ -18,9 +18,9 @@ KERNEL_SECONDS = dict(zip(KERNEL_TERMS, (1.2e-6, 0.4e-6, 1.7e-6, 0.5e-6, 0.1e-6)
 DEQUANTISED_SECONDS = dict(zip(DEQUANTISED_TERMS, (4e-6, 1 / 4e12, 1 / 4e14), strict=True))
 
 
-class Dealt(NamedTuple):
+class LaunchSchedule(NamedTuple):
     ctas: int
-    parts: int
+    slots: int
     steps_of_full_gpu: float
 
 
@@ -30,14 +30,14 @@ class FakeGpu(int8_fit.CudaGpu):
     def __init__(self) -> None:
         self.arch, self.num_sms = 90, NUM_SMS
 
-    def dealt(self, kernel: Kernel, case: Case) -> Dealt:
+    def dealt(self, kernel: Kernel, case: Case) -> LaunchSchedule:
         team = {80: 1, 90: 2}[kernel.arch]
         resident, steps = (2 * NUM_SMS if team == 1 else NUM_SMS // 2), case.k // kernel.tile["block_k"]
         tiles = case.n // (team * kernel.tile["block_n"])
         if tiles % resident == 0:
-            return Dealt(team * min(tiles, resident), 0, tiles // resident * steps)
+            return LaunchSchedule(team * min(tiles, resident), 0, tiles // resident * steps)
         parts = min(resident // tiles, steps // 4)
-        return Dealt(team * tiles * parts, team * tiles * parts, steps / parts)
+        return LaunchSchedule(team * tiles * parts, team * tiles * parts, steps / parts)
 
     def terms(self, kernel: Kernel | None, case: Case) -> tuple[float, ...]:
         if kernel is None:
@@ -86,11 +86,11 @@ def test_kernels_are_those_that_the_gpu_runs() -> None:
 def test_terms_by_hand() -> None:
     """Teams of two CTAs with 128 outputs each, on 132 SMs: 66 at a time."""
     kernel = int8_fit.kernels(NAMES, 90)[1]
-    whole = int8_fit.kernel_terms(kernel, Case(256, 132 * 256, 4096), Dealt(132, 0, 128), NUM_SMS)
+    whole = int8_fit.kernel_terms(kernel, Case(256, 132 * 256, 4096), LaunchSchedule(132, 0, 128), NUM_SMS)
     assert whole == (1, 2 * 64, 2, 0, 0)
-    shared = int8_fit.kernel_terms(kernel, Case(256, 33 * 256, 4096), Dealt(132, 132, 32), NUM_SMS)
+    shared = int8_fit.kernel_terms(kernel, Case(256, 33 * 256, 4096), LaunchSchedule(132, 132, 32), NUM_SMS)
     assert shared == (1, 32, 1, 1, 1)
-    ranges = int8_fit.kernel_terms(kernel, Case(256, 40 * 256, 4096), Dealt(132, 264, 40), NUM_SMS)
+    ranges = int8_fit.kernel_terms(kernel, Case(256, 40 * 256, 4096), LaunchSchedule(132, 264, 40), NUM_SMS)
     assert ranges is None  # parts of several tiles
     assert int8_fit.dequantised_terms(Case(100, 8192, 8192)) == (2, 3 << 26, 100 << 26)
 

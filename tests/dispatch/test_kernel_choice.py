@@ -222,8 +222,8 @@ def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
         assert native.decode_kernel(75, 64 << 10, 64, dtype, "16-bit", rows=1) is None
         product = native.Int8Product("int8_matmul", dtype, False, False, 1, 64, 64)
         assert native.int8_matmul_kernel(product, arch=75, num_sms=40) is None
-    assert native.dealt_int8_matmul("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
-    assert native.dealt_decode(native.NativeDeviceFacts(75, 40, 0, 64 << 10), 64, "16-bit", 1, 1, 1, 64).ctas == 0
+    assert native.int8_matmul_schedule("int8_matmul", 75, 40, False, 1, 64, 64).ctas == 0
+    assert native.decode_schedule(native.NativeDeviceFacts(75, 40, 0, 64 << 10), 64, "16-bit", 1, 1, 1, 64).ctas == 0
 
 
 def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:

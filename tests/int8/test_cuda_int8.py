@@ -294,7 +294,7 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
         grads(normal(m, n, seed=2), weight, scale, True)
     sums = ((OP, m, n, k), (GRAD_OP, m, k, n))
     with native.forced_int8_tile(80):
-        dealt = [native.dealt_int8_matmul(op, ARCH, num_sms, False, *sizes) for op, *sizes in sums]
+        dealt = [native.int8_matmul_schedule(op, ARCH, num_sms, False, *sizes) for op, *sizes in sums]
     assert [launched.grid[0] for launched in found] == [dealt[0].ctas, dealt[0].ctas, dealt[1].ctas]
     assert blocks_of(found) == [dealt[0].block_m, dealt[0].block_m, dealt[1].block_m]
 

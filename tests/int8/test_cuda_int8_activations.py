@@ -326,7 +326,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, block: int, dty
     name = f"{KERNEL}<{block}, {str(dtype).removeprefix('torch.')}>"
     assert (explained.backend, explained.kernel, explained.tile["block_m"]) == ("cuda", name, block)
     (launched,) = found
-    dealt = native.dealt_int8_matmul("int8_matmul_s8", ARCH, 1, False, m, n, 256)
+    dealt = native.int8_matmul_schedule("int8_matmul_s8", ARCH, 1, False, m, n, 256)
     assert (dealt.block_m, dealt.ctas) == (block, launched.grid[0]) and f"{KERNEL}ILi{block}E" in launched.report.kernel
 
 

@@ -111,7 +111,7 @@ def test_shared_tiles_are_exact(block: int) -> None:
         for launching in ({"seed": SEED + i}, {"seed": SEED + i + 1, "workers": 1}):
             with running(block, num_sms, **launching) as found:
                 assert torch.equal(matmul(x, weight, scale), expected)
-                assert native.dealt_int8_matmul("int8_matmul_s8", 90, num_sms, False, m, n, k).parts > 0
+                assert native.int8_matmul_schedule("int8_matmul_s8", 90, num_sms, False, m, n, k).slots > 0
             assert found[-1].grid[0] == num_sms
 
 
@@ -263,7 +263,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, k: int) -> None
     with running(64, num_sms=4) as found:
         explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
         fastattn.int8_linear(x, weight, input_precision="int8")
-        dealt = native.dealt_int8_matmul("int8_matmul_s8", 90, 4, False, m, n, k)
+        dealt = native.int8_matmul_schedule("int8_matmul_s8", 90, 4, False, m, n, k)
     assert (explained.backend, explained.kernel) == ("cuda", f"int8_matmul_s8_sm90<64, {str(x.dtype)[6:]}>")
     assert (found[-1].grid[0], dealt.block_m) == (dealt.ctas, 64)
 

@@ -144,8 +144,8 @@ def test_shared_tiles(block: int) -> None:
         out = check(block, *arguments, num_sms=num_sms, seed=i)
         with running(block, num_sms, seed=SEED + 1, workers=1 + i % 2) as found:
             assert torch.equal(out, grad_input(*arguments))
-            dealt = native.dealt_int8_matmul(OP, 90, num_sms, k % 32 == 0, m, k, n)
-        assert dealt.parts > 0 and [launched.grid[0] for launched in found] == [num_sms] == [dealt.ctas]
+            dealt = native.int8_matmul_schedule(OP, 90, num_sms, k % 32 == 0, m, k, n)
+        assert dealt.slots > 0 and [launched.grid[0] for launched in found] == [num_sms] == [dealt.ctas]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_shared_tiles(block: int) -> None:
         out = check(block, *arguments, num_sms=num_sms, seed=i)
         with running(block, num_sms, seed=SEED + 1, workers=1 + i % 2) as found:
             assert torch.equal(out, int8_matmul(*arguments))
-            assert native.dealt_int8_matmul("int8_matmul", 90, num_sms, granularity == 32, m, n, k).parts > 0
+            assert native.int8_matmul_schedule("int8_matmul", 90, num_sms, granularity == 32, m, n, k).slots > 0
         assert [launched.grid[0] for launched in found] == [num_sms]
 
 
@@ -171,7 +171,7 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
     weight, scale = quantised(n, k, "channel")
     with running(64, num_sms) as found:
         int8_matmul(normal(m, k, seed=1), weight, scale, None, None, "none")
-        dealt = native.dealt_int8_matmul("int8_matmul", 90, num_sms, False, m, n, k)
+        dealt = native.int8_matmul_schedule("int8_matmul", 90, num_sms, False, m, n, k)
     assert [launched.grid[0] for launched in found] == [dealt.ctas] and dealt.block_m == 64
 
 

@@ -48,7 +48,7 @@ def _reordered(x: Tensor, dim: int, order: list[int]) -> Tensor:
     if order == list(range(len(order))):
         return x
     parts = x.tensor_split(len(order), dim)
-    return torch.cat([parts[place] for place in order], dim)
+    return torch.cat([parts[index] for index in order], dim)
 
 
 def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:

@@ -198,8 +198,8 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         num_keys = num_keys[:, None]
     is_wrong = (begin < 0) | (begin > end) | (end > num_keys)
     if bool(is_wrong.any()):
-        place = is_wrong.nonzero()[0].tolist()
-        row, wrong = place[:-1], ranges[tuple(place)].tolist()
+        index = is_wrong.nonzero()[0].tolist()
+        row, wrong = index[:-1], ranges[tuple(index)].tolist()
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
         raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at key_ranges{row}")
     # Empty ranges go last, behind all others.

@@ -92,9 +92,9 @@ def _append(call: DecodeCall, before: list[int]) -> None:
         page = call.block_table.gather(1, block).long()
         fits = (position < call.capacity) & (page >= 0) & (page < call.k_cache.shape[0])
     sequence, token = fits.nonzero(as_tuple=True)
-    place = page[sequence, token], position[sequence, token] % block_rows
-    _write(call.k_cache, call.k_scale, call.k_new.transpose(1, 2)[sequence, token], *place)
-    _write(call.v_cache, call.v_scale, call.v_new.transpose(1, 2)[sequence, token], *place)
+    slot = page[sequence, token], position[sequence, token] % block_rows
+    _write(call.k_cache, call.k_scale, call.k_new.transpose(1, 2)[sequence, token], *slot)
+    _write(call.v_cache, call.v_scale, call.v_new.transpose(1, 2)[sequence, token], *slot)
 
 
 def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:

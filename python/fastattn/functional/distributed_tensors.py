@@ -68,11 +68,11 @@ def _check_sizes(call: AttentionCall, dims: dict[str, Dims]) -> None:
         if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
             continue  # those checks say so here, too
         pairs = ("batch size", its_dims.batch, query_dims.batch), ("heads", its_dims.heads, query_dims.heads)
-        for what, dim, place in pairs:
+        for what, dim, query_dim in pairs:
             is_grouped = what == "heads" and name in ("key", "value")
-            if dim is None or place is None or is_grouped or tensor.shape[dim] == query.shape[place]:
+            if dim is None or query_dim is None or is_grouped or tensor.shape[dim] == query.shape[query_dim]:
                 continue
-            raise InputError(f"{name}: expected the query's {what} {query.shape[place]}, got {tensor.shape[dim]}")
+            raise InputError(f"{name}: expected the query's {what} {query.shape[query_dim]}, got {tensor.shape[dim]}")
 
 
 def dims_of_options(shape: Sequence[int]) -> Dims:
@@ -85,8 +85,8 @@ def dims_of_options(shape: Sequence[int]) -> Dims:
 def dims_of_mask(shape: Sequence[int]) -> Dims:
     """Returns the dims of a mask that broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 counts as absent."""
 
-    def dim(place: int) -> int | None:
-        own = place + len(shape) - 4
+    def dim(of_scores: int) -> int | None:
+        own = of_scores + len(shape) - 4
         return own if own >= 0 and shape[own] > 1 else None
 
     return Dims(dim(0), dim(1))

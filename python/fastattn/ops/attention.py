@@ -70,28 +70,28 @@ class _Attention(torch.autograd.Function):
         ctx.backend, ctx.deterministic, *arguments = inputs
         out, lse, max_logit = output
         ctx.mark_non_differentiable(max_logit)
-        ctx.save_for_backward(*[arguments[place] for place in _SAVED], out, lse)
-        ctx.options = [None if place in _TENSORS else value for place, value in enumerate(arguments)]
+        ctx.save_for_backward(*[arguments[index] for index in _SAVED], out, lse)
+        ctx.options = [None if index in _TENSORS else value for index, value in enumerate(arguments)]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max: None) -> tuple[Any, ...]:
-        gradients: list[Any] = [None] * len(_PLACES)
+        gradients: list[Any] = [None] * len(_INDEX_OF)
         if grad_out is None and grad_lse is None:
             return None, None, *gradients
         *saved, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         arguments = list(ctx.options)
-        for place, tensor in zip(_SAVED, saved, strict=True):
-            arguments[place] = tensor
-        bias, sinks = arguments[_PLACES["bias"]], arguments[_PLACES["sinks"]]
+        for index, tensor in zip(_SAVED, saved, strict=True):
+            arguments[index] = tensor
+        bias, sinks = arguments[_INDEX_OF["bias"]], arguments[_INDEX_OF["sinks"]]
         _, _, *needs_grad = ctx.needs_input_grad
-        bias_grad = bias is not None and bool(needs_grad[_PLACES["bias"]])
-        slopes_grad = arguments[_PLACES["alibi_slopes"]] is not None and bool(needs_grad[_PLACES["alibi_slopes"]])
+        bias_grad = bias is not None and bool(needs_grad[_INDEX_OF["bias"]])
+        slopes_grad = arguments[_INDEX_OF["alibi_slopes"]] is not None and bool(needs_grad[_INDEX_OF["alibi_slopes"]])
         own = (grad_out, grad_lse, out, lse, ctx.deterministic, bias_grad, slopes_grad)
         pool = (*arguments, *own)
-        grads = attention_backward.run_in_backward(ctx.backend, [pool[place] for place in _IN_BACKWARD_ORDER])
+        grads = attention_backward.run_in_backward(ctx.backend, [pool[index] for index in _IN_BACKWARD_ORDER])
         if is_recording():
             note_backward(ctx.backend, AttentionBackward(attention_forward.Arguments(*arguments), *own))
         grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes = grads
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
             ("alibi_slopes", grad_slopes if slopes_grad else None),
             ("sinks", None if sinks is None else grad_sinks),
         ):
-            gradients[_PLACES[name]] = grad
+            gradients[_INDEX_OF[name]] = grad
         return None, None, *gradients
 
 
@@ -280,10 +280,10 @@ attention_backward_add = register(
     fake=_fake_backward_add,
     flops=_backward_flops,
 )
-_PLACES = {name: place for place, name in enumerate(attention_forward.Arguments._fields)}
-_TENSORS = [_PLACES[name] for name in attention_forward.tensors]
-# The places of the tensors of the forward pass that the backward pass reads.
-_SAVED = [_PLACES[name] for name in attention_forward.tensors if name in attention_backward.Arguments._fields]
+_INDEX_OF = {name: index for index, name in enumerate(attention_forward.Arguments._fields)}
+_TENSORS = [_INDEX_OF[name] for name in attention_forward.tensors]
+# The indices of the tensors of the forward pass that the backward pass reads.
+_SAVED = [_INDEX_OF[name] for name in attention_forward.tensors if name in attention_backward.Arguments._fields]
 # Where the arguments of the backward operator are in those of the forward one and the fields of AttentionBackward.
-_POOL = (*_PLACES, *AttentionBackward._fields[1:])
+_POOL = (*_INDEX_OF, *AttentionBackward._fields[1:])
 _IN_BACKWARD_ORDER = [_POOL.index(name) for name in attention_backward.Arguments._fields]

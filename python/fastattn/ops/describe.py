@@ -331,7 +331,7 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
         if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
             return None
-        ctas = native.dealt_int8_matmul(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
+        ctas = native.int8_matmul_schedule(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
             return (
                 f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "

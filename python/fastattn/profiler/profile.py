@@ -91,11 +91,11 @@ class Profile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._profiler.__exit__(kind, error, place)
+        self._profiler.__exit__(kind, error, trace)
         if error is None:
             self._read()
 

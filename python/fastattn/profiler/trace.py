@@ -93,8 +93,8 @@ class _OperatorCalls:
 
     def around(self, event: dict[str, Any]) -> OperatorCall | None:
         calls = self._by_thread.get(event["tid"], [])
-        place = bisect.bisect_right(calls, event["ts"], key=lambda each: each[0]) - 1
-        return calls[place][2] if place >= 0 and event["ts"] <= calls[place][1] else None
+        index = bisect.bisect_right(calls, event["ts"], key=lambda each: each[0]) - 1
+        return calls[index][2] if index >= 0 and event["ts"] <= calls[index][1] else None
 
 
 def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:

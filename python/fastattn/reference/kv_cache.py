@@ -156,5 +156,5 @@ def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
     is_before = (token < 0)[:, None, :]
     if num_queries == 0:
         return is_before[:, None, :0]
-    place = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
-    return (is_before | tree_mask.expand(len(token), num_queries, -1).gather(2, place))[:, None]
+    node = token.clamp(0, num_queries - 1)[:, None, :].expand(-1, num_queries, -1)
+    return (is_before | tree_mask.expand(len(token), num_queries, -1).gather(2, node))[:, None]

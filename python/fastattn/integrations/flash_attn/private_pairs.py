@@ -140,9 +140,9 @@ def _flash_attn_varlen_backward(
     rows = backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv), options, rng_state, packed)
     total, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
     sequence, _ = rows_of(cu_seqlens_q, total)
-    place = torch.arange(total, device=q.device)
+    row = torch.arange(total, device=q.device)
     softmax_d = rows.new_zeros(rows.shape[0], total + _ROWS_OF_A_TILE * batch)
-    return softmax_d.index_copy(1, place + _ROWS_OF_A_TILE * sequence, rows)
+    return softmax_d.index_copy(1, row + _ROWS_OF_A_TILE * sequence, rows)
 
 
 # flash-attn also calls them as operators of torch, under these names.

@@ -100,7 +100,7 @@ def _marked(results: Any) -> tuple[Any, ...]:
 
 def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns a backward operator's arguments for torch's own kernel, where the lse of a row without keys is +inf."""
-    lse, dropout_p, rng_state = (arguments[place] for place in (_LSE, _DROPOUT_P, _RNG_STATE))
+    lse, dropout_p, rng_state = (arguments[index] for index in (_LSE, _DROPOUT_P, _RNG_STATE))
     if dropout_p > 0 and rng_state.numel() == 2:
         _check_whose(rng_state.view(torch.int64), is_ours=False)
     return *arguments[:_LSE], lse.masked_fill(lse == -math.inf, math.inf), *arguments[_LSE + 1 :]

@@ -127,13 +127,13 @@ class _Layer(CacheLayerMixin):
                     f"and {num_new} come"
                 )
             self.tokens_seen += num_new
-        place = torch.arange(num_new, device=self.device) + self.cumulative_length
+        slots = torch.arange(num_new, device=self.device) + self.cumulative_length
         self.cumulative_length.add_(num_new)
         for cache, states in ((self.keys, key_states), (self.values, value_states)):
             if self.eight_bit is not None:
                 states, scale = QUANTIZE_ROWS[self.eight_bit](states)
-                scale_of(cache).index_copy_(2, place, scale.to(torch.float32))
-            as_numbers(cache).index_copy_(2, place, as_numbers(states))
+                scale_of(cache).index_copy_(2, slots, scale.to(torch.float32))
+            as_numbers(cache).index_copy_(2, slots, as_numbers(states))
         if self.is_empty:
             self.is_empty = False
             return key_states, value_states

@@ -61,12 +61,12 @@ def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Te
         version, *found = getattr(mask, "fastattn_pages", (None,))
         if version == mask._version:
             return found[0], found[1]
-    place = is_there.cumsum(1)
+    count = is_there.cumsum(1)
     token = torch.arange(is_there.shape[1], device=mask.device)
     rows = torch.arange(is_there.shape[0], device=mask.device)[:, None] * capacity
     table = torch.full((is_there.shape[0], is_there.shape[1] + 1), -1, dtype=torch.int64, device=mask.device)
-    table = table.scatter(1, torch.where(is_there, place - 1, is_there.shape[1]), rows + token)
-    pages, lengths = table[:, :-1].to(torch.int32).contiguous(), place[:, -1].to(torch.int32)
+    table = table.scatter(1, torch.where(is_there, count - 1, is_there.shape[1]), rows + token)
+    pages, lengths = table[:, :-1].to(torch.int32).contiguous(), count[:, -1].to(torch.int32)
     if may_keep:
         mask.fastattn_pages = (mask._version, pages, lengths)  # type: ignore[attr-defined]
     return pages, lengths
