@@ -75,13 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """``-n auto``: a process for each core, where there are 3 GB for each; it takes up to 2.9."""
+    """``-n auto``: a process for each core, where there are 2.5 GB for each; it takes up to 2.2."""
     memory = Path("/proc/meminfo")
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not memory.exists():
         return None  # pytest-xdist's own number
     available = re.search(r"^MemAvailable:\s*(\d+) kB", memory.read_text(), re.MULTILINE)
     assert available is not None
-    return max(1, min(len(os.sched_getaffinity(0)), int(available[1]) // (3 << 20)))
+    return max(1, min(len(os.sched_getaffinity(0)), int(available[1]) // (5 << 19)))
 
 
 @pytest.hookimpl(tryfirst=True)

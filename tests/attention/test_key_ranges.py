@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fastattn
 from attention_cases import (
+    RESULTS,
     SEED,
     Case,
     backward_arguments,
@@ -401,10 +402,12 @@ def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> 
     assert found["grad_query"][..., :10, :].isnan().all() and found["grad_query"][..., 10:, :].isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_cuda_gradients_of_what_ranges_hide(head_dim: int, gpu: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(64, {}), (128, {}), (64, {"mask": "float", "alibi": "head"})], ids=str
+)
+def test_cuda_gradients_of_what_ranges_hide(head_dim: int, options: dict[str, Any], gpu: int) -> None:
     """NaN in keys and infinity in values that no query sees reach no gradient."""
-    case = Case(ranges=2, shape=(1, 2, 1, 100, 300), head_dims=(head_dim, head_dim))
+    case = Case(ranges=2, shape=(1, 2, 1, 100, 300), head_dims=(head_dim, head_dim), **options)
     problem = make_problem(case)
     assert problem.key_ranges is not None
     problem.key_ranges[..., 0, :].clamp_(max=130)
@@ -413,9 +416,11 @@ def test_cuda_gradients_of_what_ranges_hide(head_dim: int, gpu: int) -> None:
     problem.key[..., 130:163, :], problem.value[..., 130:163, :] = torch.nan, torch.inf
     with checked():
         actual = run_ops(torch.ops.fastattn, case, problem)
-    for name in ("out", "grad_query", "grad_key", "grad_value"):
+    for name in RESULTS:
         assert torch.equal(actual[name], expected[name]), name
     assert not actual["grad_key"][..., 130:163, :].any()
+    if options:
+        assert actual["grad_bias"].any() and not actual["grad_bias"][..., 130:163].any() and actual["grad_slopes"].all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -95,7 +95,7 @@ def test_of_a_slow_test_few_cases_are_taken_where_each_costs_much() -> None:
         [item("test_dims", f"tests/{path}.py", mark="slow", dim=dim) for dim in range(9)]
         for path in ("decode/test_any", "machine_code/test_triton_compile", "machine_code/test_any")
     )
-    assert few_of([*dear, *compiled, *cheap]) == [*dear[:2], *compiled[:2], *cheap]
+    assert few_of([*dear, *compiled, *cheap]) == [dear[0], compiled[0], *cheap]
 
 
 def test_the_core_takes_few_cases_of_what_runs_kernels() -> None:

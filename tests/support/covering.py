@@ -21,7 +21,7 @@ PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
 PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
 MOST = 3  # cases in the core of a function whose cases cost much
-MOST_OF_OTHERS = 2  # cases in `make test-all` of a function that the core leaves out, and that cost much
+MOST_OF_OTHERS = 1  # cases in `make test-all` of a function that the core leaves out, and that cost much
 CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
 COMPILES = "test_triton_compile"  # but not in the modules whose names begin so
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
@@ -127,8 +127,8 @@ def core_of(items: Iterable[Any]) -> list[Any]:
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: of what the core chooses among twice as many cases, and a few of
-    the others.
+    """Returns the pytest items of ``make test-all``: of what the core chooses among twice as many cases, and one of
+    each other function.
     """
     items = list(items)
     quick = set(map(id, _quick(items)))
