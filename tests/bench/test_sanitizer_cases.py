@@ -28,11 +28,11 @@ def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
 def test_every_kernel_runs() -> None:
     """Kernels for sm_80 and Triton's run on an A100, and those for sm_90a on a Hopper GPU, in clusters too."""
-    from emulator import device, launches, options
+    from emulator import device, launches
 
     names, opcodes_on_hopper = set(), set()  # launches themselves would hold gigabytes of PTX
-    with options.launching(races=False), launches.told(lambda launched: names.add(launched.report.kernel)):
-        ran = {  # without a search for races, which the kernels' own tests do
+    with launches.told(lambda launched: names.add(launched.report.kernel)):
+        ran = {
             (backend, case): sanitizer_cases.run(backend, case, torch.device(DEVICE))
             for backend in KERNEL_BACKENDS
             for case in sanitizer_cases.CASES
@@ -42,7 +42,7 @@ def test_every_kernel_runs() -> None:
         names.add(launched.report.kernel)
         opcodes_on_hopper.update(launched.report.opcodes)
 
-    with options.launching(races=False), launches.told(note), device.emulated(90, num_sms=2):
+    with launches.told(note), device.emulated(90, num_sms=2):
         for case in sanitizer_cases.CASES:
             if case.startswith(("forward", "backward", "prompts")) or case == "every option" or "in clusters" in case:
                 sanitizer_cases.run("cuda", case, torch.device(DEVICE))
