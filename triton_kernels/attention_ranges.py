@@ -110,11 +110,8 @@ def list_tiles_kernel(
     first = states + batch * stride_states_b + head * stride_states_h
     first += first_tile(begin_q, batch, PACKED, BLOCK_M) * num_n_tiles
     if OF_KEYS:
-        states_of_line, stride, packed_tile = (
-            first + tile,
-            num_n_tiles,
-            first_tile(begin_k, batch, PACKED, BLOCK_N) + tile,
-        )
+        packed_tile = first_tile(begin_k, batch, PACKED, BLOCK_N) + tile
+        states_of_line, stride = first + tile, num_n_tiles
         num_met, exists = tl.cdiv(seqlen_q, BLOCK_M), tile * BLOCK_N < seqlen_k
     else:
         packed_tile = first_tile(begin_q, batch, PACKED, BLOCK_M) + tile

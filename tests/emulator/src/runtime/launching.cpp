@@ -194,7 +194,7 @@ cudaError_t Prepared::run() const try {
         runs = current_runs;
     }
     ready.before = take_accesses(stream);
-    if (!is_dependent) ready.before = nullptr;  // they are a hundred megabytes
+    if (!is_dependent) ready.before = nullptr;  // nobody needs the records while this launch makes its own
     for (int run = 0; run < runs; ++run) {
         const Report report = run_launch(ready);
         ready.before = nullptr;
