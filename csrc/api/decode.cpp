@@ -186,6 +186,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     const DeviceFacts facts = device_facts();
     params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
     params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
+    params.by_group = Divisor::of(std::max(params.group, 1));
     const int32_t rows = to_int32(kOp, "query", num_queries * params.group);
     auto& kernel =
         decode_kernel(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), dtype, format, rows);

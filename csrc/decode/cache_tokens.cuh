@@ -5,11 +5,11 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "decode/key_bits.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/reduce.cuh"
 #include "device/swizzle.cuh"
 #include "device/token_location.cuh"
 #include "host/decode_params.h"
@@ -78,7 +78,8 @@ inline constexpr int kLineKeys = 16;  // most page sizes are multiples of it
 
 // A tile [kRows, kHeadDim] of 16-bit elements that a warp copies: neighbouring lanes copy neighbouring chunks of a row.
 // The same lanes copy all of kLineKeys rows, so that each needs the location of one line only.
-template <int kHeadDim, int kRows>
+// kWholeChunks: whether all rows in memory have a multiple of 16 bytes.
+template <int kHeadDim, int kRows, bool kWholeChunks = true>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
@@ -104,46 +105,40 @@ struct WarpTile {
         return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes. This lane's kLineKeys rows start at gLine, row_chunks chunks apart. Rows
-    // that are not `present` (one bit each) become zero, as do bytes beyond row_bytes. The caller writes the rows that
-    // are `skipped`.
-    FASTATTN_DEVICE void load_line(const char* gLine, uint32_t row_chunks, int row_bytes, uint32_t present,
-                                   uint32_t skipped) const {
-        const uint32_t tile = shared_address(sTile);
-        const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
+    // Starts to copy rows of row_bytes bytes, which all exist. This lane's kLineKeys rows start at gLine, row_chunks
+    // chunks apart. Bytes beyond row_bytes become zero.
+    FASTATTN_DEVICE void load_line(const char* gLine, uint32_t row_chunks, int row_bytes) const {
         const auto row_of_line = static_cast<uint32_t>(row % kLineKeys);
         const char* gChunk = gLine + (uint64_t{row_of_line} * row_chunks + chunk) * kChunkBytes;
-        const auto load = [&](auto whole) {
+        const uint32_t tile = shared_address(sTile);
 #pragma unroll
-            for (int pass = 0; pass < kPasses; ++pass) {
-                const uint32_t bit = 1u << pass * kRowStep << row;
-                if (whole.value || (skipped & bit) == 0) {
-                    const bool exists = whole.value || (present & bit) != 0;
-                    ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, exists ? bytes : 0);
-                }
-                gChunk += uint64_t{row_chunks} * (kRowStep * kChunkBytes);
-            }
-        };
-        if (present == kAllKeys<kRows> && skipped == 0) {
-            load(std::true_type{});
-        } else {
-            load(std::false_type{});
+        for (int pass = 0; pass < kPasses; ++pass) {
+            load_chunk(tile + chunk_offset(pass), gChunk, row_bytes, /*exists=*/true);
+            gChunk += uint64_t{row_chunks} * (kRowStep * kChunkBytes);
         }
     }
 
-    // Starts to copy rows that need not be neighbours: lane l passes the address of row l % kRows, null if it is
-    // absent.
-    FASTATTN_DEVICE void load_scattered(const char* gRow, int row_bytes, uint32_t skipped) const {
+    // Does the same with rows that need not be neighbours: lane l passes the address of row l % kRows, null if it is
+    // absent, which becomes zero. The caller writes the rows that are `skipped` (one bit each).
+    FASTATTN_DEVICE void load_rows(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
-        const int bytes = min(max(row_bytes - chunk * kChunkBytes, 0), kChunkBytes);
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const int tile_row = row + pass * kRowStep;
-            const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), tile_row);
-            const char* gChunk = reinterpret_cast<const char*>(address) + chunk * kChunkBytes;
-            if (skipped >> tile_row & 1) continue;
-            ptx::cp_async_cg_16(tile + chunk_offset(pass), gChunk, address != 0 ? bytes : 0);
+            const char* gTileRow = from_lane(gRow, tile_row);
+            if ((skipped >> tile_row & 1) != 0) continue;
+            const char* gChunk = gTileRow + chunk * kChunkBytes;
+            load_chunk(tile + chunk_offset(pass), gChunk, row_bytes, /*exists=*/gTileRow != nullptr);
         }
+    }
+
+    // Starts to copy this lane's chunk of a row. Where sizes are 16 or 0, machine code has a predicate for them; any
+    // other size takes two more instructions.
+    FASTATTN_DEVICE void load_chunk(uint32_t sChunk, const char* gChunk, int row_bytes, bool exists) const {
+        const int bytes_from_here = row_bytes - chunk * kChunkBytes;
+        const int size =
+            kWholeChunks ? (bytes_from_here > 0 ? kChunkBytes : 0) : min(max(bytes_from_here, 0), kChunkBytes);
+        ptx::cp_async_cg_16(sChunk, gChunk, exists ? size : 0);
     }
 
     // Calls function(uint32_t& pair_of_elements) for all elements that this lane has copied.

@@ -17,7 +17,7 @@ struct QueryRow {
     int32_t query, head;
 
     FASTATTN_DEVICE QueryRow(const DecodeParams& params, int32_t kv_head, int32_t row)
-        : query(row / max(params.group, 1)), head(kv_head * params.group + row % max(params.group, 1)) {}
+        : query(params.by_group.quotient(row)), head(kv_head * params.group + row - query * params.group) {}
 };
 
 struct alignas(16) RowFacts {

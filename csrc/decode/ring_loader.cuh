@@ -109,15 +109,15 @@ class RingLoader {
     FASTATTN_DEVICE void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams* rotary, char* sTile, float* sScales, int32_t first_key) const {
         const auto [location, present, is_new] = tokens_;
-        const WarpTile<Config::kCacheDim, kWarpN> tile(sTile, lane_);
+        const WarpTile<Config::kCacheDim, kWarpN, /*kWholeChunks=*/!Config::k8Bit> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;
         const int row_bytes = cache.head_dim * Config::kElementBytes;
         const bool is_present = (present >> lane_ % kWarpN & 1) != 0;
         const TokenLocation own{location.block, location.row + (in_lines_ ? lane_ % kLineKeys : 0)};
-        if (in_lines_) {
-            tile.load_line(cache_head.row(location), cache.row_chunks, row_bytes, present, is_new);
+        if (in_lines_ && present == kAllKeys<kWarpN> && is_new == 0) {
+            tile.load_line(cache_head.row(location), cache.row_chunks, row_bytes);
         } else {
-            tile.load_scattered(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
+            tile.load_rows(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {

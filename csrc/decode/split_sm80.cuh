@@ -66,12 +66,8 @@ struct TileInHand {
     TileSplits splits;
     int64_t first_split;  // the first split of its sequence, on the line
     int32_t batch, num_tokens;
-    int32_t tile_idx, num_taken;
-
-    FASTATTN_DEVICE int32_t kv_head(int32_t row_tiles) const { return tile_idx / row_tiles; }
-    FASTATTN_DEVICE int32_t first_row(int32_t row_tiles, int32_t block_m) const {
-        return tile_idx % row_tiles * block_m;
-    }
+    int32_t tile_idx, kv_head, first_row;
+    int32_t num_taken;
 };
 
 template <typename Config>
@@ -195,18 +191,19 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 
     const int lane = threadIdx.x % kWarpSize;
     const RowWarps<Config::kRowWarps> warps;
-    const SplitScheduler<kBlockN> work(params, shared.line, lane);
+    SplitScheduler<kBlockN> work(params, shared.line, lane);
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warps.index() * kMmaM * Swizzle<kHeadDim>::kRowElements,
                                       ldmatrix_lane(lane));
 
-    for (int64_t split = work.begin_split(); split < work.end_split();) {
+    while (work.next_split() < work.end_split()) {
         // Prologue: which tile, and which of its keys.
+        const int64_t split = work.next_split();
         const ScheduledSequence sequence = work.sequence_with(split);
         const CachedSequence& tokens = sequence.tokens;
         const SplitRun run =
             split_run(params.schedule, sequence.splits, tokens, kBlockN, sequence.first_split, split, work.end_split());
         const int32_t batch = sequence.batch, kv_head = run.tile_idx / params.row_tiles;
-        const int32_t row_tile = run.tile_idx % params.row_tiles, first_row = row_tile * kBlockM;
+        const int32_t row_tile = run.tile_idx - kv_head * params.row_tiles, first_row = row_tile * kBlockM;
         const PackedRows<kBlockM> rows(params, tokens, batch, kv_head, first_row, warps.index() * kMmaM, shared.mask,
                                        lane);
         const bool stores_new = row_tile == params.row_tiles - 1 && tokens.before < tokens.total;
@@ -215,7 +212,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const int32_t begin_key = max(run.begin_key, wanted.begin), end_key = min(run.end_key, wanted.end);
 
         if (threadIdx.x == 0) {
-            shared.tile = {sequence.splits, sequence.first_split, batch, tokens.total, run.tile_idx, run.count};
+            shared.tile = {sequence.splits, sequence.first_split, batch, tokens.total, run.tile_idx, kv_head, first_row,
+                           run.count};
         }
 
         // Producer: one warp of each group.
@@ -236,12 +234,13 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             const int32_t first_key = next_key - kStages * kBlockN;
             if (step == 0) {
                 __syncthreads();  // waits until what is known of the tile is in shared memory
+                if (threadIdx.x == 0) work.take(in_hand.num_taken);
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
-                    shared.sQ, shared.query_powers, params, in_hand.num_tokens, in_hand.batch,
-                    in_hand.kv_head(params.row_tiles), in_hand.first_row(params.row_tiles, kBlockM));
+                    shared.sQ, shared.query_powers, params, in_hand.num_tokens, in_hand.batch, in_hand.kv_head,
+                    in_hand.first_row);
                 __syncthreads();  // waits until the queries are in shared memory
             }
-            if (step >= 0 && first_key >= end_key) break;
+            if (step >= 0 && first_key >= ring.head.end_key) break;
             const bool computes = step >= 0;
             float rS[1][Config::kTilesN][4];  // [16, kWarpN]: scores, then probabilities
             uint32_t present_now;
@@ -285,7 +284,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                     output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
                     gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
                 } else {
-                    if (rows.differ(first_key, min(first_key + kWarpN, tokens.total))) {
+                    if (rows.differ(first_key, min(first_key + kWarpN, in_hand.num_tokens))) {
                         silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                     }
                     gemm_pv<kDataType>(rO, rS, sV);
@@ -307,14 +306,13 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
-        const Rows tile_rows{params, in_hand.batch, in_hand.kv_head(params.row_tiles),
-                             in_hand.first_row(params.row_tiles, kBlockM)};
+        const Rows tile_rows{params, in_hand.batch, in_hand.kv_head, in_hand.first_row};
         const TilePartials partials = tile_partials(params.schedule, in_hand.splits, in_hand.first_split,
                                                     in_hand.tile_idx, work.splits_per_cta());
         const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));
-        const int32_t partial =
-            params.schedule.splits_are_partials ? static_cast<int32_t>(split - partials.first) : own.begin;
-        split += in_hand.num_taken;
+        const int32_t partial = params.schedule.splits_are_partials
+                                    ? static_cast<int32_t>(work.next_split() - 1 - partials.first)
+                                    : own.begin;
         store_partial<Config>(tile_rows, shared, partials, own, partial);
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
         const bool splits_tile = own.end - own.begin < partials.count;

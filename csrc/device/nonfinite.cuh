@@ -73,24 +73,23 @@ FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const 
                                         Sees&& sees, int lane, Barrier&& barrier = {}) {
 #pragma unroll 1
     for (int row = 0; row < TileLoader::kNumRows; ++row) {
-        bool is_seen[kTilesM][2];
+        uint32_t seen[kTilesM][2];  // all bits, or none
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) is_seen[m][half] = sees(m, half, row);
+            for (int half = 0; half < 2; ++half) seen[m][half] = sees(m, half, row) ? 0xffffffff : 0;
         }
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) {
             const char* chunk = reinterpret_cast<const char*>(sV) + TileLoader::Layout::offset(row, d);
             const uint32_t pair = reinterpret_cast<const uint32_t*>(chunk)[lane % kLanesPerRow];
-            const uint32_t nonfinite = pair & nonfinite_mask<kDataType>(pair);
-            if (nonfinite == 0) continue;
+            const uint32_t nonfinite = pair & nonfinite_mask<kDataType>(pair);  // zeros add nothing
 #pragma unroll
-            for (int m = 0; m < kTilesM; ++m) {
+            for (int e = 0; e < 4; ++e) {
+                const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
-                    rO[m][d][e] += is_seen[m][e / 2] ? value : 0.0f;
+                for (int m = 0; m < kTilesM; ++m) {
+                    rO[m][d][e] += __uint_as_float(__float_as_uint(value) & seen[m][e / 2]);
                 }
             }
         }

@@ -1,7 +1,9 @@
-// Sums over the lanes of a warp.
+// Sums over the lanes of a warp, and what one lane tells the others.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "device/fragment.cuh"
 
@@ -11,6 +13,18 @@ namespace fastattn {
 FASTATTN_DEVICE float warp_reduce_sum(float value) {
 #pragma unroll
     for (int other = kWarpSize / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffff, value, other);
+    return value;
+}
+
+// All lanes receive the value of one, word by word.
+template <typename Value>
+FASTATTN_DEVICE Value from_lane(Value value, int lane) {
+    static_assert(sizeof(Value) % sizeof(uint32_t) == 0 && std::has_unique_object_representations_v<Value>);
+    uint32_t words[sizeof(Value) / sizeof(uint32_t)];
+    memcpy(words, &value, sizeof(Value));
+#pragma unroll
+    for (uint32_t& word : words) word = __shfl_sync(0xffffffff, word, lane);
+    memcpy(&value, words, sizeof(Value));
     return value;
 }
 

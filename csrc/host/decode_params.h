@@ -113,7 +113,8 @@ struct DecodeParams {
     RotaryParams rotary;
     SequenceShape sequence;
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
-    ScoreParams scores;                  // without bias and dropout; beside a tree mask also without window and ALiBi
+    Divisor by_group;
+    ScoreParams scores;  // without bias and dropout; beside a tree mask also without window and ALiBi
     TreeMaskView tree_mask;
     SplitSchedule schedule;
     PartialWorkspace

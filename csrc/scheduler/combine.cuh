@@ -43,9 +43,10 @@ struct CombineStorage {
     static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for more loads in flight
     // Each thread's own, of nodes that are on their way together.
     float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
-    float2 sums[kNodes][kBlockM];  // a row's maximum and sum
-    int64_t slot[kNodes];          // of the node that begins here
-    uint32_t present;              // one bit for each of the nodes: where one begins
+    float2 sums[kNodes][kBlockM];    // a row's maximum and sum
+    int64_t slot[kNodes];            // of the node that begins here
+    const float* first_row[kNodes];  // of its values, in the workspace
+    uint32_t present;                // one bit for each of the nodes: where one begins
 };
 
 // Combines one tile, in the CTA that has just left its last partial of it.
@@ -115,7 +116,9 @@ struct Combiner {
                 const PartialNode node = largest_node(partial, partials.made_by(cta), partials.count);
                 begins = node.first_partial() == partial;
                 // A node of several CTAs lies in the slot of its first node.
-                shared.slot[Threads::index()] = slot_of(rows.slots_per_cta(), cta, node);
+                const int64_t slot = slot_of(rows.slots_per_cta(), cta, node);
+                shared.slot[Threads::index()] = slot;
+                shared.first_row[Threads::index()] = rows.slots().values_of(slot, 0);
             }
             const uint32_t present = __ballot_sync(0xffffffff, begins);
             if (Threads::index() == 0) shared.present = present;
@@ -167,25 +170,26 @@ struct Combiner {
 
     FASTATTN_DEVICE bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
 
-    // index: of four columns of a row, whose values of the first nodes are on their way.
+    // index: of four columns of a row, whose values of the first nodes are on their way if threads copy ahead.
     FASTATTN_DEVICE RowPartial combined_nodes(int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if constexpr (kNodes == 4) {
             return combined_four(0, row, column);
-        } else if constexpr (kNodes == kNodesOfOneTrip) {
-            start_to_copy(0, index);
-            ptx::cp_async_wait_group<0>();
-            return combined_sixteen(0, row, column);
         } else {
-            RowPartial result;
+            RowPartial before, sixteen;  // of the nodes of earlier trips, and of this one
 #pragma unroll 1
-            for (int first = 0; first < kNodes && begins_at(first); first += kNodesOfOneTrip) {
-                if (first > 0) start_to_copy(first, index);
-                ptx::cp_async_wait_group<0>();
-                const RowPartial sixteen = combined_sixteen(first, row, column);
-                result = first == 0 ? sixteen : combined(result, sixteen);
+            for (int first = 0; first < kNodes; first += 8) {
+                if (!begins_at(first)) continue;
+                if (first % kNodesOfOneTrip == 0) {
+                    if (first > 0 || !kCopiesAhead) start_to_copy(first, index);
+                    ptx::cp_async_wait_group<0>();
+                    before = sixteen;
+                }
+                RowPartial eight = combined_four(first, row, column);
+                if (begins_at(first + 4)) eight = combined(eight, combined_four(first + 4, row, column));
+                sixteen = first % kNodesOfOneTrip == 0 ? eight : combined(sixteen, eight);
             }
-            return result;
+            return kNodes > kNodesOfOneTrip && begins_at(kNodesOfOneTrip) ? combined(before, sixteen) : sixteen;
         }
     }
 
@@ -194,12 +198,14 @@ struct Combiner {
     FASTATTN_DEVICE void start_to_copy(int first, int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if (row >= rows.num_rows()) return;
-        const bool exists = column < rows.slots().value_dim;
+        const int32_t value_dim = rows.slots().value_dim;
+        const uint32_t present = shared.present >> first;
 #pragma unroll
         for (int node = 0; node < kNodesOfOneTrip; ++node) {
-            if (!begins_at(first + node)) continue;
-            const float* values = rows.slots().values_of(shared.slot[first + node], row) + (exists ? column : 0);
-            ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]), values, exists ? 16 : 0);
+            if ((present >> node & 1) == 0) continue;
+            ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]),
+                                shared.first_row[first + node] + (row * value_dim + column),
+                                column < value_dim ? 16 : 0);
         }
         ptx::cp_async_commit_group();
     }
@@ -207,18 +213,6 @@ struct Combiner {
     FASTATTN_DEVICE float4 values_of(int node, int row, int column) const {
         if constexpr (Storage::kHoldsValues) return shared.values[node % kNodesOfOneTrip][Threads::index()];
         return rows.slots().load_values(shared.slot[node], row, column);
-    }
-
-    // Combines nodes [first, first + 16). A node begins at the first.
-    FASTATTN_DEVICE RowPartial combined_sixteen(int first, int row, int column) const {
-        RowPartial result = combined_four(first, row, column);
-        if (begins_at(first + 4)) result = combined(result, combined_four(first + 4, row, column));
-        if (begins_at(first + 8)) {
-            RowPartial right = combined_four(first + 8, row, column);
-            if (begins_at(first + 12)) right = combined(right, combined_four(first + 12, row, column));
-            result = combined(result, right);
-        }
-        return result;
     }
 
     // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at the first.

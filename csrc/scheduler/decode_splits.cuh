@@ -22,6 +22,7 @@ struct ScheduledSequence {
 struct SplitLine {
     int64_t first_split[kWarpSize], end_split[kWarpSize];
     int64_t splits_per_cta, num_splits;
+    int64_t next_split;  // the first one that the CTA has yet to take
 };
 
 // Finds the splits of a CTA. Each lane counts the splits of adjacent sequences.
@@ -34,7 +35,12 @@ class SplitScheduler {
         if (threadIdx.x < kWarpSize) {
             const int32_t end_batch = min(first_batch() + per_lane(), params.query.batch);
             int64_t own = 0;
-            for (int32_t batch = first_batch(); batch < end_batch; ++batch) own += sequence(batch).splits.num_splits;
+            ScheduledSequence sequence{};
+#pragma unroll 1
+            for (sequence.batch = first_batch(); sequence.batch < end_batch; ++sequence.batch) {
+                find_splits(sequence);
+                own += sequence.splits.num_splits;
+            }
             own *= params.schedule.tiles_per_sequence;
             const int64_t upto = warp_inclusive_sum(own, lane);
             shared.first_split[lane] = upto - own;
@@ -42,6 +48,7 @@ class SplitScheduler {
             if (lane == kWarpSize - 1) {
                 shared.num_splits = upto;
                 shared.splits_per_cta = fastattn::splits_per_cta(params.schedule, upto);
+                shared.next_split = begin_split();
             }
         }
         __syncthreads();  // waits until the line is in shared memory
@@ -49,44 +56,47 @@ class SplitScheduler {
 
     FASTATTN_DEVICE int64_t splits_per_cta() const { return shared_.splits_per_cta; }
 
-    // The first split of this CTA, and the end of its splits.
-    FASTATTN_DEVICE int64_t begin_split() const { return blockIdx.x * shared_.splits_per_cta; }
+    FASTATTN_DEVICE int64_t next_split() const { return shared_.next_split; }
 
     FASTATTN_DEVICE int64_t end_split() const {
         return min(begin_split() + shared_.splits_per_cta, shared_.num_splits);
     }
 
+    // Called by one thread, between two barriers.
+    FASTATTN_DEVICE void take(int32_t num_splits) { shared_.next_split += num_splits; }
+
     // The sequence that has this split of the line. All lanes of a warp call it, and get the same.
     FASTATTN_DEVICE ScheduledSequence sequence_with(int64_t split) const {
-        int32_t batch = first_batch();
-        int64_t first_split = shared_.first_split[lane_];
-        const bool is_owner = first_split <= split && split < shared_.end_split[lane_];
+        ScheduledSequence found{first_batch(), shared_.first_split[lane_], {}, {}};
+        const bool is_owner = found.first_split <= split && split < shared_.end_split[lane_];
         if (is_owner) {
-            for (;; ++batch) {
-                const int64_t splits = int64_t{params_.schedule.tiles_per_sequence} * sequence(batch).splits.num_splits;
-                if (split < first_split + splits) break;
-                first_split += splits;
+#pragma unroll 1
+            for (;; ++found.batch) {
+                find_splits(found);
+                const int64_t splits = int64_t{params_.schedule.tiles_per_sequence} * found.splits.num_splits;
+                if (split < found.first_split + splits) break;
+                found.first_split += splits;
             }
         }
         const int owner = __ffs(__ballot_sync(0xffffffff, is_owner)) - 1;
-        ScheduledSequence found = sequence(__shfl_sync(0xffffffff, batch, owner));
-        found.first_split = __shfl_sync(0xffffffff, first_split, owner);
-        return found;
+        return {from_lane(found.batch, owner), from_lane(found.first_split, owner), from_lane(found.tokens, owner),
+                from_lane(found.splits, owner)};
     }
 
   private:
+    FASTATTN_DEVICE int64_t begin_split() const { return blockIdx.x * shared_.splits_per_cta; }
+
     FASTATTN_DEVICE int32_t per_lane() const { return ceil_div(params_.query.batch, kWarpSize); }
 
     FASTATTN_DEVICE int32_t first_batch() const { return min(lane_ * per_lane(), params_.query.batch); }
 
-    FASTATTN_DEVICE ScheduledSequence sequence(int32_t batch) const {
-        ScheduledSequence found{batch, 0, cached_sequence(params_.sequence, params_.cache_seqlens[batch]), {}};
-        found.splits = tile_splits(params_.schedule, found.tokens, kBlockN);
-        return found;
+    FASTATTN_DEVICE void find_splits(ScheduledSequence& sequence) const {
+        sequence.tokens = cached_sequence(params_.sequence, params_.cache_seqlens[sequence.batch]);
+        sequence.splits = tile_splits(params_.schedule, sequence.tokens, kBlockN);
     }
 
     const DecodeParams& params_;
-    const SplitLine& shared_;
+    SplitLine& shared_;
     int lane_;
 };
 

@@ -66,17 +66,8 @@ BACKWARD_INSTANCES = sorted(
 MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
 MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
 # Bytes of the stack frame, for what does not fit in registers, by kernel and template arguments; nothing elsewhere.
-# Decoding fp8 takes registers, of which 256 dims leave none: a few numbers are loaded once a step. Other instances keep
-# there what only new tokens need, outside of the loop.
-SPILLED_BYTES_SM90 = {
-    **{("decode", 256, rows, "float16", "int8"): 8 for rows in (16, 32)},
-    **{
-        ("decode", head_dim, rows, dtype, cache): 8
-        for head_dim, rows, cache in ((64, 16, "fp8"), (256, 32, "fp8"), (256, 16, "16-bit"))
-        for dtype in DTYPES
-    },
-}
-LOCAL_IN_LOOPS_SM90 = {("decode", 256, 32, dtype, "fp8") for dtype in DTYPES}
+# Decoding fp8 takes registers, of which 256 dims leave none: a number is loaded once a step.
+SPILLED_BYTES_SM90 = {("decode", 256, 16, dtype, "fp8"): 8 for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
 
 
@@ -153,6 +144,9 @@ def test_every_instance_file_is_for_the_architecture_in_its_name() -> None:
 
 with_sm80_kernels = pytest.mark.skipif(
     "sm_80" not in BUILD["code"].get("80", []), reason="the native library was built without machine code for sm_80"
+)
+has_sm90_code = pytest.mark.skipif(
+    "sm_90" not in BUILD["code"].get("80", []), reason="the native library was built without machine code for sm_90"
 )
 
 
@@ -547,6 +541,31 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
     assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
 
 
+@has_sm90_code
+@pytest.mark.parametrize(
+    ("head_dim", "cache_format", "instructions", "kilobytes"),
+    [
+        (64, "16-bit", 352, 83),
+        (64, "fp8", 683, 112),
+        (64, "int8", 713, 100),
+        (128, "16-bit", 404, 101),
+        (128, "fp8", 846, 134),
+        (128, "int8", 950, 117),
+        (256, "16-bit", 498, 117),
+        (256, "fp8", 773, 134),
+        (256, "int8", 909, 114),
+    ],
+)
+def test_steps_and_code_of_decoding(head_dim: int, cache_format: str, instructions: int, kilobytes: int) -> None:
+    """Counts the shortest way round the loop that copies and multiplies: a step of a warp, 16 keys of 16 bits or of
+    256 dims, else 32. Code is fetched anew at each launch."""
+    kernels = {decode_instance(name): kernel for name, kernel in machine_code("sm_90").items()}
+    kernel = kernels[head_dim, 16, "float16", cache_format]
+    step = kernel.shortest_round(max(kernel.main_loops, key=len), ("LDGSTS", "HMMA"))
+    assert len(step) <= 1.02 * instructions
+    assert 16 * len(kernel.instructions) <= 1.02 * kilobytes * 1024
+
+
 @with_sm80_kernels
 def test_every_backward_instance_is_there() -> None:
     assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
@@ -617,10 +636,6 @@ def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
 
 # --- On sm_90 ---------------------------------------------------------------------------------------------------------
 
-has_sm90_code = pytest.mark.skipif(
-    "sm_90" not in BUILD["code"].get("80", []), reason="the native library was built without machine code for sm_90"
-)
-
 
 @has_sm90_code
 def test_sm80_kernels_have_machine_code_for_sm90() -> None:
@@ -654,5 +669,4 @@ def test_on_sm90_nothing_spills_but_what_is_listed() -> None:
     spilled = {instance: kernel.stack_bytes for instance, kernel in kernels.items() if kernel.stack_bytes > 0}
     assert {each: size for each, size in spilled.items() if size > SPILLED_BYTES_SM90.get(each, 0)} == {}
     in_loops = {instance: kernel.local_in_loops for instance, kernel in kernels.items() if kernel.local_in_loops}
-    assert set(in_loops) <= LOCAL_IN_LOOPS_SM90
-    assert all(accesses <= 14 for accesses in in_loops.values()), in_loops
+    assert set(in_loops) <= set(SPILLED_BYTES_SM90) and all(accesses <= 1 for accesses in in_loops.values()), in_loops
