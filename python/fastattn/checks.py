@@ -26,11 +26,21 @@ def expect(condition: bool, name: str, expected: str, came: object) -> None:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
 
+# Arguments of which users have lists, and the dtypes that they need.
+_DTYPES_OF_LISTS = {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"), "int32"),
+    **dict.fromkeys(("alibi_slopes", "sinks"), "float32"),
+}
+
+
 def check_tensor(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {type_name(value)}")
+        dtype = _DTYPES_OF_LISTS.get(name) if isinstance(value, (list, tuple)) else None
+        advice = f"; pass torch.tensor({name}, dtype=torch.{dtype}, device=query.device)" if dtype else ""
+        came = f"{type_name(value)}{advice}"
+        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {came}")
 
 
 # What other libraries call the arguments of attention, and what they are called here.
@@ -86,7 +96,8 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str) ->
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> None:
     allowed = tuple(dtypes)
-    expect(tensor.dtype in allowed, name, " or ".join(str(dtype) for dtype in allowed), tensor.dtype)
+    advice = f"; pass {name}.int()" if allowed == (torch.int32,) and tensor.dtype == torch.int64 else ""
+    expect(tensor.dtype in allowed, name, " or ".join(str(dtype) for dtype in allowed), f"{tensor.dtype}{advice}")
 
 
 def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:

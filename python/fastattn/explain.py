@@ -25,8 +25,8 @@ from fastattn.layout import as_matrix, reason_to_copy
 class Explanation:
     """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
 
-    ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the share of all tiles of
-    scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. A causal mask or window
+    ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the fraction of all tiles
+    of scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. A causal mask or window
     may leave fewer.
     """
 
@@ -64,7 +64,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         choice = explained.choice
     else:
         name = getattr(function, "__name__", type_name(function))
-        raise TypeError(f"function: expected one that calls fastattn, but {name} returned without doing so")
+        module = getattr(function, "__module__", None)
+        whole_name = f"{module}.{name}" if module else name
+        patch = "; explain it inside of fastattn.patch_sdpa()" if name == "scaled_dot_product_attention" else ""
+        came = f"{whole_name} returned without doing so{patch}"
+        raise TypeError(f"function: expected one that calls fastattn, but {came}")
     copied, named = {}, _named_arguments(function, args, kwargs)
     if choice.backend != "torch":
         for name, value in _read_as_they_lie(named).items():

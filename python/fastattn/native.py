@@ -263,7 +263,7 @@ def backward_schedule(
     """Returns how the kernel for dK and dV deals a call without options.
 
     ``total_keys`` is the number of keys of packed sequences, of which ``rows`` and ``keys`` are the longest lengths.
-    ``window`` has the keys that a row sees before and after its own place; -1 means all.
+    ``window`` is how many keys a row sees before and after its own position; -1 means all.
     """
     total = -1 if total_keys is None else total_keys
     shape = (batch, heads, kv_heads, rows, keys, total)

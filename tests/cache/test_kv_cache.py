@@ -117,6 +117,11 @@ def test_growth_doubles_and_keeps_what_was_there() -> None:
     torch.testing.assert_close(feed(cache, 5, TOTAL)[1], whole(1)[:, :, 5:])
 
 
+def test_a_small_maximum_needs_no_capacity_beside_it() -> None:
+    assert cache_of(capacity=None, max_capacity=5).capacity == 5
+    assert cache_of(capacity=None).capacity == 256
+
+
 def test_growth_ends_at_the_maximum_and_leaves_the_cache_as_it_was() -> None:
     cache = cache_of(capacity=3, max_capacity=5)
     feed(cache, 0, 4)
@@ -340,7 +345,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "head_dim": (cache_of, {"head_dim": 0}, InputError, ("head_dim", "at least 1", "0")),
     "value_dim": (cache_of, {"value_dim": "8"}, TypeError, ("value_dim", "int", "str")),
     "capacity": (cache_of, {"capacity": 0}, InputError, ("capacity", "at least 1", "0")),
-    "max_capacity": (cache_of, {"max_capacity": 3}, InputError, ("max_capacity", "at least 4", "3")),
+    "max_capacity": (cache_of, {"max_capacity": 3}, InputError, ("capacity", "at most max_capacity=3", "4")),
+    "max_capacity of 0": (cache_of, {"max_capacity": 0}, InputError, ("max_capacity", "at least 1", "0")),
     "dtype": (cache_of, {"dtype": torch.int8}, InputError, ("dtype", "float16", "int8")),
     "another dtype": (
         cache_of(dtype=torch.float16).attend,

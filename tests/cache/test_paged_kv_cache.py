@@ -374,6 +374,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "step of nothing": (C.step, {"sequences": [S, 9], "num_new": 1}, InputError, ("sequence", "[0]", "9")),
     "step twice": (C.step, {"sequences": [S, S], "num_new": 1}, InputError, ("sequences", "once", "[0, 0]")),
     "step negative": (C.step, {"sequences": [S], "num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
+    "step of a tensor": (
+        C.step,
+        {"sequences": torch.tensor([0]), "num_new": 1},
+        InputError,
+        ("sequences", "a list", "torch.Tensor; pass sequences.tolist()"),
+    ),
     "step of one": (C.step, {"sequences": 3, "num_new": 1}, InputError, ("sequences", "a list", "3; of one pass [3]")),
     "chunk of one count": (C.chunk, {"sequences": [S], "num_new": 1}, InputError, ("num_new", "a list", "1")),
     "step of one of numpy": (
@@ -383,12 +389,6 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         ("sequences", "a list", "3; of one pass [3]"),
     ),
     "step of None": (C.step, {"sequences": None, "num_new": 1}, TypeError, ("sequences", "a list", "NoneType")),
-    "step of a scalar": (
-        C.step,
-        {"sequences": torch.tensor(0), "num_new": 1},
-        TypeError,
-        ("sequences", "a list", "Tensor"),
-    ),
     "chunk of no counts": (C.chunk, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "a list", "NoneType")),
     "chunk of one count of numpy": (
         C.chunk,

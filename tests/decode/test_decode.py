@@ -202,7 +202,7 @@ TABLE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "k_cache dtype": (
         call(k_cache=call()["k_cache"].half()),
         InputError,
-        ("k_cache", "float32 or torch.int8", "float16"),
+        ("k_cache", "float32, as query and new tokens are, torch.int8", "float16"),
     ),
     "v_cache dtype": (call(v_cache=call()["v_cache"].half()), InputError, ("v_cache", "float32", "float16")),
     "k_cache head dim": (call(k_cache=torch.zeros(2, 2, 16, 8)), InputError, ("k_cache", "16", "8")),

@@ -328,7 +328,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "16-bit": ({"k_scale": torch.ones(2)}, "k_scale: expected None beside a cache of torch.float16"),
     "other fp8": (
         {"fp8": "heads", "k_cache": torch.zeros(3, 2, 150, 32).to(torch.float8_e5m2)},
-        "k_cache: expected torch.float16 or torch.int8 or torch.float8_e4m3fn, got torch.float8_e5m2",
+        "k_cache: expected torch.float16, as query and new tokens are, torch.int8 or torch.float8_e4m3fn, got "
+        "torch.float8_e5m2",
     ),
     "one of each": ({"fp8": "heads", "v_cache": torch.zeros(3, 2, 150, 32).char()}, "v_cache: expected torch.float8"),
 }

@@ -116,6 +116,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         ("bias", "[2, 5, 7]", "pass bias[:, None]"),
     ),
     "window of one number": (A, dense(window=128), InputError, ("window", "(left, right), got 128; (127, 0) lets")),
+    "no window": (A, dense(window=None), InputError, ("window", "(left, right), got None; (-1, -1) is no window")),
     "window values": (A, dense(window=(-2, 0)), InputError, ("window", "at least -1", "-2")),
     "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),
     "softcap negative": (A, dense(softcap=-1.0), InputError, ("softcap", "at least 0", "-1")),
@@ -163,13 +164,18 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "deterministic": (A, dense(deterministic="no"), TypeError, ("deterministic", "bool", "str")),
     "return_lse": (A, dense(return_lse=1), TypeError, ("return_lse", "bool", "int")),
     "packed query rank": (V, packed(query=torch.zeros(1, 9, 4, 16)), InputError, ("query", "[total_q, Hq, D]", "4")),
-    "offsets type": (V, packed(cu_seqlens_q=[0, 3, 9]), TypeError, ("cu_seqlens_q", "torch.Tensor", "list")),
+    "offsets type": (
+        V,
+        packed(cu_seqlens_q=[0, 3, 9]),
+        TypeError,
+        ("cu_seqlens_q", "torch.Tensor", "list; pass torch.tensor(cu_seqlens_q, dtype=torch.int32"),
+    ),
     "offsets missing": (V, packed(cu_seqlens_k=None), TypeError, ("cu_seqlens_k", "torch.Tensor", "NoneType")),
     "offsets dtype": (
         V,
         packed(cu_seqlens_k=torch.tensor([0, 3, 9])),
         InputError,
-        ("cu_seqlens_k", "torch.int32", "torch.int64"),
+        ("cu_seqlens_k", "torch.int32", "torch.int64; pass cu_seqlens_k.int()"),
     ),
     "offsets rank": (
         V,

@@ -266,6 +266,9 @@ def test_explain_refuses_a_result() -> None:
 def test_explain_refuses_what_never_reaches_fastattn() -> None:
     with pytest.raises(TypeError, match="function: expected one that calls fastattn"):
         fastattn.explain(torch.add, torch.ones(1), torch.ones(1))
+    query = torch.randn(1, 2, 4, 16)
+    with pytest.raises(TypeError, match=r"but torch\.\S*scaled_dot_product_attention .*; explain it inside of"):
+        fastattn.explain(torch.nn.functional.scaled_dot_product_attention, query, query, query)
 
 
 def test_explain_raises_what_the_call_raises() -> None:

@@ -40,11 +40,11 @@ class KVCache(StepCache):
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
         value_dim: the values' head dim, by default ``head_dim``.
-        capacity: the tokens per sequence that fit at first.
+        capacity: the tokens per sequence that fit at first, by default 256, or ``max_capacity`` if that is less.
         max_capacity: the capacity beyond which ``CacheFull`` is raised instead of growing; by default there is none.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
-            with one float32 scale per token and head: half the memory of 16 bits.
+            with a float32 scale for each key and each value of a token and head: half the memory of 16 bits.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -58,7 +58,7 @@ class KVCache(StepCache):
         head_dim: int,
         *,
         value_dim: int | None = None,
-        capacity: int = 256,
+        capacity: int | None = None,
         max_capacity: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -66,9 +66,13 @@ class KVCache(StepCache):
     ) -> None:
         check_int("num_layers", num_layers, minimum=1)
         check_int("batch", batch, minimum=0)
+        if max_capacity is not None:
+            check_int("max_capacity", max_capacity, minimum=1)
+        if capacity is None:
+            capacity = 256 if max_capacity is None else min(256, max_capacity)
         check_int("capacity", capacity, minimum=1)
         if max_capacity is not None:
-            check_int("max_capacity", max_capacity, minimum=capacity)
+            expect(capacity <= max_capacity, "capacity", f"at most max_capacity={max_capacity}", capacity)
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
         self.num_layers, self.max_capacity, self._batch = num_layers, max_capacity, batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]

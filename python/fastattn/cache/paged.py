@@ -29,6 +29,7 @@ NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat suc
 def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
     """Returns the numbers, which must come in a list, even a single one."""
     expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; of one pass [{numbers}]")
+    expect(not isinstance(numbers, Tensor), argument, expected, f"a torch.Tensor; pass {argument}.tolist()")
     try:
         return list(numbers)
     except TypeError:
@@ -39,7 +40,7 @@ class PagedKVCache:
     """Keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
     Sequences come and go one by one and are named by the numbers that ``add`` and ``fork`` return. A step appends
-    tokens to some of them. Like a ``KVCache``, it is a ``StepCache``, so a model takes either::
+    tokens to some of them. A step is a ``StepCache``, which a model takes where it takes a ``KVCache``::
 
         cache = PagedKVCache(num_layers, num_pages, kv_heads, head_dim, page_size=16)
         first = cache.add()

@@ -71,7 +71,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Starts to add up every rank's ``[W * n, …]``; each rank gets ``[n, …]``, its part of the sums."""
+    """Starts to add up every rank's ``[W * n, …]``; each rank gets ``[n, …]``, its chunk of the sums."""
     scattered = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
     return Started(scattered, x, _reduce_scatter_into(scattered, x, group=group, async_op=True))
 

@@ -272,8 +272,8 @@ def attention_varlen(
             bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
             up to ``cu_seqlens[b + 1]``. On a GPU they are not read back: rows behind wrong offsets count as absent, and
-            only ``FASTATTN_CHECK=1`` reads the offsets and raises. On a CPU wrong offsets always raise. For keys in
-            pages, ``cu_seqlens_k`` only gives the number of keys of each sequence.
+            only ``FASTATTN_CHECK=1`` reads the offsets and raises. On a CPU wrong offsets always raise. Rows of no
+            sequence have output 0. For keys in pages, ``cu_seqlens_k`` only gives the number of keys of each sequence.
         max_seqlen_q, max_seqlen_k: the longest lengths; rows of a sequence beyond them count as absent.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
             of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. PyTorch
@@ -281,7 +281,7 @@ def attention_varlen(
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
         key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; keys count from the first one of the query's sequence.
         batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default, if a batch
-            does not fill the GPU, the keys of long sequences are shared out, which depends on all lengths together.
+            does not fill the GPU, the keys of long sequences are split, which depends on all lengths together.
 
     Returns:
         ``[total_q, Hq, Dv]``, then with ``return_lse`` the lse, ``[Hq, total_q]``, and with ``return_max_logit`` the

@@ -125,7 +125,7 @@ def default_scale(head_dim: int) -> float:
 def check_window(window: Any) -> tuple[int, int]:
     """Checks and returns ``(left, right)``, each at least -1."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        advice = ""
+        advice = f"; ({UNBOUNDED}, {UNBOUNDED}) is no window"
         if isinstance(window, int) and window > 0 and not isinstance(window, bool):
             advice = f"; ({window - 1}, 0) lets a query see {window} keys up to its own"
         raise InputError(f"window: expected (left, right), got {window!r}{advice}")
@@ -243,10 +243,12 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
     """
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]
+    advice = "; of lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
+    are_lengths = values[0] > 0 and sum(values) == total
+    expect(not are_lengths, name, "offsets, which begin with 0", f"{values}{advice}")
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
     if total is not None:
         if device_checks_are_on():
-            advice = "; of lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
             expect(values[0] == 0, name, "0 as the first offset", f"{values[0]}{advice}")
             expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])

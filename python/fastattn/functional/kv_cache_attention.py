@@ -118,7 +118,8 @@ def attention_with_kv_cache(
             ``[1]`` or ``[]``, by which the append divides; None means 1. ``append_to_cache`` says how both round.
         causal, window, softcap, alibi_slopes, sinks, scale: as in ``fastattn.attention``.
         return_lse: also return the natural log of each row's softmax denominator.
-        num_splits: the number of parts into which a sequence is split; 0 chooses by the shapes and the GPU's size.
+        num_splits: the number of splits of a sequence; 0 chooses by the shapes and the GPU's size. Beside a number,
+            ``batch_invariant`` changes nothing: such splits depend on no other sequence.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
         tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike. The last Sq tokens
             are a tree that speculative decoding proposes: query ``i`` sees token ``j`` of them where

@@ -119,7 +119,8 @@ def _check_caches(t: DecodeCall) -> None:
 
 def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
     """Checks the dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
-    check_dtype("k_cache", t.k_cache, (dtype, torch.int8, FP8))
+    expected = f"{dtype}, as query and new tokens are, torch.int8 or {FP8}"
+    expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, t.k_cache.dtype)
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
         if cache.dtype not in FEATURE_OF_CACHE:
@@ -167,7 +168,9 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
     check_shape("rotary_sin", sin, cos.shape, "of rotary_cos")
     positions, half = cos.shape
     expect(positions >= 1, "rotary_cos", "at least one position", 0)
-    expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", half)
+    advice = f"; if both halves repeat the same angles, pass cos[:, :{half // 2}] and sin[:, :{half // 2}]"
+    came = f"{half}{advice if half == head_dim else ''}"
+    expect(2 * half <= head_dim, "rotary_cos", f"rotary_dim / 2 <= {head_dim // 2}, half the head dim", came)
 
 
 def _check_tree(t: DecodeCall, window: tuple[int, int]) -> None:

@@ -101,7 +101,7 @@ def _native_slope_sums(call: OperatorCall) -> Work:
 
 
 def _backward_rows(call: OperatorCall) -> Work:
-    """Counts the scores, which are recomputed for an lse in two halves, and rowsum(dO O)."""
+    """Counts the kernel that recomputes the scores, and from them the lse (as two floats) and rowsum(dO O)."""
     pairs, is_upper_bound = _pairs(call)
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = sum(call[name].nbytes for name in ("grad_out", "out", "query", "key", "lse", "grad_lse", "bias"))

@@ -21,7 +21,7 @@ _DEVICES = {0: "cpu", 1: "cuda"}
 
 
 class KernelLaunch(NamedTuple):
-    """Describes one kernel that ran; ``call`` is the operator of fastattn behind it, or None (others, a CUDA graph)."""
+    """Describes a kernel that ran. ``call`` is the operator that launched it, None for others and CUDA graphs."""
 
     name: str
     seconds: float

@@ -60,7 +60,7 @@ def _prefill(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
     appended = call._replace(query=query, cache_seqlens=total)
     if call.k_cache.dtype not in FEATURE_OF_CACHE:
         return _attend(backend, appended)
-    parts = list(_parts(appended))
+    parts = list(_within_limit(appended))
     if len(parts) == 1:
         return _attend(backend, _dequantised(backend, appended))
     out = query.new_empty(*query.shape[:3], call.v_cache.shape[3])
@@ -115,8 +115,8 @@ def _dequantised(backend: str, call: DecodeCall) -> DecodeCall:
     return call._replace(k_cache=k_out, v_cache=v_out, k_scale=None, v_scale=None, block_table=table)
 
 
-def _parts(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
-    """Yields parts of the call, each with so few sequences and heads that its 16-bit copy stays within the limit."""
+def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
+    """Yields calls over so few of the sequences and heads that the 16-bit copy of each stays within the limit."""
     query, k_cache, v_cache, slopes = call.query, call.k_cache, call.v_cache, call.alibi_slopes
     k_scale, v_scale = call.k_scale, call.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]

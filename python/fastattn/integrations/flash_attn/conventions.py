@@ -1,4 +1,4 @@
-"""Translation of flash-attn's conventions to fastattn's and back: windows, the lse, unused rows, S_dmask."""
+"""Translates flash-attn's conventions to fastattn's and back: windows, the lse, unused rows, S_dmask."""
 
 from __future__ import annotations
 

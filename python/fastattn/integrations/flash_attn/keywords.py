@@ -12,13 +12,13 @@ from fastattn.errors import InputError
 _MEANINGLESS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors")
 
 _REFUSED = {
-    "attention_chunk": "chunked local attention is not served; fastattn.attention takes it as a bias",
+    "attention_chunk": "chunked local attention is not served; fastattn.attention takes key_ranges (fastattn.masks)",
     "qv": "a second query against the values is not served; concatenate it to q, and the values to k",
     "q_descale": "fp8 is not served; pass 16-bit tensors",
     "k_descale": "fp8 is not served; pass 16-bit tensors",
     "v_descale": "fp8 is not served; pass 16-bit tensors",
     "score_mod": "changes of scores by a function are not served; fastattn.attention takes a bias",
-    "mask_mod": "masks by a function are not served; fastattn.attention takes a bool bias",
+    "mask_mod": "functions as masks are not served; fastattn.attention takes key_ranges (fastattn.masks) or a bias",
     "cu_seqlens_q": "ragged queries over a cache are not served here; call flash_attn_varlen_func with a block_table",
     "cu_seqlens_k_new": "ragged new keys are not served; append them sequence by sequence",
     "rotary_seqlens": "positions of their own for rotary embedding are not served; rotate before the call",

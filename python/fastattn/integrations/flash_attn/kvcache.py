@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache`` over fastattn's cache kernels."""
+"""Computes ``flash_attn_with_kvcache`` by fastattn's kernels for caches."""
 
 from __future__ import annotations
 

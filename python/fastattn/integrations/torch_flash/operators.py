@@ -390,7 +390,8 @@ def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
 
 
 def _check_whose(rng_state: Tensor, is_ours: bool) -> None:
-    """Checks whose ``rng_state`` it is, without reading it back: a wrong one raises an assertion on the device."""
+    """Checks on the device that ``rng_state`` is fastattn's (``is_ours``) or another's; if not, an assertion stops the
+    device."""
     torch._assert_async(
         (rng_state[1] == _OUR_RNG_STATE) == is_ours,
         "rng_state: the forward pass with dropout ran in another implementation of flash attention than its backward "

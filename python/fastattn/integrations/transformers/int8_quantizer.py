@@ -181,7 +181,8 @@ class Int8Quantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Makes every int8 layer an ``nn.Linear``, also inside adapters; it is trained if all else in the model is."""
+        """Replaces every int8 layer by an ``nn.Linear``, inside adapters too; the new weights require gradients if all
+        other parameters do."""
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = _int8_layers(model).values()
         is_trained = all(each.requires_grad for each in model.parameters() if not isinstance(each, Int8Tensor))

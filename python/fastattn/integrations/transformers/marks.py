@@ -91,7 +91,7 @@ def mark_offsets(sequence_ids: Tensor) -> Tensor:
 
 
 def mark_ranges(ranges: Tensor) -> Tensor:
-    """Returns the mark for ``Ranges``; ``ranges`` is ``[B, 1, Sq, R, 2]``."""
+    """Encodes ``ranges``, int32 ``[B, 1, Sq, R, 2]``, as an int16 mark, which `read` decodes to ``Ranges``."""
     return ranges.contiguous().view(torch.int16).flatten(-2).transpose(-2, -1)[:, 0, :, None]
 
 
