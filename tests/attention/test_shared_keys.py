@@ -63,8 +63,8 @@ def test_shares_that_begin_and_end_inside_of_tiles(rows: int, num_sms: int) -> N
 @pytest.mark.parametrize(
     ("lengths", "head_dim"),
     [
-        (((40, 1, 0, 200, 7), (3000, 5, 30, 200, 0)), 64),  # a long one among short ones; no rows; rows without keys
-        (((40, 1, 0, 200, 7), (3000, 5, 30, 200, 0)), 128),
+        (((40, 1, 0, 200, 7), (1500, 5, 30, 200, 0)), 64),  # a long one among short ones; no rows; rows without keys
+        (((40, 1, 0, 200, 7), (1500, 5, 30, 200, 0)), 128),
         (((0, 0, 33), (0, 900, 2000)), 64),
         (((130, 260), (2500, 100)), 128),
     ],
