@@ -18,7 +18,7 @@
 #include "api/int8_matmul.h"
 #endif
 
-// The compiler replaces FASTATTN_NAMESPACE by its value on the way through these, which torch's macros alone prevent.
+// Expand FASTATTN_NAMESPACE before torch's macros paste its name.
 #define DEFINE_OPERATORS(name, library) STABLE_TORCH_LIBRARY(name, library)
 #define DEFINE_KERNELS(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
 

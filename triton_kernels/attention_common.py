@@ -113,7 +113,7 @@ def tile_range(
 
     Row i sees column j if i + shift - window_left <= j <= i + shift + window_right, and 0 <= j < length. Some row sees
     the tiles from ``begin`` to ``end``, and every row sees all of the tiles from ``full_begin`` to ``full_end``. The
-    same condition read backwards (shift negated, sides swapped) says which rows see a column.
+    same condition, with shift negated and the window's sides swapped, says which rows see a column.
     """
     seen_begin = 0
     seen_end = length

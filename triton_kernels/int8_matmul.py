@@ -98,7 +98,7 @@ def finish(
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Does the epilogue: scale → bias → activation → residual, and the one rounding."""
+    """Applies scale, bias, activation and residual in this order, and rounds once."""
     acc = scale_and_add_bias(acc, n, n < N, scale, scale_stride, bias, HAS_SCALE, HAS_BIAS)
     acc = activate(acc, ACTIVATION)
     if ACTIVATION == "swiglu":

@@ -186,11 +186,12 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
     const DeviceFacts facts = device_facts();
     params.kv_heads = to_int32(kOp, "k_cache", kv_heads);
     params.group = kv_heads > 0 ? params.query.heads / params.kv_heads : 0;
-    params.by_group = Divisor::of(std::max(params.group, 1));
     const int32_t rows = to_int32(kOp, "query", num_queries * params.group);
     auto& kernel =
         decode_kernel(facts.compute_capability, facts.shared_bytes_per_cta, sizes.widest(), dtype, format, rows);
     params.row_tiles = std::max(1, ceil_div(rows, kernel.tile.block_m));
+    params.by_group = Divisor::of(std::max(params.group, 1));
+    params.by_row_tiles = Divisor::of(params.row_tiles);
     params.sequence = {capacity, appends ? params.k_new.rows : 0, params.query.rows, params.scores.window_left};
 
     const int32_t block_keys = kernel.tile.block_n;

@@ -196,7 +196,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Limits fastattn_int8_limits() {
     return {fastattn::kMaxInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
 }
 
-// The predicted times of the ways among which fastattn_int8_matmul_kernel() chooses.
+// Returns the predicted time of each way to multiply among which fastattn_int8_matmul_kernel() chooses.
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
                                                                int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
                                                                int32_t is_plain, int32_t sums_tokens, int32_t M,
@@ -272,6 +272,6 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_decode_schedule(const
                        /*num_splits=*/0, /*batch_invariant=*/false, facts->num_sms * tile.ctas_per_sm);
     const TileSplits splits = tile_splits(schedule, cached_sequence(shape, capacity), tile.block_n);
     const int64_t blocks = int64_t{batch} * schedule.tiles_per_sequence * splits.num_splits * splits.blocks_per_split;
-    return {schedule.num_ctas, splits_per_cta(schedule, blocks), tile.block_m,
+    return {schedule.num_ctas, choose_splits_per_cta(schedule, blocks), tile.block_m,
             can_be_split(schedule, shape, tile.block_n) ? num_slots(schedule) : 0, /*steps_of_full_gpu=*/0};
 }

@@ -137,7 +137,7 @@ class BiasTiles {
     }
 };
 
-// Sums along the dims that the bias does not have, and stores what is left. Called by all threads of the CTA.
+// Sums over the dims along which the bias broadcasts, and stores the result. Called by all threads of the CTA.
 template <typename Config>
 FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTileIndex& owned,
                                      float (&sSums)[Config::kBlockM][Config::kGradPitch]) {

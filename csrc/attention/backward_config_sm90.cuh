@@ -109,11 +109,13 @@ struct alignas(1024) BackwardStorageSm90 {
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
     RingBarriers<1> panels[Config::kNumConsumers];
-    uint64_t gradients_stored[Config::kExchanges][kExchangeStages];  // dS, of even and of odd steps
-    uint64_t rows_issued;               // completes when the last rows of a work tile are under way
-    uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
-    KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
-    bool is_last[2];                    // the ring `work` has no more
+    uint64_t
+        gradients_stored[Config::kExchanges]
+                        [kExchangeStages];  // completes when all warps have stored dS; even and odd steps have one each
+    uint64_t rows_issued;                   // completes when the last rows of a work tile are under way
+    uint64_t landed;                        // completes for rows that the producer cleans before it passes them on
+    KeyWorkTile<Config> work_tiles[2];      // of the ring `work`
+    bool is_last[2];                        // the ring `work` has no more
 };
 
 // IDs of named barriers; 0 is that of __syncthreads().

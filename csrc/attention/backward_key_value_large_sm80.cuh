@@ -157,7 +157,7 @@ struct BackwardLargeSm80 {
                 Scores::to_score_gradients(rdP, rS);
                 stage_scores_at<kDataType, kBlockM>(shared.sdSt[0], dS_here, rdP, kRow / kMmaN);
             });
-            num_meetings = 1 + shared.some_nonfinite;  // with key warps that are about to clean K
+            num_meetings = 1 + shared.some_nonfinite;  // one more where the key warps zero NaN and infinity in K
             if (++row_tile == tile.end_tile) row_tile = tile.begin_tile;
         }
         meet();
@@ -259,7 +259,7 @@ struct BackwardLargeSm80 {
             meet_key_warps();  // waits until every key warp has read Q
             if (loads) start_q(buffer);
 
-            // What is not finite in K is zero meanwhile: see device/nonfinite.cuh.
+            // NaN and infinity in K are zero for this step's dQ: see device/nonfinite.cuh.
             const bool cleans = some_nonfinite && !tile.is_full(row_tile);
             if (some_nonfinite) {
                 meet_all();  // waits until the value warps have read K, in the step that they are in

@@ -96,15 +96,15 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // The step that is computed, and the next.
-    FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
+    // Returns the ring of rows at the step that is computed, or `ahead` steps later.
+    FASTATTN_DEVICE Ring<Config::kStages> row_ring(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
-    FASTATTN_DEVICE int stage() const { return rows().stage; }
+    FASTATTN_DEVICE int stage() const { return row_ring().stage; }
 
     FASTATTN_DEVICE void release_rows() {
-        rows().release(lane);
+        row_ring().release(lane);
         ++num_steps;
     }
 
@@ -142,8 +142,8 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: how many panels were left before, or an
-    // even number less.
+    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: any number of the same parity as the panels that
+    // were stored before.
     template <int kFirstTile, bool kInLoop, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
@@ -162,7 +162,7 @@ struct BackwardConsumerSm90 {
     FASTATTN_DEVICE void skip(int32_t count) {
 #pragma unroll 1
         for (; count > 0; --count) {
-            rows().wait_full();  // else it could release the stage for the rows before
+            row_ring().wait_full();  // else it could release the stage for the rows before
             const Ring<1> ring(shared.panels[warpgroup], num_steps);
             ring.wait_empty();
             __syncwarp();  // waits until every lane is behind both barriers, which may go round then
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             int32_t row_tile = begin_row_tile, heads_left = num_heads;
             {
                 Scores rS;
-                consumer.rows().wait_full();
+                consumer.row_ring().wait_full();
                 BlockScores scores = block_scores(consumer.stage(), keys.begin_head, row_tile, /*is_first=*/true,
                                                   look_at_ranges(consumer.stage()));
                 consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 Scores rS;
                 typename Consumer::QueryPanel rdQ;
                 consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
-                const Ring<Config::kStages> next = consumer.rows(/*ahead=*/1);
+                const Ring<Config::kStages> next = consumer.row_ring(/*ahead=*/1);
                 next.wait_full();
                 const auto ranges = look_at_ranges(next.stage);
                 consumer.start_dq(rdQ, sKForDq);

@@ -55,7 +55,7 @@ inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 // it.
 struct CtaWorkTile {
     RowsOfCta rows;
-    KeyTiles key_tiles;  // of this CTA's split, or their places in `list`
+    KeyTiles key_tiles;  // of this CTA's split, or their indices in `list`
     TilePartials partials;
     int32_t cta;                              // as `partials` count them
     int32_t first_nonfinite, last_nonfinite;  // keys that make_finite() took NaN or infinity from
@@ -66,12 +66,12 @@ struct CtaWorkTile {
     // number in the list, which then means the last tile.
     template <bool kTakesRanges>
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
-        const int32_t place = key_tiles.tile(num_left);
+        const int32_t tile_idx = key_tiles.tile(num_left);
         if constexpr (kTakesRanges) {
             const auto last_tile = static_cast<uint32_t>(params.seen_tiles.num_key_tiles - 1);
-            if (list != nullptr) return min(static_cast<uint32_t>(list[2 + place]), last_tile);
+            if (list != nullptr) return min(static_cast<uint32_t>(list[2 + tile_idx]), last_tile);
         }
-        return place;
+        return tile_idx;
     }
 
     FASTATTN_DEVICE bool is_first_split() const { return partials.first == cta; }

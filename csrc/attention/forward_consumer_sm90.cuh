@@ -69,7 +69,7 @@ struct ForwardConsumerSm90 {
 
     FASTATTN_DEVICE void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
 
-    // Releases the work tile, and Q, when the warp is done with them.
+    // Releases the work tile, and advances to the next. release_query() has released Q before.
     FASTATTN_DEVICE void release_tile() {
         __syncwarp();  // waits until every lane has read the work tile
         Ring<2>(shared.work, num_done).release(lane);
@@ -127,7 +127,7 @@ struct ForwardConsumerSm90 {
                                               float (&rO)[1][kTilesD][4], Sees&& sees) const {
         if (tile.last_nonfinite < 0) return;
         const RowsOfCta& rows = tile.rows;
-        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // as in leave_in_fp32()
+        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // read anew: it has no registers in the loops
         const int32_t own_row = rows.first_row + thread / kWarpSize * kMmaM + accumulator_row(own_lane);
         const int32_t own_columns = params.value.head_dim - accumulator_column(own_lane);
 #pragma unroll 1

@@ -41,30 +41,29 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
     KeySplit split;
-    KeyRange full_places;  // of tiles that every row sees all of: the loop has no registers for it
+    KeyRange full_tiles;  // indices of tiles that every row sees all of; not in registers, which the loop needs
     LargestScores<Config::kNumWarps> largest_scores;
-    static_assert((Config::kBlockM + 2 * Config::kBlockN) * Config::kHeadDim * 2 <= kLeastSharedBytesPerCta,
-                  "sm_86, sm_89, sm_120");
 };
 
 template <int kHeadDim, DataType kDataType, bool kPaged>
 __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThreads,
                                   ForwardOptionsConfigSm80<kHeadDim>::kMinCtasPerSm)
-    attention_forward_options_sm80(const __grid_constant__ AttentionForwardParams attention) {
+    attention_forward_options_sm80(const __grid_constant__ AttentionForwardParams params) {
     using Config = ForwardOptionsConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardOptionsStorageSm80<Config>*>(shared_bytes);
+    static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
 
     // Prologue: which query rows of which sequence, and which keys they see.
-    const ScoreParams& options = attention.scores;
+    const ScoreParams& options = params.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const KeySplit split = own_split<kBlockM, kBlockN, kPaged>(shared.split, attention, warp);
+    const KeySplit split = own_split<kBlockM, kBlockN, kPaged>(shared.split, params, warp);
     if (!split.exists) return;
-    const QueryTile tile = query_tile(attention, kBlockM, split.tile_idx, split.is_split);
-    const int32_t kv_head = tile.head / (attention.query.heads / attention.key.heads);
-    const Sequence rows = query_rows(attention, tile.batch), keys = keys_of_sequence<kPaged>(attention, tile.batch);
+    const QueryTile tile = query_tile(params, kBlockM, split.tile_idx, split.is_split);
+    const int32_t kv_head = tile.head / (params.query.heads / params.key.heads);
+    const Sequence rows = query_rows(params, tile.batch), keys = keys_of_sequence<kPaged>(params, tile.batch);
     const int32_t first_row = tile.idx * kBlockM;
     if (first_row >= rows.length) return;
     const int32_t last_row = min(first_row + kBlockM, rows.length) - 1;
@@ -76,38 +75,38 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const Steps steps = steps_of_split(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     const bool has_ranges = !kPaged && options.ranges.data != nullptr;
-    const int32_t* list = has_ranges ? attention.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
+    const int32_t* list = has_ranges ? params.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
     if (threadIdx.x == 0) {
         const bool has_bias = options.bias.kind != BiasView::Kind::kNone;
-        shared.full_places = has_bias     ? KeyRange{0, 0}
-                             : has_ranges ? KeyRange{0, list[0]}
-                                          : KeyRange{ceil_div(last_sees.begin, kBlockN), first_sees.end / kBlockN};
+        shared.full_tiles = has_bias     ? KeyRange{0, 0}
+                            : has_ranges ? KeyRange{0, list[0]}
+                                         : KeyRange{ceil_div(last_sees.begin, kBlockN), first_sees.end / kBlockN};
     }
 
-    if (attention.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
+    if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr && split.idx == 0) {  // once for all splits of a tile
         softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
     }
-    const Dropout dropout(options, tile.batch * attention.query.heads + tile.head);
+    const Dropout dropout(options, tile.batch * params.query.heads + tile.head);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
     // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first, or from the
-    // end of the list to its beginning. The place of a tile is its index in the list, or without one the tile itself.
+    // end of the list to its beginning. tile_idx is a tile's index in the list, or without one the tile itself.
     // The first tile alone may lack keys: in a list it is the last one of those that are not full. Wrong offsets of
     // packed sequences may have left any numbers there; they count as tiles that exist.
     const int32_t num_tiles = ceil_div(keys.length, kBlockN), num_complete = keys.length / kBlockN;
-    int32_t place = has_ranges ? min(list[1], num_tiles) - 1 : end_tile - 1;
-    const int32_t begin_place = has_ranges ? 0 : begin_tile;
-    const auto tile_at = [&](int32_t place, int32_t num_tiles) {
-        if (!has_ranges) return place;
-        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + place]), static_cast<uint32_t>(num_tiles - 1)));
+    int32_t tile_idx = has_ranges ? min(list[1], num_tiles) - 1 : end_tile - 1;
+    const int32_t begin_idx = has_ranges ? 0 : begin_tile;
+    const auto tile_at = [&](int32_t idx, int32_t end) {
+        if (!has_ranges) return idx;
+        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + idx]), static_cast<uint32_t>(end - 1)));
     };
-    int32_t key_tile = has_ranges && place < 0 ? 0 : tile_at(place, num_tiles);
-    const uint16_t* gQ = row_pointer(attention.query, tile.batch, tile.head, rows.begin + first_row);
-    TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, attention.query.row_stride, threadIdx.x,
-                                                              attention.query.head_dim);
+    int32_t key_tile = has_ranges && tile_idx < 0 ? 0 : tile_at(tile_idx, num_tiles);
+    const uint16_t* gQ = row_pointer(params.query, tile.batch, tile.head, rows.begin + first_row);
+    TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, params.query.row_stride, threadIdx.x,
+                                                              params.query.head_dim);
     using PagedLoader = PagedTileLoader<kBlockN, kHeadDim, Config::kNumThreads>;
     const auto loader_of = [&](uint16_t* sTile, const HeadsView<const uint16_t>& view, const PageStrides& strides) {
         if constexpr (kPaged) {
@@ -118,9 +117,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
                                                                       view.head_dim);
         }
     };
-    auto load_k = loader_of(shared.sK, attention.key, attention.paged.key);
-    auto load_v = loader_of(shared.sV, attention.value, attention.paged.value);
-    const PageTable table(attention.paged, tile.batch, attention.key.batch, keys.length);
+    auto load_k = loader_of(shared.sK, params.key, params.paged.key);
+    auto load_v = loader_of(shared.sV, params.value, params.paged.value);
+    const PageTable table(params.paged, tile.batch, params.key.batch, keys.length);
     typename PagedLoader::Rows own_rows;  // of the tile that is copied next
     const auto find_rows = [&](int32_t first_key) {
         if constexpr (kPaged) own_rows.find(table, first_key, threadIdx.x);
@@ -156,10 +155,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         } else {
             __syncthreads();
         }
-        const bool is_masked = !shared.full_places.has(place);
+        const bool is_masked = !shared.full_tiles.has(tile_idx);
         load(load_v, keys.length - first_key);
         ptx::cp_async_commit_group();
-        skip_to(load_v, attention.value, next_tile);
+        skip_to(load_v, params.value, next_tile);
         if (!is_last) find_rows(next_tile * kBlockN);
         gemm_qk<kDataType>(rS, sQ, sK);
 
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         } else {
             __syncthreads();
         }
-        skip_to(load_k, attention.key, next_tile);
+        skip_to(load_k, params.key, next_tile);
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (is_masked) scores.template hide</*kMayHaveRanges=*/!kPaged>(rS, warp_row, first_key, lane, row_ranges);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
-        if (attention.max_logits != nullptr) shared.largest_scores.take(max);
+        if (params.max_logits != nullptr) shared.largest_scores.take(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (options.dropout_seed != nullptr) dropout.drop(rS, warp_row, first_key, lane);
@@ -196,15 +195,15 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         gemm_pv<kDataType>(rO, rS, sV);
     };
 
-    if (place >= begin_place) {
+    if (tile_idx >= begin_idx) {
         find_rows(key_tile * kBlockN);
         load_q.template load<true>(rows.length - first_row);
         load(load_k, keys.length - key_tile * kBlockN);
         ptx::cp_async_commit_group();
     }
-    for (; place >= begin_place; --place) {
-        const bool is_last = place == begin_place;
-        const int32_t next_tile = has_ranges && is_last ? key_tile : tile_at(place - 1, num_complete);
+    for (; tile_idx >= begin_idx; --tile_idx) {
+        const bool is_last = tile_idx == begin_idx;
+        const int32_t next_tile = has_ranges && is_last ? key_tile : tile_at(tile_idx - 1, num_complete);
         step(next_tile, is_last);
         key_tile = next_tile;
     }
@@ -212,14 +211,14 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     // Epilogue. It looks again which tile this is: the loops have no registers for it.
     const float factor = options.dropout_factor;
     const KeySplit& own = shared.split;
-    const QueryTile out_tile = query_tile(attention, kBlockM, own.tile_idx, own.is_split);
-    const Sequence out_rows = query_rows(attention, out_tile.batch);
-    if (attention.max_logits != nullptr) {
-        shared.largest_scores.leave(attention.max_logits + out_tile.head, /*factor=*/1.0f);
+    const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
+    const Sequence out_rows = query_rows(params, out_tile.batch);
+    if (params.max_logits != nullptr) {
+        shared.largest_scores.leave(params.max_logits + out_tile.head, /*factor=*/1.0f);
     }
-    if (own.num_splits > 1 || attention.exact_out.data != nullptr) {
+    if (own.num_splits > 1 || params.exact_out.data != nullptr) {
         const TileRowLocator location{out_tile, out_rows, out_tile.idx * kBlockM};
-        const PartialRowsSm80<kBlockM, kHeadDim, kDataType> partial_rows{attention, location, factor};
+        const PartialRowsSm80<kBlockM, kHeadDim, kDataType> partial_rows{params, location, factor};
         store_or_combine_in_fp32<Config::kNumThreads, kWarpM>(partial_rows, own, rO, softmax, shared.sQ);
         return;
     }
@@ -229,10 +228,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     stage_rows<kDataType>(sO, rO, lane);
     __syncwarp();  // the rows are complete
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
-    uint16_t* gO = row_pointer(attention.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
-    store_rows<kWarpM, kHeadDim>(gO, attention.out.row_stride, out_rows.length - out_row, sO, lane,
-                                 attention.out.head_dim);
-    float* gLse = row_pointer(attention.lse, out_tile.batch, out_tile.head) + out_rows.begin;
+    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
+    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
+    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
         if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];

@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         };
         // S becomes P. It looks for no maxima, which saves instructions: sums of P tell where a reference is
         // outgrown, and S is still there then. Leaves no product in flight.
-        const auto to_probabilities = [&](uint32_t (&rP)[kTilesK][4]) {
-            auto sums = softmax.template exponentiate_to<kDataType>(rP, rS);
+        const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
+            auto sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
             bool is_outgrown;
             const auto follow_sums = [&] {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if constexpr (Config::kMasksInPlace) follow_sums();
             if (is_outgrown) {
                 rescale(rO, factor);
-                sums = softmax.template exponentiate_to<kDataType>(rP, rS);
+                sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
             }
             softmax.add(sums);
         };
@@ -144,19 +144,19 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
         // One tile of keys: its scores are computed beside P·V of the tile before.
-        const auto full_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4]) {
+        const auto full_step = [&](const uint32_t (&rThisP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4]) {
             consumer.start_qk(rS);
-            consumer.start_pv(rO, rP);
+            consumer.start_pv(rO, rThisP);
             consumer.template wait_qk<1>(rS);
             to_probabilities(rNextP);
             consumer.release_value();
         };
         // Does the same for a tile that may be masked. In place, both P are rP[0].
-        const auto masked_step = [&](const uint32_t (&rP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
+        const auto masked_step = [&](const uint32_t (&rThisP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
                                      int32_t num_left) {
             consumer.start_qk(rS);
             const int32_t first_bit = consumer.first_bit();
-            consumer.start_pv(rO, rP);
+            consumer.start_pv(rO, rThisP);
             consumer.template wait_qk<1>(rS);
             mask(num_left, first_bit);
             if constexpr (Config::kMasksInPlace) {

@@ -160,7 +160,7 @@ struct RowsOfCta {
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }
 
-    // Returns the same, or the places of the tiles in their list.
+    // Returns the same, or the indices of the tiles in their list.
     template <bool kTakesRanges>
     FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
         if constexpr (kTakesRanges) {

@@ -34,12 +34,12 @@ struct KeyTiles {
         all_full = num_full = end_full - begin_full;
     }
 
-    // The places of a list whose first num_full tiles are full, and of which some row sees `count`.
+    // Returns the indices of a list whose first num_full tiles are full, and of which some row sees `count`.
     FASTATTN_DEVICE static KeyTiles of_list(int32_t num_full, int32_t count) {
-        KeyTiles places({0, 0}, {0, 0}, 1);
-        places.count = count;
-        places.end_full = places.all_full = places.num_full = num_full;
-        return places;
+        KeyTiles indices({0, 0}, {0, 0}, 1);
+        indices.count = count;
+        indices.end_full = indices.all_full = indices.num_full = num_full;
+        return indices;
     }
 
     FASTATTN_DEVICE int32_t num_tiles() const { return count; }

@@ -52,12 +52,12 @@ struct CacheHead {
                           kChunkBytes;
     }
 
-    // Whether the cache has no scales.
-    FASTATTN_DEVICE bool all_are_one() const { return kFormat == CacheFormat::kFp8 && cache.scales == nullptr; }
+    // Whether every scale is 1, so that the cache has none.
+    FASTATTN_DEVICE bool has_unit_scales() const { return kFormat == CacheFormat::kFp8 && cache.scales == nullptr; }
 
     FASTATTN_DEVICE HeadScale given_scale() const {
         if constexpr (kFormat != CacheFormat::kFp8) return {false, 1.0f};
-        return {cache.scales_are_given, cache.scales_are_given && !all_are_one() ? *scales : 1.0f};
+        return {cache.scales_are_given, cache.scales_are_given && !has_unit_scales() ? *scales : 1.0f};
     }
 
     FASTATTN_DEVICE float* scale(TokenLocation location) const {
@@ -101,8 +101,8 @@ struct WarpTile {
     // The swizzle is an exclusive or, and a pass's first row shares no bit with the lane's row in the pass.
     FASTATTN_DEVICE uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowStep;
-        const int turned = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
-        return (lane_offset ^ (turned * kChunkBytes)) + first_row * Layout::kRowBytes;
+        const int chunk_xor = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
+        return (lane_offset ^ (chunk_xor * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
     // Starts to copy rows of row_bytes bytes, which all exist. This lane's kLineKeys rows start at gLine, row_chunks

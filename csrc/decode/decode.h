@@ -28,7 +28,7 @@ inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// The kernels for 8-bit formats and any head dims.
+// Returns the kernels that dequantise an 8-bit cache; they take any head dim.
 inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat format) {
     using Table = KernelTable<DequantizeCacheParams>;
     constexpr const char* kOperation = "dequantize_cache";

@@ -65,7 +65,7 @@ struct PackedRows {
             mask.rows[threadIdx.x] = facts;
         }
         const KeyRange first = window.keys_of(QueryRow(decode, kv_head, first_row).query);
-        const KeyRange last = window.keys_of(QueryRow(decode, kv_head, last_row).query);
+        const KeyRange last = window.keys_of(QueryRow(decode, kv_head, max(last_row, 0)).query);
         some = {first.begin, max(last.end, first.begin)};
         if (threadIdx.x == 0) {
             const int32_t end = decode.tree_mask.data != nullptr ? min(first.end, window.offset) : first.end;

@@ -14,7 +14,7 @@ namespace fastattn {
 struct HeadKeys {
     int32_t batch, kv_head;
     int32_t begin_key, end_key;
-    int32_t first_new;  // key: tokens from there on are new
+    int32_t first_new;  // the first new key
     bool stores_new;    // whether this CTA appends the new tokens to the cache
 };
 
@@ -24,7 +24,7 @@ struct alignas(128) KeyRing {
     char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
     uint32_t present[Config::kStages];                                     // one bit for each key
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    // Loads alone need it: it lies in shared memory because registers are scarce.
+    // In shared memory, because registers are scarce: loads read it, and all warps read where their loop ends.
     HeadKeys head;
 
     FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
@@ -33,7 +33,7 @@ struct alignas(128) KeyRing {
     FASTATTN_DEVICE float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
 };
 
-// Loads the steps of a warp from one head: each step has kWarpN keys, and starts kBlockN keys after the one before.
+// Loads the steps of a group of warps from one head: each step has kWarpN keys, and starts kBlockN keys after the one before.
 template <typename Config, DataType kDataType>
 class RingLoader {
   public:
@@ -121,7 +121,7 @@ class RingLoader {
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
-            if (cache_head.all_are_one()) {
+            if (cache_head.has_unit_scales()) {
                 // Other lanes store the scales of new tokens below.
                 if (lane_ < kWarpN && (is_new >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
             } else {

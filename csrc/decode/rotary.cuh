@@ -9,9 +9,9 @@
 
 namespace fastattn {
 
-// Returns what (a, b) -> (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, makes of x, whose
-// partner is y. is_first: whether x is a.
-FASTATTN_DEVICE float turned(float x, float y, float cos, float sin, bool is_first) {
+// Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, and returns the element
+// in the place of x. y is the other one; is_first: whether x is a.
+FASTATTN_DEVICE float rotated_element(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
@@ -88,9 +88,10 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
         const float cos_of[] = {cos0.x, cos0.y, cos0.z, cos0.w, cos1.x, cos1.y, cos1.z, cos1.w};
         const float sin_of[] = {sin0.x, sin0.y, sin0.z, sin0.w, sin1.x, sin1.y, sin1.z, sin1.w};
         const auto element = [&](int i) {
-            return turned(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
-                          rotary.interleaved ? cos_of[i / 2] : cos_of[i],
-                          rotary.interleaved ? sin_of[i / 2] : sin_of[i], rotary.interleaved ? i % 2 == 0 : is_first);
+            return rotated_element(element_of<kDataType>(own, i), element_of<kDataType>(partner, i),
+                                   rotary.interleaved ? cos_of[i / 2] : cos_of[i],
+                                   rotary.interleaved ? sin_of[i / 2] : sin_of[i],
+                                   rotary.interleaved ? i % 2 == 0 : is_first);
         };
         const auto pair = [&](int i) { return pack<kDataType>(element(i), element(i + 1)); };
         return {pair(0), pair(2), pair(4), pair(6)};
@@ -108,8 +109,8 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
                 const int partner = rotary.interleaved ? dim ^ 1 : is_first ? dim + half_dim : dim - half_dim;
                 const int angle = rotary.interleaved ? dim / 2 : min(dim, partner);
                 const float x = unpack<kDataType>(static_cast<uint16_t>(bits));
-                bits = pack<kDataType>(turned(x, unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first),
-                                       0.0f);
+                bits = pack<kDataType>(
+                    rotated_element(x, unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first), 0.0f);
             }
             half = half >> 16 | uint64_t{bits} << 48;  // after four elements each is back in its place
         }

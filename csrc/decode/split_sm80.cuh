@@ -11,7 +11,7 @@
 //   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// These wait for memory one after the other, from the first instruction to the last: lengths → page table → K of the
+// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the
 // first step … the partial is stored → arrival → partials are loaded → result.
 //
 // A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows: they read the same ring,
@@ -61,13 +61,13 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// Facts of the CTA's tile that the steps do not need: in shared memory, because registers are scarce.
-struct TileInHand {
+// Describes the CTA's tile, in shared memory, because registers are scarce.
+struct CurrentTile {
     TileSplits splits;
     int64_t first_split;  // the first split of its sequence, on the line
     int32_t batch, num_tokens;
     int32_t tile_idx, kv_head, first_row;
-    int32_t num_taken;
+    int32_t splits_in_run;
 };
 
 template <typename Config>
@@ -82,7 +82,7 @@ struct alignas(128) DecodeStorageSm80 {
     float row_max[Config::kKeyGroups][Config::kBlockM], row_sum[Config::kKeyGroups][Config::kBlockM];
     float query_powers[Config::kFormat == CacheFormat::kFp8 ? Config::kBlockM : 1];  // query_tile.cuh
     SplitLine line;
-    TileInHand tile;
+    CurrentTile tile;
     TileMask<Config::kBlockM> mask;
 };
 
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
     using Decoding = CacheDecoding<kFormat, kDataType>;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<DecodeStorageSm80<Config>*>(shared_bytes);
-    const TileInHand& in_hand = shared.tile;
+    const CurrentTile& current = shared.tile;
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm80) >= Config::kMinCtasPerSm);
 
     const int lane = threadIdx.x % kWarpSize;
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const CachedSequence& tokens = sequence.tokens;
         const SplitRun run =
             split_run(params.schedule, sequence.splits, tokens, kBlockN, sequence.first_split, split, work.end_split());
-        const int32_t batch = sequence.batch, kv_head = run.tile_idx / params.row_tiles;
+        const int32_t batch = sequence.batch, kv_head = params.by_row_tiles.quotient(run.tile_idx);
         const int32_t row_tile = run.tile_idx - kv_head * params.row_tiles, first_row = row_tile * kBlockM;
         const PackedRows<kBlockM> rows(params, tokens, batch, kv_head, first_row, warps.index() * kMmaM, shared.mask,
                                        lane);
@@ -233,11 +233,12 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         for (int step = -kStages, stage = 0;; ++step, next_key += kBlockN) {
             const int32_t first_key = next_key - kStages * kBlockN;
             if (step == 0) {
-                __syncthreads();  // waits until what is known of the tile is in shared memory
-                if (threadIdx.x == 0) work.take(in_hand.num_taken);
+                // Waits until shared.tile is complete and every thread has read the split that the scheduler is at.
+                __syncthreads();
+                if (threadIdx.x == 0) work.take(current.splits_in_run);
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
-                    shared.sQ, shared.query_powers, params, in_hand.num_tokens, in_hand.batch, in_hand.kv_head,
-                    in_hand.first_row);
+                    shared.sQ, shared.query_powers, params, current.num_tokens, current.batch, current.kv_head,
+                    current.first_row);
                 __syncthreads();  // waits until the queries are in shared memory
             }
             if (step >= 0 && first_key >= ring.head.end_key) break;
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             uint32_t present_now;
             if (computes) {
                 ptx::cp_async_wait_group<2 * kStages - 1>();
-                warps.sync();  // waits until the copies of every lane have landed: all of K is there
+                warps.sync();  // waits until all of K is there; its V and later steps stay in flight
                 present_now = ring.present[stage];
                 const SwizzledBlocks<kCacheDim> sK(reinterpret_cast<uint16_t*>(ring.keys(stage)),
                                                    ldmatrix_lane_b(lane));
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                 softmax.exponentiate(rS);
 
                 ptx::cp_async_wait_group<2 * kStages - 1>();
-                warps.sync();  // waits until the copies of every lane have landed: all of V is there
+                warps.sync();  // waits until all of V is there; later steps stay in flight
                 const SwizzledBlocks<kCacheDim> sV(reinterpret_cast<uint16_t*>(ring.values(stage)),
                                                    ldmatrix_lane(lane));
                 if constexpr (k8Bit) {
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                     output_scale.weigh(rS, ring.value_scales(stage), rows, present_now, first_key, lane);
                     gemm_pv_8bit<Decoding, kHeadDim>(rO, rS, sV);
                 } else {
-                    if (rows.differ(first_key, min(first_key + kWarpN, in_hand.num_tokens))) {
+                    if (rows.differ(first_key, min(first_key + kWarpN, current.num_tokens))) {
                         silence_unseen<kDataType>(rO, ring.values(stage), rows, warps, present_now, first_key, lane);
                     }
                     gemm_pv<kDataType>(rO, rS, sV);
@@ -306,9 +307,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         });
         __syncthreads();  // waits until the results of every warp are in shared memory
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
-        const Rows tile_rows{params, in_hand.batch, in_hand.kv_head, in_hand.first_row};
-        const TilePartials partials = tile_partials(params.schedule, in_hand.splits, in_hand.first_split,
-                                                    in_hand.tile_idx, work.splits_per_cta());
+        const Rows tile_rows{params, current.batch, current.kv_head, current.first_row};
+        const TilePartials partials = tile_partials(params.schedule, current.splits, current.first_split,
+                                                    current.tile_idx, work.splits_per_cta());
         const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));
         const int32_t partial = params.schedule.splits_are_partials
                                     ? static_cast<int32_t>(work.next_split() - 1 - partials.first)

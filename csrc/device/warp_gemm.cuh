@@ -66,7 +66,7 @@ FASTATTN_DEVICE void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4], cons
     }
 }
 
-// rS += Q·Kᵀ, with sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
+// rS += Q·Kᵀ. sQ [kTilesM * 16, kHeadDim] begins at the address of the lane's ldmatrix.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
 FASTATTN_DEVICE void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                    const SwizzledBlocks<kHeadDim>& sK) {

@@ -59,7 +59,8 @@ struct SplitSchedule {
     int32_t tiles_per_sequence;  // KV heads times tiles of rows
     int32_t splits_per_tile;     // > 0: a tile has at most so many splits
     int32_t blocks_per_split;    // else a split has so many blocks of keys
-    int32_t min_splits_per_cta;  // but see splits_per_cta()
+    Divisor by_blocks_per_split;
+    int32_t min_splits_per_cta;  // but see choose_splits_per_cta()
     int64_t num_tiles;           // of all sequences
     bool splits_are_partials;    // each split leaves a partial; else all splits that a CTA has of a tile leave one
     int32_t slots_per_cta;       // workspace slots
@@ -113,7 +114,7 @@ struct DecodeParams {
     RotaryParams rotary;
     SequenceShape sequence;
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
-    Divisor by_group;
+    Divisor by_group, by_row_tiles;
     ScoreParams scores;  // without bias and dropout; beside a tree mask also without window and ALiBi
     TreeMaskView tree_mask;
     SplitSchedule schedule;

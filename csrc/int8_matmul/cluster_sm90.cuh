@@ -327,7 +327,7 @@ constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
     return {{tile.block_m, block_n, block_k, Tile::kNumWarps, tile.ctas_per_sm}, tile};
 }
 
-// Launches the clusters that have work, of those that run at a time.
+// Launches as many clusters as run at a time, and no more than have work.
 template <typename Tile, typename Storage = ClusterStorage<Tile>>
 void launch_clusters(LaunchedKernel& kernel, void (*function)(ClusterParams), const ClusterParams& params,
                      int32_t num_sms, Stream stream, bool is_dependent = false) {

@@ -43,7 +43,8 @@ struct WeightTileSm90 {
     static constexpr int kBoxRows = 64;
     static constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
-    // The offset of elements {2t, 2t+1} of the first 16 k. As the pattern is an exclusive or, so is moving by 16 k.
+    // The offset of elements {2t, 2t+1} of the first 16 k. The pattern is an exclusive or, so
+    // offset ^ k * kChunkBytes lies 16 k elements further along K.
     FASTATTN_DEVICE static uint32_t offset(int row, int lane) {
         return row * kRowBytes + row / 2 % 4 * kChunkBytes + accumulator_column(lane);
     }
@@ -81,12 +82,13 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
     FASTATTN_DEVICE WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : Base(shared, position.lane), offset(WeightTileSm90::offset(position.output(0), position.lane)) {}
 
-    // Waits until the next step's operands have landed.
+    // Waits until the next step's operands have landed, and decodes its weights.
     FASTATTN_DEVICE void decode(StepWeights<Tile>& rW) const {
         ahead.wait_full();
         decode_weights<kDataType, Tile>(rW, shared.weights(ahead.stage), offset);
     }
 
+    // Adds the products of all steps to rY.
     FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps) {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
@@ -112,17 +114,17 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
             decode(next.rW);
             ahead.advance();
         };
-        const auto step = [&](const Operands& operands, auto&& load_next) {
+        const auto step = [&](const Operands& current, auto&& load_next) {
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
                 float rGroup[Tile::kBlockM / 2];
-                start_products<kDataType, kGroupK, false, Tile>(rGroup, operands.rW, this->input(ring.stage),
+                start_products<kDataType, kGroupK, false, Tile>(rGroup, current.rW, this->input(ring.stage),
                                                                 group * kGroupK);
                 if (group == 0) load_next();
                 wait_gemm<0>(rGroup);  // leaves none in flight
                 if (group == kGroups - 1) this->release();
 #pragma unroll
-                for (int i = 0; i < Tile::kBlockM / 2; ++i) rY[i] += rGroup[i] * operands.scales[group][i / 2 % 2];
+                for (int i = 0; i < Tile::kBlockM / 2; ++i) rY[i] += rGroup[i] * current.scales[group][i / 2 % 2];
             }
         };
 
@@ -191,17 +193,17 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         if constexpr (kIsGrouped) {
             const Int8WeightView& weight = params.matmul.weight;
             const CtaTile tile(schedule, work, rank);
-            const int32_t first_row = tile.n_tile * epilogue.result_columns(kCtaN);
+            const int32_t first_n = tile.n_tile * epilogue.result_columns(kCtaN);
             const float* gScale[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int32_t row = weight_row(epilogue, first_row, position.output(half));
+                const int32_t row = weight_row(epilogue, first_n, position.output(half));
                 gScale[half] = weight.scale + int64_t{min(row, weight.rows - 1)} * weight.groups;
             }
             const int32_t begin_k = work.begin_step * Tile::kBlockK;
             const auto scale = [&](int half, int32_t k) {
                 const int32_t group = (begin_k + k) / Int8WeightView::kSmallestGroup >> weight.group_shift;
-                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;  // behind the last are only zeros
+                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;  // past the last one are only zeros
             };
             if (weight.group_shift == 0) {
                 consumer.template sum_groups<Int8WeightView::kSmallestGroup>(rY, num_steps, scale);

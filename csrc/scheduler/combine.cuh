@@ -43,7 +43,7 @@ struct CombineStorage {
     static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for more loads in flight
     // Each thread's own, of nodes that are on their way together.
     float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
-    float2 sums[kNodes][kBlockM];    // a row's maximum and sum
+    float2 sums[kNodes][kBlockM];    // of a row: the reference of its exponentials, and their sum
     int64_t slot[kNodes];            // of the node that begins here
     const float* first_row[kNodes];  // of its values, in the workspace
     uint32_t present;                // one bit for each of the nodes: where one begins
@@ -68,12 +68,13 @@ struct Combiner {
     FASTATTN_DEVICE void run() const {
         PartialRange nodes = own;  // nodes of this round's level that this CTA has; they are always side by side
         int32_t num_nodes = partials.count;
-        for (int step = 0;; ++step) {
+        for (int round = 0;; ++round) {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
             PartialRange complete{first + 1, last};  // nodes of the next level: between the ends all are its own
+                                                     // Only the first parent and the last may have nodes of other CTAs.
 #pragma unroll 1
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
-                if (!bring(step, parent, nodes, num_nodes)) continue;
+                if (!bring(round, parent, nodes, num_nodes)) continue;
                 complete = {min(complete.begin, parent), max(complete.end, parent + 1)};
             }
             if (num_nodes <= kNodes) return;
@@ -85,17 +86,18 @@ struct Combiner {
 
   private:
     // Brings the nodes that this CTA has of kNodes nodes. Returns true if it then has the node that holds them all.
-    FASTATTN_DEVICE bool bring(int step, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
+    FASTATTN_DEVICE bool bring(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
         const int32_t brought = min(nodes.end, end_node) - max(nodes.begin, first_node);
-        const int shift = step * Rows::kLog2Nodes;
+        const int shift = round * Rows::kLog2Nodes;
         const int32_t first_partial = first_node << shift, end_partial = min(end_node << shift, partials.count);
         if (count == 1 || (own.begin <= first_partial && end_partial <= own.end))
             return true;  // it is one node already
-        // No other tile or round begins in a CTA's partials and goes on beyond them: so each has a counter of its own.
+        // In each round, one parent at most begins in a CTA's partials and ends beyond them: CTA and round identify its
+        // counter.
         uint64_t* counter =
-            rows.slots().workspace.arrivals + int64_t{partials.cta_of(first_partial)} * kCombineRounds + step;
+            rows.slots().workspace.arrivals + int64_t{partials.cta_of(first_partial)} * kCombineRounds + round;
         const bool counts = Threads::index() == 0 && brought < count;
         if (counts) open_arrivals(counter, rows.slots().workspace.launch_id);  // while stores are on their way
         Threads::sync();  // waits until every thread has left what this CTA brings, and is done with `shared`
@@ -176,20 +178,21 @@ struct Combiner {
         if constexpr (kNodes == 4) {
             return combined_four(0, row, column);
         } else {
-            RowPartial before, sixteen;  // of the nodes of earlier trips, and of this one
+            static_assert(kNodesOfOneTrip == 16, "a trip brings two pairs of four nodes");
+            RowPartial before, trip;  // of the nodes of earlier trips, and of this one
 #pragma unroll 1
             for (int first = 0; first < kNodes; first += 8) {
                 if (!begins_at(first)) continue;
                 if (first % kNodesOfOneTrip == 0) {
                     if (first > 0 || !kCopiesAhead) start_to_copy(first, index);
                     ptx::cp_async_wait_group<0>();
-                    before = sixteen;
+                    if (first > 0) before = trip;
                 }
                 RowPartial eight = combined_four(first, row, column);
                 if (begins_at(first + 4)) eight = combined(eight, combined_four(first + 4, row, column));
-                sixteen = first % kNodesOfOneTrip == 0 ? eight : combined(sixteen, eight);
+                trip = first % kNodesOfOneTrip == 0 ? eight : combined(trip, eight);
             }
-            return kNodes > kNodesOfOneTrip && begins_at(kNodesOfOneTrip) ? combined(before, sixteen) : sixteen;
+            return kCopiesAhead && begins_at(kNodesOfOneTrip) ? combined(before, trip) : trip;
         }
     }
 

@@ -1,4 +1,4 @@
-// The device's side of decode_splits.h: a warp finds a sequence's position on the line of splits.
+// The device's side of decode_splits.h: finds the splits that a CTA takes, and the sequence of each.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ class SplitScheduler {
             shared.end_split[lane] = upto;
             if (lane == kWarpSize - 1) {
                 shared.num_splits = upto;
-                shared.splits_per_cta = fastattn::splits_per_cta(params.schedule, upto);
+                shared.splits_per_cta = choose_splits_per_cta(params.schedule, upto);
                 shared.next_split = begin_split();
             }
         }

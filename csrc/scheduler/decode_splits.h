@@ -59,10 +59,12 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
     TileSplits splits;
     splits.first_block = sequence.first_key / block_keys;
     const int32_t num_blocks = ceil_div(sequence.total, block_keys) - splits.first_block;
-    splits.blocks_per_split =
-        schedule.splits_per_tile > 0 ? ceil_div(num_blocks, schedule.splits_per_tile) : schedule.blocks_per_split;
-    if (splits.blocks_per_split < 1) splits.blocks_per_split = 1;
-    splits.num_splits = ceil_div(num_blocks, splits.blocks_per_split);
+    splits.blocks_per_split = schedule.blocks_per_split;
+    splits.num_splits = schedule.by_blocks_per_split.quotient(num_blocks + schedule.blocks_per_split - 1);
+    if (schedule.splits_per_tile > 0 && num_blocks > 0) {
+        splits.blocks_per_split = ceil_div(num_blocks, schedule.splits_per_tile);
+        splits.num_splits = ceil_div(num_blocks, splits.blocks_per_split);
+    }
     if (splits.num_splits < 1) splits.num_splits = 1;  // some CTA has to write the result of no keys
     return splits;
 }
@@ -70,7 +72,7 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
 // How many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials. That
 // pays where tiles have one split, because nothing is combined, and where they have more than a CTA takes at least, but
 // no more than one trip brings.
-FASTATTN_HOST_DEVICE int64_t splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
+FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
     const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
                                 total_splits <= kNodesOfOneTrip * schedule.num_tiles;
@@ -168,6 +170,7 @@ inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, i
         num_ctas = std::min<int64_t>(num_ctas, resident_ctas);
     }
     schedule.num_ctas = static_cast<int32_t>(std::min<int64_t>(num_ctas, 0x3fffffff));
+    schedule.by_blocks_per_split = Divisor::of(schedule.blocks_per_split);
     return schedule;
 }
 

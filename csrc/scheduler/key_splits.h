@@ -26,8 +26,8 @@
 
 namespace fastattn {
 
-// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. Splits are
-// not shorter, and splitting has to save more.
+// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. A split
+// has at least so many steps, and tiles are split only where that saves more.
 inline constexpr int32_t kCombineCost = 4;
 // CTAs that have more whole work tiles than this are balanced already, and whole tiles keep keys in the L2 cache.
 inline constexpr uint32_t kTilesOfSplitCta = 2;
