@@ -1,4 +1,4 @@
-"""A list of checks with their figures and bounds: the examples say ``ok`` only when all of them held."""
+"""Keeps a list of checks with their figures and bounds: the examples say ``ok`` only when all of them held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small LLaMA-style decoder on top of fastattn: pre-norm RMSNorm, SwiGLU, rotary positions, grouped-query attention.
+"""Builds a small LLaMA-style decoder on top of fastattn: RMSNorm, SwiGLU, rotary positions, grouped-query attention.
 
 The model sees the tokens of several documents in one row, ``[total]``, without padding. The ``attend`` argument of
 :meth:`Decoder.forward` keeps the documents apart: the layers compute queries, keys and values, and that object decides
@@ -68,7 +68,7 @@ class Rotary:
 
 
 class Attend(Protocol):
-    """One layer's attention: maps ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
+    """Maps ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
 
     Queries and keys are not rotated yet. ``depth`` is the number of layers before this one, also where layers share
     their weights.
@@ -111,7 +111,7 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class PaddedAttention:
-    """Plain PyTorch's attention, for comparison. The ``batch`` documents are padded at the end to one length."""
+    """Attends in plain PyTorch, for comparison. The ``batch`` documents are padded at the end to one length."""
 
     batch: int
 
@@ -122,7 +122,7 @@ class PaddedAttention:
 
 
 class PagedBatch:
-    """A ``PagedKVCache`` that holds one sequence for each row of a batch."""
+    """Holds a ``PagedKVCache`` with one sequence for each row of a batch."""
 
     def __init__(self, cache: fastattn.PagedKVCache, batch: int) -> None:
         self.cache = cache
@@ -174,7 +174,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The SwiGLU feed-forward network (Shazeer, "GLU variants improve transformer", 2020)."""
+    """Computes the SwiGLU feed-forward network (Shazeer, "GLU variants improve transformer", 2020)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward: each normalises its input and adds its output to the residual stream."""
+    """Chains attention and feed-forward: each normalises its input and adds its output to the residual stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How the cache stores keys and values: as int8 or as computed, and in pages of ``page_size`` tokens if set."""
+    """Says how the cache stores keys and values: in int8 or not, and in pages of ``page_size`` tokens or not."""
 
     quantized: bool = False
     page_size: int | None = None

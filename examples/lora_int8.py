@@ -103,7 +103,7 @@ def train(model: Any, paragraphs: Paragraphs, steps: int, learning_rate: float, 
 def logits_of(model: Any, paragraphs: Paragraphs) -> Tensor:
     """Returns the model's logits, float32 ``[paragraphs, topics]``."""
     rows = torch.arange(len(paragraphs.labels), device=paragraphs.labels.device)
-    return torch.cat([model(**paragraphs.part(some)).logits.float() for some in rows.split(4 * BATCH)])
+    return torch.cat([model(**paragraphs.part(some)).logits.float() for some in rows.split(BATCH)])
 
 
 def accuracy(model: Any, paragraphs: Paragraphs) -> float:
@@ -146,8 +146,9 @@ def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: in
     adapted.save_pretrained(out / "adapter")
     print(f"Held-out paragraphs sorted rightly: {guessed:.0%} before, {learned:.0%} after")
 
-    loaded = PeftModel.from_pretrained(load(out / "int8", device, dtype), out / "adapter").eval()
-    loaded_logits = logits_of(loaded, held_out)
+    loaded_logits = logits_of(
+        PeftModel.from_pretrained(load(out / "int8", device, dtype), out / "adapter").eval(), held_out
+    )
 
     batch = held_out.part(torch.arange(BATCH, device=device))
     over_int8 = gradients(adapted, batch)

@@ -19,7 +19,7 @@ IGNORED = -100  # a target that cross_entropy leaves out
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed documents, one after the other, with the next token of each of their tokens as its target.
+    """Holds packed documents, one after the other, with the next token of each of their tokens as its target.
 
     ``tokens``, ``targets`` and ``positions`` are int64 ``[total]``, ``cu_seqlens`` is int32 ``[documents + 1]``.
     """

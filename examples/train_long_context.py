@@ -97,7 +97,7 @@ class ShardedAttention:
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole sequences and their next tokens, ``[B, length]``; every rank draws the same ones."""
+    """Draws whole sequences and their next tokens, ``[B, length]``; every rank draws the same ones."""
 
     tokens: Tensor
     targets: Tensor

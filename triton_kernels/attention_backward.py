@@ -1,4 +1,4 @@
-"""Attention backward: the gradients of all inputs, without atomics, so that the same inputs give the same bits.
+"""Computes the gradients of all inputs of attention, without atomics, so that the same inputs give the same bits.
 
     P  = exp(S - lse)             recomputed tile by tile, nothing of O(Sq * Sk) is stored
     dV = dropout(P)^T dO

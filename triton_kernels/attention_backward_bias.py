@@ -1,4 +1,4 @@
-"""The gradient of attention's bias: dbias = sum of dS over all scores that read one element of the bias.
+"""Computes the gradient of attention's bias: dbias = sum of dS over all scores that read one element of the bias.
 
 One CTA owns BLOCK_M x BLOCK_N elements of the bias (fewer where a dimension of the bias is 1) and recomputes dS for
 every batch, head, query tile and key tile that reads them, in a fixed order. So it needs no atomics, and no copy of dS

@@ -1,4 +1,4 @@
-"""dK and dV of attention: one CTA owns BLOCK_N keys of one KV head and walks over the query rows that see them.
+"""Computes dK and dV of attention: a CTA owns BLOCK_N keys of a KV head and walks over the query rows that see them.
 
     P^T  = exp(K Q^T - lse)       [BLOCK_N, BLOCK_M]
     dV  += dropout(P^T) dO

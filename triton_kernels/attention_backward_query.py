@@ -1,4 +1,4 @@
-"""dQ of attention: one CTA owns BLOCK_M query rows of one head and walks over the keys that they see.
+"""Computes dQ of attention: one CTA owns BLOCK_M query rows of one head and walks over the keys that they see.
 
 P  = exp(Q K^T - lse)         [BLOCK_M, BLOCK_N]
 dS = P (dropout(dO V^T) - delta)

@@ -1,4 +1,4 @@
-"""The numbers of each query row for attention's backward: delta = rowsum(dO * O) - dlse, and the normaliser of P.
+"""Computes what attention's backward needs of each query row: delta = rowsum(dO * O) - dlse, and the normaliser of P.
 
 P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
 rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their

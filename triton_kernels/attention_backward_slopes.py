@@ -1,4 +1,4 @@
-"""The gradient of ALiBi slopes: dslope = sum of -dS * |i + Sk - Sq - j| over rows i and keys j.
+"""Computes the gradient of ALiBi slopes: dslope = sum of -dS * |i + Sk - Sq - j| over rows i and keys j.
 
 A CTA recomputes dS for every num_splits-th tile of a head's query rows, in a fixed order, and stores one sum, so that
 no atomics are needed. The launcher adds up the splits.

@@ -1,4 +1,4 @@
-"""The functions that the attention kernels share: the keys that a row sees, the scores, the probabilities that dropout
+"""Defines what the attention kernels share: the keys that a row sees, the scores, the probabilities that dropout
 keeps.
 
 Index tensors come already shaped: ``row`` and ``column`` broadcast against each other to the tile, so that the same

@@ -1,4 +1,4 @@
-"""Attention forward: O = softmax(mask(bias + softcap(scale * Q K^T))) V and the log-sum-exp of its rows, tile by tile.
+"""Computes attention: O = softmax(mask(bias + softcap(scale * Q K^T))) V and the log-sum-exp of its rows, tile by tile.
 
 One CTA owns BLOCK_M query rows of one head and walks over the key tiles that these rows see:
 

@@ -1,4 +1,4 @@
-"""The host side that attention's launchers share: it turns the arguments of the op into those of the kernels."""
+"""Prepares launches of attention: turns the arguments of the op into those of the kernels."""
 
 from __future__ import annotations
 

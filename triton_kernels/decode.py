@@ -1,4 +1,4 @@
-"""Flash-decoding: attention of a few queries over a long KV cache.
+"""Computes flash-decoding: attention of a few queries over a long KV cache.
 
 Dao et al., "Flash-Decoding for long-context inference" (2023).
 

@@ -1,4 +1,4 @@
-"""The functions that the append and the split kernel of flash-decoding share: they locate and load a sequence's tokens.
+"""Locates and loads a sequence's tokens, for the append and the split kernel of flash-decoding.
 
 A cache is ``[blocks, Hkv, block_rows, D]``. In a contiguous cache, a sequence is one block, and ``block_rows`` its
 capacity. In a paged cache, a sequence's row of the block table names its pages. Lengths and tables are in device memory

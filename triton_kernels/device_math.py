@@ -1,4 +1,4 @@
-"""Elementary functions of kernels, without libdevice."""
+"""Computes elementary functions in kernels, without libdevice."""
 
 from __future__ import annotations
 

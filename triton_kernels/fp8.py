@@ -1,4 +1,4 @@
-"""Conversion of fp8 (e4m3 without infinities) by its bits, even on GPUs without instructions for it.
+"""Converts fp8 (e4m3 without infinities) by its bits, even on GPUs without instructions for it.
 
 Caches come as bytes.
 """

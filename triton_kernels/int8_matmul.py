@@ -1,4 +1,4 @@
-"""Matmul with int8 weights that are dequantised in registers, and its input gradient.
+"""Multiplies by int8 weights that are dequantised in registers, and computes the input gradient.
 
     forward         Y[M, N]  = act(X[M, K] W^T + bias) + residual         W = scale * int8[N, K]
                     SwiGLU: of W's 2 N rows the first half are gates, the second ups, and Y = silu(gate) * up + residual

@@ -1,4 +1,4 @@
-"""The gradients of `merge_attention`, in one pass.
+"""Computes the gradients of `merge_attention` in one pass.
 
     share_a = exp(lse_a - lse)                               share_b = exp(lse_b - lse)
     dout_a = share_a dout                                    dout_b = share_b dout

@@ -1,4 +1,4 @@
-"""The tile sizes and split counts of the Triton kernels: pure functions, importable without Triton.
+"""Chooses the tile sizes and split counts of the Triton kernels, by pure functions, importable without Triton.
 
 Each number carries its reason. "AOT" means that it was checked on the machine code that Triton generates (registers,
 spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a
@@ -328,7 +328,7 @@ def decode_num_splits(
 
 @dataclass(frozen=True)
 class DecodeSplits:
-    """How a sequence's key blocks are split: ``blocks_per_split`` for each split, or evenly if that is 0."""
+    """Says how a sequence's key blocks are split: ``blocks_per_split`` for each split, or evenly if that is 0."""
 
     num_splits: int
     blocks_per_split: int

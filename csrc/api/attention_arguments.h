@@ -19,7 +19,7 @@ struct AttentionSizes {
     bool is_packed;
     int64_t batch, heads, rows, keys, head_dim, value_dim;
 
-    // The head dim that a kernel must have at least.
+    // Returns the head dim that a kernel must have at least.
     int widest() const { return static_cast<int>(std::max(head_dim, value_dim)); }
     Sequences query_sequences() const { return {is_packed, batch, rows}; }
     Sequences key_sequences() const { return {is_packed, batch, keys}; }

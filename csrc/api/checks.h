@@ -83,7 +83,7 @@ inline void check_head_dim(const char* op, const char* name, const Tensor& tenso
           " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
-// For options that the native kernel of an op does not have.
+// Refuses options that the native kernel of an op does not have.
 inline void check_absent(const char* op, const char* name, const std::optional<Tensor>& tensor) {
     check(!tensor.has_value(), op, name, " must be None for the native kernel, got a tensor of shape ",
           tensor.has_value() ? shape_text(*tensor) : "");

@@ -72,7 +72,7 @@ Tensor with_contiguous_rows(const Tensor& matrix) {
     return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
 }
 
-// The matrix itself where its rows are aligned, else a copy in rows with room behind them.
+// Returns the matrix itself where its rows are aligned, else a copy in rows with room after them.
 Tensor with_aligned_rows(const Tensor& matrix) {
     if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
@@ -311,7 +311,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
     }
     Tensor grad_bias = torch::stable::new_empty(grad_out, {0});
     if (bias_grad) {
-        // Whole chunks; behind the last column of dY there are sums of zeros.
+        // Whole chunks; past the last column of dY there are sums of zeros.
         params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
         grad_bias = torch::stable::new_empty(grad_out, {params.token_sums.columns});
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());

@@ -52,7 +52,7 @@ struct BackwardTraits {
     bool changes_scores, has_ranges;
 };
 
-// Beside those of query, key and value.
+// The gradients that a call wants beside those of query, key and value.
 struct BackwardGradients {
     bool bias, sinks, slopes;
 };

@@ -99,7 +99,7 @@ class BiasTiles {
         return index;
     }
 
-    // The tile itself if some row sees some of it, else the next such tile.
+    // Returns the tile itself if some row sees some of it, else the next such tile.
     FASTATTN_DEVICE BiasTileIndex seen_from(BiasTileIndex tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;

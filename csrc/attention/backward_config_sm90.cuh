@@ -147,7 +147,7 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
     const int64_t first_tile = params.row_splits.first_tile;
     const int64_t num_work_tiles = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
                                                     params.row_splits.over_heads * params.row_splits.over_rows;
-    // CTAs go on counting behind the last one.
+    // CTAs go on counting past the last one.
     kernel.check_work_tiles(num_work_tiles, "tiles of keys, and splits of these,");
     const AttentionBackwardParamsSm90 all_params{
         params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),

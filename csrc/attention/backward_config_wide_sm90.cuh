@@ -37,7 +37,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
                   "the host counts as the kernel does");
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
-    // The panels of dK and dV of a split tile: those of dV stand behind as many as dK has.
+    // The panels of dK and dV of a split tile: those of dV come after those of dK.
     static constexpr int kKeyPanels = 2 * kQueryPanels;
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
     static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");

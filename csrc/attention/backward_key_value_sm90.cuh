@@ -116,7 +116,7 @@ struct BackwardConsumerSm90 {
         return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
     }
 
-    // dSᵀ of a block of keys.
+    // Stores dSᵀ of a block of keys.
     FASTATTN_DEVICE void store_gradients(const ScoresAsA& rdS, int block) const {
         const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
         const uint32_t sdS = shared_address(exchanged());
@@ -165,7 +165,7 @@ struct BackwardConsumerSm90 {
             row_ring().wait_full();  // else it could release the stage for the rows before
             const Ring<1> ring(shared.panels[warpgroup], num_steps);
             ring.wait_empty();
-            __syncwarp();  // waits until every lane is behind both barriers, which may go round then
+            __syncwarp();  // waits until every lane has passed both barriers, which may go round then
             if (lane == 0) {
                 ptx::mbarrier_arrive(exchange_barrier());
                 ring.arrive_full();

@@ -1,7 +1,7 @@
 // The end of the backward pass on Hopper: dQ = scale · (the sums over all keys), rounded, or added to fp32; and
 // likewise dK and dV of split tiles of keys.
 //
-// One CTA takes one tile of query rows of one head, or behind these 64 keys of dK or dV. It reads its panels
+// One CTA takes one tile of query rows of one head, or after these 64 keys of dK or dV. It reads its panels
 // (attention/query_gradient.h) in order, 16 bytes a lane, and writes its rows 8 bytes a lane. Memory bandwidth binds.
 #pragma once
 

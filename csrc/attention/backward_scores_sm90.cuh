@@ -69,7 +69,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     FASTATTN_DEVICE void prepare() {}
     FASTATTN_DEVICE void go_to_next_block() { position.first_key += kWarpgroupM; }
 
-    // rS = S becomes P; and rP16.
+    // Turns S, in rS, into P, in rS and rounded in rP16.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         const float scale_log2 = position.params.scores.scale * kLog2E;
         if (position.is_full) {

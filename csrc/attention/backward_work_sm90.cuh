@@ -204,7 +204,7 @@ struct KeyTileOrder {
         }
     }
 
-    // Returns false behind the last tile. Leaves out tiles of overlapping sequences for which there is no workspace.
+    // Returns false past the last tile. Leaves out tiles of overlapping sequences for which there is no workspace.
     FASTATTN_DEVICE bool find(WorkTile& found, const AttentionBackwardParams& params, uint32_t tile,
                               int32_t block_n) const {
         const HeadsView<const uint16_t>& key = params.key;

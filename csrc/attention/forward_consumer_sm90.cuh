@@ -156,15 +156,10 @@ struct ForwardConsumerSm90 {
     using PartialRowsOfTile = PartialRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2,
                                           /*kQuadsAtOnce=*/4, CtaRowLocator>;
 
-    // Whether rows leave in fp32, by leave_in_fp32(), or rounded, by store().
-    FASTATTN_DEVICE static bool leaves_in_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile) {
-        return tile.partials.count > 1 || params.exact_out.data != nullptr;
-    }
-
     // Writes a warp's rows in fp32: a partial to the workspace, or the output.
     template <typename Softmax>
-    FASTATTN_DEVICE void leave_in_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile,
-                                       float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
+    FASTATTN_DEVICE void store_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile,
+                                    float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
         const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
         const int first_row = warp_in_cta() * kMmaM;
         const int own_lane =
@@ -175,15 +170,15 @@ struct ForwardConsumerSm90 {
         }
         const PartialRange own = tile.partials.made_by(tile.cta);
         const PartialNode node = largest_node(own.begin, own, tile.partials.count);
-        rows.leave(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
+        rows.store_partial(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
     }
 
     // Writes a warp's rows from own_row on, times `factor`: rounded, or in fp32.
     template <typename Softmax>
     FASTATTN_DEVICE void write_rows(const AttentionForwardParams& params, const CtaWorkTile& tile, int32_t own_row,
                                     float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
-        if (leaves_in_fp32(params, tile)) {
-            leave_in_fp32(params, tile, rO, softmax, factor);
+        if (tile.partials.count > 1 || params.exact_out.data != nullptr) {
+            store_fp32(params, tile, rO, softmax, factor);
         } else {
             softmax.finish(rO, factor);
             store(params, tile.rows, own_row, rO, softmax);

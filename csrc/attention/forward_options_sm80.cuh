@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (is_masked) scores.template hide</*kMayHaveRanges=*/!kPaged>(rS, warp_row, first_key, lane, row_ranges);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
-        if (params.max_logits != nullptr) shared.largest_scores.take(max);
+        if (params.max_logits != nullptr) shared.largest_scores.update(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (options.dropout_seed != nullptr) dropout.drop(rS, warp_row, first_key, lane);
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(params, out_tile.batch);
     if (params.max_logits != nullptr) {
-        shared.largest_scores.leave(params.max_logits + out_tile.head, /*factor=*/1.0f);
+        shared.largest_scores.reduce_into(params.max_logits + out_tile.head, /*factor=*/1.0f);
     }
     if (own.num_splits > 1 || params.exact_out.data != nullptr) {
         const TileRowLocator location{out_tile, out_rows, out_tile.idx * kBlockM};

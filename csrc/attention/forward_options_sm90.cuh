@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
                 const auto max = maxima_of_lane(rS);
-                if (params.max_logits != nullptr) shared.largest_scores.take(max);
+                if (params.max_logits != nullptr) shared.largest_scores.update(max);
                 const bool grows = softmax.is_outgrown_by(max);
                 RowNumbers<1> factor{{{1.0f, 1.0f}}};
                 if (grows) factor = softmax.follow(max);
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             return is_in_range && late.sees(row, key);
         });
         if (params.max_logits != nullptr) {
-            shared.largest_scores.leave(params.max_logits + rows.head, /*factor=*/1.0f);
+            shared.largest_scores.reduce_into(params.max_logits + rows.head, /*factor=*/1.0f);
         }
         consumer.write_rows(params, tile, own_row, rO, softmax, factor);
     }

@@ -216,7 +216,7 @@ FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& t
         if (nonfinite == 0) continue;
         pair &= ~nonfinite;
         const int32_t key = first_key + i % kPairsPerBlock / kPairsPerRow;
-        if (key >= tile.rows.keys.length) continue;  // nobody sees what stands behind the last key
+        if (key >= tile.rows.keys.length) continue;  // nobody sees what lies past the last key
         atomicMin(&tile.first_nonfinite, key);
         atomicMax(&tile.last_nonfinite, key);
     }

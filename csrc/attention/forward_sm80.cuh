@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     using Config = ForwardConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
-    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // behind the softmax: before it, the loops spill
+    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // after the softmax: before it, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
                         [&](int, int, int row) { return own_columns_of(seen_by[row], first_key, own_lane); });
         }
         const auto max = maxima_of_lane(rS);
-        if (params.max_logits != nullptr) shared.largest_scores.take(max);
+        if (params.max_logits != nullptr) shared.largest_scores.update(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
         softmax.exponentiate(rS);
         if (some_nonfinite) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(params, out_tile.batch);
     if (params.max_logits != nullptr) {
-        shared.largest_scores.leave(params.max_logits + out_tile.head, fabsf(params.scores.scale));
+        shared.largest_scores.reduce_into(params.max_logits + out_tile.head, fabsf(params.scores.scale));
     }
     if (own.num_splits > 1 || params.exact_out.data != nullptr) {
         using Rows = PartialRowsSm80<kBlockM, kHeadDim, kDataType>;

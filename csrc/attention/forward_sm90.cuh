@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             const bool wants_maxima = params.max_logits != nullptr;
             if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;
             const auto max = maxima_of_lane(rS);
-            if (wants_maxima) shared.largest_scores.take(max);
+            if (wants_maxima) shared.largest_scores.update(max);
             softmax.start(max);
         };
         // S becomes P. It looks for no maxima, which saves instructions: sums of P tell where a reference is
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // rP[0] after the wait for the last P·V, which reads it. So maxima come before the exponentials.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
-            if (params.max_logits != nullptr) shared.largest_scores.take(max);
+            if (params.max_logits != nullptr) shared.largest_scores.update(max);
             const bool grows = softmax.is_outgrown_by(max);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
             if (grows) factor = softmax.follow(max);
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // Epilogue.
         consumer.add_nonfinite_values(params, tile, rO,
                                       [&](int32_t row, int32_t key) { return rows.keys_of(row).has(key); });
-        if (params.max_logits != nullptr) shared.largest_scores.leave(params.max_logits + rows.head, fabsf(scale));
+        if (params.max_logits != nullptr)
+            shared.largest_scores.reduce_into(params.max_logits + rows.head, fabsf(scale));
         consumer.write_rows(params, tile, own_row, rO, softmax);
     }
     consumer.combine_split_tiles(params);

@@ -88,7 +88,7 @@ FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, co
     return params.query.heads / (schedule.heads_per_cluster << schedule.log2_packed);
 }
 
-// The rows of CTA `rank` of a cluster in a work tile. They may lie behind the last one.
+// The rows of CTA `rank` of a cluster in a work tile. They may lie past the last one.
 struct RowsOfCta {
     int32_t batch, kv_head;
     int32_t head, log2_packed;           // the first head, and how many follow
@@ -132,7 +132,7 @@ struct RowsOfCta {
         return page_table(params).find(key);
     }
 
-    // Returns where the tensor maps have a key. An absent one stands one row behind a page's last, for which TMA copies
+    // Returns where the tensor maps have a key. An absent one lies one row past a page's last, for which TMA copies
     // zeros.
     FASTATTN_DEVICE TokenLocation mapped_location(const AttentionForwardParams& params, int32_t key) const {
         const TokenLocation location = location_of(params, key);

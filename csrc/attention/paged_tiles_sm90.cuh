@@ -41,7 +41,7 @@ struct GatheredRows {
     int warp, lane;  // warp: from 0 to kGatheringWarps - 1
     TokenLocation found[kLookUps];
 
-    // A row of the tile; it may lie behind the last one.
+    // A row of the tile; it may lie past the last one.
     FASTATTN_DEVICE int row(int pass, int row_in_pass) const {
         return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
     }
@@ -164,7 +164,7 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
     wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
 }
 
-// The keys of a work tile that are absent because their page is missing. Where one is, all tiles are computed as masked
+// Finds the keys of a work tile whose page is missing. Where one is, all tiles are computed as masked
 // ones; elsewhere the loops are those of contiguous keys.
 template <typename Config>
 struct MissingPages {

@@ -48,10 +48,10 @@ struct PartialRows {
         }
     }
 
-    // Leaves a warp's accumulators, of rows from first_row of the tile on, and their softmax, in a workspace slot.
+    // Stores a warp's accumulators, of rows from first_row of the tile on, and their softmax, in a workspace slot.
     template <int kTilesM, int kTilesD, typename Softmax>
-    FASTATTN_DEVICE void leave(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
-                               const Softmax& softmax, int lane) const {
+    FASTATTN_DEVICE void store_partial(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
+                                       const Softmax& softmax, int lane) const {
         const WorkspaceSlots<kBlockM> own_slots = slots();
         for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
             const int row = first_row + warp_row;
@@ -110,8 +110,8 @@ FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& 
     }
     const TilePartials partials{split.num_splits, cta - split.idx, 1};
     const PartialRange own = partials.made_by(cta);
-    rows.leave(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, partials.count)), warp * kWarpM, rO,
-               softmax, lane);
+    rows.store_partial(slot_of(rows.slots_per_cta(), cta, largest_node(own.begin, own, partials.count)), warp * kWarpM,
+                       rO, softmax, lane);
     Combiner<Rows, Threads>{rows, *reinterpret_cast<Storage*>(sTile), partials, own}.run();
 }
 

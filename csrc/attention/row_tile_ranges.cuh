@@ -50,7 +50,7 @@ class RowTileRanges {
         __syncwarp();  // waits until every lane has written its ranges
     }
 
-    // Says what the rows see of a tile: nothing, where it stands behind the last one.
+    // Says what the rows see of a tile: nothing, where it lies past the last one.
     FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
         if (key_tile >= ceil_div(num_keys, block_n_)) return {false, false};
         const int32_t begin = key_tile * block_n_, end = begin + block_n_;
@@ -72,7 +72,7 @@ class RowTileRanges {
     int32_t block_n_, ranges_of_row_, num_ranges_;
 };
 
-// The CTAs of a kernel that has one for each tile of rows with ranges of its own.
+// Returns the launch of a kernel with one CTA for each tile of rows whose ranges differ from others'.
 template <typename Params>
 Launch launch_for_row_tiles(const Params& params) {
     const KeyRangesView& ranges = params.scores.ranges;

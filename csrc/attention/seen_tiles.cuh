@@ -23,7 +23,7 @@ struct RowTilesOfKeys {
                 tiles.pitch / 2, key_tile};
     }
 
-    // Finds the next tile of rows that sees some key, at row_tile of `head` or behind it; head is end_head where there
+    // Finds the next tile of rows that sees some key, at row_tile of `head` or after it; head is end_head where there
     // is none. Returns whether every row sees all keys.
     FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t end_tile, int32_t end_head) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;

@@ -74,19 +74,20 @@ FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t s
     ptx::cp_async_ca_4(shared_address(sScales + lane), gScale, gScale != nullptr ? sizeof(float) : 0);
 }
 
-inline constexpr int kLineKeys = 16;  // most page sizes are multiples of it
+inline constexpr int kAdjacentKeys = 16;  // most page sizes are multiples of it
 
 // A tile [kRows, kHeadDim] of 16-bit elements that a warp copies: neighbouring lanes copy neighbouring chunks of a row.
-// The same lanes copy all of kLineKeys rows, so that each needs the location of one line only.
+// The same lanes copy all of kAdjacentKeys rows, so that each looks up one location only.
 // kWholeChunks: whether all rows in memory have a multiple of 16 bytes.
 template <int kHeadDim, int kRows, bool kWholeChunks = true>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
-    static constexpr int kLanesOfLine = kWarpSize * kLineKeys / kRows;
-    static constexpr int kRowStep = kLanesOfLine / Layout::kChunksPerRow;  // from a lane's chunk to its next one
-    static constexpr int kPasses = kLineKeys / kRowStep;
-    static_assert(kRows % kLineKeys == 0 && kRowStep >= 1 && kRowStep <= kSwizzleRows, "whole rows, a period at most");
+    static constexpr int kLanesOfAdjacent = kWarpSize * kAdjacentKeys / kRows;
+    static constexpr int kRowStep = kLanesOfAdjacent / Layout::kChunksPerRow;  // from a lane's chunk to its next one
+    static constexpr int kPasses = kAdjacentKeys / kRowStep;
+    static_assert(kRows % kAdjacentKeys == 0 && kRowStep >= 1 && kRowStep <= kSwizzleRows,
+                  "whole rows, a period at most");
 
     char* sTile;
     int row, chunk;        // of this lane's first chunk
@@ -94,7 +95,7 @@ struct WarpTile {
 
     FASTATTN_DEVICE WarpTile(void* sTile, int lane)
         : sTile(static_cast<char*>(sTile)),
-          row(lane / kLanesOfLine * kLineKeys + lane % kLanesOfLine / Layout::kChunksPerRow),
+          row(lane / kLanesOfAdjacent * kAdjacentKeys + lane % kLanesOfAdjacent / Layout::kChunksPerRow),
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
@@ -105,11 +106,11 @@ struct WarpTile {
         return (lane_offset ^ (chunk_xor * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes, which all exist. This lane's kLineKeys rows start at gLine, row_chunks
+    // Starts to copy rows of row_bytes bytes, which all exist. This lane's kAdjacentKeys rows start at gFirst, row_chunks
     // chunks apart. Bytes beyond row_bytes become zero.
-    FASTATTN_DEVICE void load_line(const char* gLine, uint32_t row_chunks, int row_bytes) const {
-        const auto row_of_line = static_cast<uint32_t>(row % kLineKeys);
-        const char* gChunk = gLine + (uint64_t{row_of_line} * row_chunks + chunk) * kChunkBytes;
+    FASTATTN_DEVICE void load_adjacent(const char* gFirst, uint32_t row_chunks, int row_bytes) const {
+        const auto row_here = static_cast<uint32_t>(row % kAdjacentKeys);
+        const char* gChunk = gFirst + (uint64_t{row_here} * row_chunks + chunk) * kChunkBytes;
         const uint32_t tile = shared_address(sTile);
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {

@@ -10,19 +10,19 @@
 
 namespace fastattn {
 
-// Writes the rows of a tile that hold new tokens, `is_new` (one bit each). gNew is the address that the token of the
+// Writes the rows of a tile that hold new tokens, `new_keys` (one bit each). gNew is the address that the token of the
 // tile's first row has or would have, and first_position its position. Lane l passes as gRow the address in the cache
 // of row l % kRows, null if the row is not stored.
 template <DataType kDataType, int kHeadDim, int kRows>
-FASTATTN_DEVICE void take_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
-                                     int head_dim, uint32_t is_new, const RotaryParams* rotary, int32_t first_position,
-                                     char* gRow) {
+FASTATTN_DEVICE void load_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
+                                     int head_dim, uint32_t new_keys, const RotaryParams* rotary,
+                                     int32_t first_position, char* gRow) {
     using Tile = WarpTile<kHeadDim, kRows>;
 #pragma unroll 1
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
         const int row = tile.row + pass * Tile::kRowStep;
         const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
-        if ((is_new >> row & 1) == 0) continue;
+        if ((new_keys >> row & 1) == 0) continue;
         uint4 bits = {0, 0, 0, 0};
         if (tile.chunk * kChunkElements < head_dim) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, tile.chunk, first_position + row);
@@ -79,11 +79,11 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
     return {{packed[0], packed[1]}, scale};
 }
 
-// Does what take_new_tokens does, and quantises the rows to kHeadDim bytes each. Their scales go to sScales and, unless
+// Does what load_new_tokens does, and quantises the rows to kHeadDim bytes each. Their scales go to sScales and, unless
 // the caller gave the scale, to gScale, as the rows go to the tile and to gRow.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
-                                         int head_dim, uint32_t is_new, const RotaryParams* rotary,
+                                         int head_dim, uint32_t new_keys, const RotaryParams* rotary,
                                          int32_t first_position, char* gRow, float* gScale,
                                          const CacheHead<kFormat>& head, int lane) {
     constexpr int kLanesOfRow = kHeadDim / kChunkElements;
@@ -93,7 +93,7 @@ FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint
     for (int row = lane / kLanesOfRow; row < kRows; row += kRowsPerPass) {
         const auto row_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
         const auto scale_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gScale), row);
-        const bool row_is_new = (is_new >> row & 1) != 0, has_dims = chunk * kChunkElements < head_dim;
+        const bool row_is_new = (new_keys >> row & 1) != 0, has_dims = chunk * kChunkElements < head_dim;
         uint4 bits = {0, 0, 0, 0};
         if (row_is_new && has_dims) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, chunk, first_position + row);

@@ -41,7 +41,7 @@ class RingLoader {
         : params_(params),
           ring_(ring),
           lane_(lane),
-          in_lines_(params.layout.block_table == nullptr || params.layout.block_rows % kLineKeys == 0) {}
+          are_adjacent_(params.layout.block_table == nullptr || params.layout.block_rows % kAdjacentKeys == 0) {}
 
     // Prepares the first step, whose keys start at first_key.
     FASTATTN_DEVICE void begin(const HeadKeys& head, int32_t first_key) {
@@ -81,19 +81,19 @@ class RingLoader {
     // for each that is new.
     struct Tokens {
         TokenLocation location;
-        uint32_t present, is_new;
+        uint32_t present, new_keys;
     };
 
-    // The key that this lane looks up: in lines, the first key of the lane's line.
+    // The key that this lane looks up: where keys are adjacent, the first of them.
     FASTATTN_DEVICE int32_t own_key(int32_t first_key) const {
         const int key = lane_ % kWarpN;
-        return first_key + (in_lines_ ? key / kLineKeys * kLineKeys : key);
+        return first_key + (are_adjacent_ ? key / kAdjacentKeys * kAdjacentKeys : key);
     }
 
     // The page table's entry for own_key(first_key), -1 if the step does not need it.
     FASTATTN_DEVICE int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
-        const bool is_wanted = key < ring_.head.end_key && (in_lines_ || key >= ring_.head.begin_key);
+        const bool is_wanted = key < ring_.head.end_key && (are_adjacent_ || key >= ring_.head.begin_key);
         return params_.layout.block_table != nullptr && is_wanted ? page_in_table(params_.layout, ring_.head.batch, key)
                                                                   : -1;
     }
@@ -108,37 +108,37 @@ class RingLoader {
 
     FASTATTN_DEVICE void load_tile(const Head& cache_head, const HeadsView<const uint16_t>& new_tokens,
                                    const RotaryParams* rotary, char* sTile, float* sScales, int32_t first_key) const {
-        const auto [location, present, is_new] = tokens_;
+        const auto [location, present, new_keys] = tokens_;
         const WarpTile<Config::kCacheDim, kWarpN, /*kWholeChunks=*/!Config::k8Bit> tile(sTile, lane_);
         const CacheView& cache = cache_head.cache;
         const int row_bytes = cache.head_dim * Config::kElementBytes;
         const bool is_present = (present >> lane_ % kWarpN & 1) != 0;
-        const TokenLocation own{location.block, location.row + (in_lines_ ? lane_ % kLineKeys : 0)};
-        if (in_lines_ && present == kAllKeys<kWarpN> && is_new == 0) {
-            tile.load_line(cache_head.row(location), cache.row_chunks, row_bytes);
+        const TokenLocation own{location.block, location.row + (are_adjacent_ ? lane_ % kAdjacentKeys : 0)};
+        if (are_adjacent_ && present == kAllKeys<kWarpN> && new_keys == 0) {
+            tile.load_adjacent(cache_head.row(location), cache.row_chunks, row_bytes);
         } else {
-            tile.load_rows(is_present ? cache_head.row(own) : nullptr, row_bytes, is_new);
+            tile.load_rows(is_present ? cache_head.row(own) : nullptr, row_bytes, new_keys);
         }
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
             if (cache_head.has_unit_scales()) {
                 // Other lanes store the scales of new tokens below.
-                if (lane_ < kWarpN && (is_new >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
+                if (lane_ < kWarpN && (new_keys >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
             } else {
                 if (is_present) gScale = cache_head.scale(own);
-                load_scales<kWarpN>(sScales, gScale, is_new, lane_);
+                load_scales<kWarpN>(sScales, gScale, new_keys, lane_);
             }
         }
-        if (is_new == 0) return;
+        if (new_keys == 0) return;
         const HeadKeys& head = ring_.head;
         const uint16_t* gNew = row_pointer(new_tokens, head.batch, head.kv_head, first_key - head.first_new);
         char* gRow = head.stores_new && is_present ? cache_head.row(own) : nullptr;
         if constexpr (Config::k8Bit) {
             quantise_new_tokens<Config::kFormat, kDataType, Config::kHeadDim, kWarpN>(
-                sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key, gRow, gScale,
+                sTile, sScales, gNew, new_tokens.row_stride, cache.head_dim, new_keys, rotary, first_key, gRow, gScale,
                 cache_head, lane_);
         } else {
-            take_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, is_new, rotary, first_key,
+            load_new_tokens<kDataType>(tile, gNew, new_tokens.row_stride, cache.head_dim, new_keys, rotary, first_key,
                                        gRow);
         }
     }
@@ -146,9 +146,9 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool in_lines_;     // whether each kLineKeys keys lie in one block, in order
-    Tokens tokens_{};         // of the step that is being loaded
-    int32_t next_page_ = -1;  // the next step's entry of the table
+    const bool are_adjacent_;  // whether each kAdjacentKeys keys lie in one block, in order
+    Tokens tokens_{};          // of the step that is being loaded
+    int32_t next_page_ = -1;   // the next step's entry of the table
 };
 
 }  // namespace fastattn

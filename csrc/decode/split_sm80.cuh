@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             if (step == 0) {
                 // Waits until shared.tile is complete and every thread has read the split that the scheduler is at.
                 __syncthreads();
-                if (threadIdx.x == 0) work.take(current.splits_in_run);
+                if (threadIdx.x == 0) work.advance(current.splits_in_run);
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
                     shared.sQ, shared.query_powers, params, current.num_tokens, current.batch, current.kv_head,
                     current.first_row);

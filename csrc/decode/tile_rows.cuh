@@ -1,4 +1,4 @@
-// Where the rows of a tile go, four columns at a time: to the result, or as partials to the workspace.
+// Stores the rows of a tile, four columns at a time: to the result, or as partials to the workspace.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A row of a tile on its way to the result: maximum and sum of its exponentials, and the sums of P·V that go with them.
+// Combines partial rows, each a maximum, a sum of exponentials and sums of P·V, and turns a row into the result.
 #pragma once
 
 #include <cstdint>

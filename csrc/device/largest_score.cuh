@@ -28,7 +28,7 @@ struct LargestScores {
 
     // Called by the whole warp with the maxima of a tile; ignores NaN.
     template <int kTilesM>
-    FASTATTN_DEVICE void take(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE void update(const RowNumbers<kTilesM>& max_of_lane) {
         OfWarp& own = own_warp();
         const int lane = ptx::tid_x() % kWarpSize;
         float largest = -kInfinity;
@@ -44,7 +44,7 @@ struct LargestScores {
 
     // Called by the whole warp: updates the largest score in global memory with its own times `factor`, which is not
     // negative.
-    FASTATTN_DEVICE void leave(float* gLargest, float factor) {
+    FASTATTN_DEVICE void reduce_into(float* gLargest, float factor) {
         if (ptx::tid_x() % kWarpSize != 0) return;
         const float score = own_warp().score;  // only this lane has written it
         if (score > -kInfinity) ptx::red_max_f32(score * factor, gLargest);

@@ -17,7 +17,7 @@ FASTATTN_DEVICE void start_pipeline(int32_t begin, int32_t end, Load&& load) {
     }
 }
 
-// The steps themselves, behind start_pipeline(): multiply(step, stage) uses what all threads have copied. Nothing is on
+// The steps themselves, after start_pipeline(): multiply(step, stage) uses what all threads have copied. Nothing is on
 // its way after the last step, but warps may still be in it.
 template <int kNumStages, typename Load, typename Multiply>
 FASTATTN_DEVICE void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {

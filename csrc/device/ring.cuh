@@ -71,7 +71,7 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // Does the same before TMA fills the stage. It may write over what threads have read only behind a proxy fence: the
+    // Does the same before TMA fills the stage. It may write over what threads have read only after a proxy fence: the
     // producer's own serves the reads of all consumers, which then need none in their loops.
     FASTATTN_DEVICE void wait_empty_for_tma() const {
         wait_empty();

@@ -93,7 +93,7 @@ struct HeadScores {
         return is_visible;
     }
 
-    // The bits of two neighbouring elements, the first of an even key, at once.
+    // Returns the bits of two neighbouring elements, the first of an even key.
     template <typename T>
     FASTATTN_DEVICE static void bias_bits_of_two(uint32_t (&bits)[2], const T* two) {
         if constexpr (sizeof(T) == 4) {

@@ -57,7 +57,7 @@ struct Window {
     }
 
   private:
-    // Wraps around only for rows and keys that do not exist, which stand behind the last ones of a tile.
+    // Wraps around only for rows and keys that do not exist, which lie past the last ones of a tile.
     FASTATTN_HOST_DEVICE static int32_t sum(int32_t a, int32_t b) {
         return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
     }

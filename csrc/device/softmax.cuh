@@ -127,7 +127,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    // Whether some row of the warp has not had a score yet, or anyway; the same for all lanes.
+    // Returns whether some row of the warp has not had a score yet, or `anyway`; all lanes get the same.
     FASTATTN_DEVICE bool lacks_references(bool anyway) const {
         bool lacks = anyway;
 #pragma unroll

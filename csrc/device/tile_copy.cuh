@@ -96,7 +96,7 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     FASTATTN_DEVICE void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read. The tile goes so many bytes behind the first one.
+    // zero, and are not read. The tile goes so many bytes after the first one.
     template <bool kPartial>
     FASTATTN_DEVICE void load(int num_rows, uint32_t bytes_behind = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers

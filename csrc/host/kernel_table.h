@@ -162,7 +162,7 @@ struct Registration {
     }
 };
 
-// The values of one name for which a source is compiled at once.
+// Lists the values of one name for which a source is compiled at once.
 template <auto... kValues>
 struct Values {};
 

@@ -93,7 +93,7 @@ struct KeyRangesView {
 
 // The tiles of packed sequences lie one after the other, with a spare one for each sequence, so that nobody has to know
 // the lengths: one of `length` rows needs at most length / block_m + 1, rounded as the starts are. Returns the index of
-// the first tile of sequence `batch`, which starts at row `begin`. Where a sequence behind the last would start, it is
+// the first tile of sequence `batch`, which starts at row `begin`. Where a sequence after the last would start, it is
 // the number of all tiles.
 template <typename Number>
 FASTATTN_HOST_DEVICE constexpr Number first_packed_tile(Number batch, Number begin, int32_t block_m) {

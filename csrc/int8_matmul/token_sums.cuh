@@ -111,7 +111,7 @@ struct TokenSums {
         }
     }
 
-    // The whole CTA calls this, behind a barrier, when the tile's result is complete.
+    // The whole CTA calls this after a barrier, when the tile's result is complete.
     FASTATTN_DEVICE void finish_tile(int32_t m_tiles) const {
         if (!are_shared()) return;
         const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + own.column, m_tiles);

@@ -83,7 +83,7 @@ struct TokensOfCta {
         *reinterpret_cast<uint2*>(stage + offset + kRows * Layout::kRowBytes) = {};
     }
 
-    // The step to load next, into a stage; then loads that after it.
+    // Stores the step that was loaded last into a stage, and starts to load the one after it.
     FASTATTN_DEVICE void store(char* stage) {
         if (gX == nullptr) return;
         *reinterpret_cast<uint2*>(stage + offset) = quantize_eight<kDataType>(next, divide);

@@ -131,7 +131,7 @@ inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const Mat
 }
 
 struct MatmulChoice {
-    size_t index;  // the tile's; behind the last one if no tile fits
+    size_t index;  // the tile's; past the last one if no tile fits
     MatmulTile tile;
     MatmulSchedule schedule;
     double clocks;

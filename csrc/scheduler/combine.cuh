@@ -85,7 +85,8 @@ struct Combiner {
     }
 
   private:
-    // Brings the nodes that this CTA has of kNodes nodes. Returns true if it then has the node that holds them all.
+    // Counts this CTA's nodes among the kNodes of a parent as arrived, and combines them if it comes last: then it returns
+    // true, as it has the parent.
     FASTATTN_DEVICE bool bring(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
@@ -196,7 +197,7 @@ struct Combiner {
         }
     }
 
-    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory; none behind the last row.
+    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory; none past the last row.
     // No other thread reads them.
     FASTATTN_DEVICE void start_to_copy(int first, int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;

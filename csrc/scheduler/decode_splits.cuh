@@ -63,7 +63,7 @@ class SplitScheduler {
     }
 
     // Called by one thread, between two barriers.
-    FASTATTN_DEVICE void take(int32_t num_splits) { shared_.next_split += num_splits; }
+    FASTATTN_DEVICE void advance(int32_t num_splits) { shared_.next_split += num_splits; }
 
     // The sequence that has this split of the line. All lanes of a warp call it, and get the same.
     FASTATTN_DEVICE ScheduledSequence sequence_with(int64_t split) const {

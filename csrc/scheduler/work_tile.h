@@ -58,7 +58,7 @@ inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const Hea
     return static_cast<int32_t>(std::min(all_heads, key_heads * (query.heads / key.heads)));
 }
 
-// The key heads of a group in the backward pass, where a tile of keys goes through Q, dO and dQ's sums.
+// Returns the key heads of a group in the backward pass, where a tile of keys goes through Q, dO and dQ's sums.
 inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                    int64_t l2_bytes) {
     const int64_t group_size = query.heads / std::max(key.heads, 1);

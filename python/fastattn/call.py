@@ -24,9 +24,9 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         exact_out: whether the output is float32, as a merge of blocks needs it. Such a call is a block of a larger one.
-        first_row, first_key, first_head: the places of the first row, key and head in the larger call. Windows, ALiBi
-            and dropout go by these places; with dropout ``first_key`` is a multiple of 4. If ``first_row`` is None, the
-            last row stands at the last key, and dropout counts rows from 0.
+        first_row, first_key, first_head: the positions of the first row, key and head in the larger call, by which
+            windows, ALiBi and dropout go; with dropout ``first_key`` is a multiple of 4. If ``first_row`` is None, the
+            last row is at the last key, and dropout counts rows from 0.
     """
 
     query: Tensor

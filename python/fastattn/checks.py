@@ -57,6 +57,8 @@ _OTHER_NAMES = {
     "s_aux": "sinks",
     "return_softmax_lse": "return_lse",
     "page_table": "block_table",
+    "k": "k_new",
+    "v": "v_new",
 }
 
 
@@ -75,6 +77,8 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
     """Returns the end of an error about an unknown keyword: which of the ``known`` means the same, or looks like it."""
     if name == "enable_gqa":
         return "; keys and values may have fewer heads without it"
+    if name == "bias" and "key_ranges" in known:
+        return "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"
     meant = _OTHER_NAMES.get(name)
     note = ", and aligns to the bottom right" if name == "is_causal" else ""
     if meant in known:
@@ -90,8 +94,9 @@ def check_rank(name: str, tensor: Tensor, layout: str, advice: str = "") -> None
     expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}{advice}")
 
 
-def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str) -> None:
-    expect(tuple(tensor.shape) == tuple(shape), name, f"shape {layout} = {list(shape)}", list(tensor.shape))
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str, advice: str = "") -> None:
+    came = f"{list(tensor.shape)}{advice}"
+    expect(tuple(tensor.shape) == tuple(shape), name, f"shape {layout} = {list(shape)}", came)
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> None:
@@ -126,6 +131,8 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"
+    elif 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # a cache has heads before rows
+        swaps = f"query.transpose{dims[0]} and so on"
     else:
         return f": {shapes}"
     return f": {shapes} look as if heads came after rows; if they do, pass {swaps}"
@@ -261,7 +268,7 @@ def device_checks_are_on() -> bool:
     return asked and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def places_are_checked(*tensors: Tensor | None) -> bool:
+def contents_are_checked(*tensors: Tensor | None) -> bool:
     """Returns whether a call reads and checks these lengths, offsets or tables.
 
     It does where the host can read them for free, and wherever ``FASTATTN_CHECK=1`` asks for it. CPU tensors on an

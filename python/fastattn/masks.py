@@ -67,7 +67,7 @@ def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) ->
     each answer sees the prompt and itself up to the token at hand, as if it were alone with the prompt.
 
     Positions, as rotary embedding needs them, then count on from the prompt in every answer. ``window`` and
-    ``alibi_slopes`` go by places in the sequence, where later answers stand further from the prompt: they do not suit.
+    ``alibi_slopes`` go by positions in the sequence, where later answers are further from the prompt: they do not suit.
     """
     sizes = [check_int("prompt", prompt, minimum=0), *(check_int("answers", n, minimum=0) for n in answers)]
     token = torch.arange(sum(sizes), dtype=torch.int32, device=device)

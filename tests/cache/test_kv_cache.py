@@ -117,6 +117,14 @@ def test_growth_doubles_and_keeps_what_was_there() -> None:
     torch.testing.assert_close(feed(cache, 5, TOTAL)[1], whole(1)[:, :, 5:])
 
 
+@pytest.mark.parametrize("rows", [5, 16])
+def test_heads_behind_rows_are_seen(rows: int) -> None:
+    """In the layout [B, S, H, D], of 8 heads: rows that 8 heads do not divide, and rows that they do."""
+    query = torch.randn(2, rows, 8, 16)
+    with pytest.raises(InputError, match=r"pass (query|k_new)\.transpose\(1, 2\)"):
+        KVCache(1, 2, 8, 16).attend(0, query, query, query)
+
+
 def test_a_small_maximum_needs_no_capacity_beside_it() -> None:
     assert cache_of(capacity=None, max_capacity=5).capacity == 5
     assert cache_of(capacity=None).capacity == 256

@@ -34,7 +34,7 @@ struct Call {
           schedule(split_schedule(this->shape, batch, kv_heads, row_tiles, kBlockKeys, num_splits, batch_invariant != 0,
                                   resident_ctas)) {
         for (int32_t i = 0; i < batch; ++i) total += int64_t{schedule.tiles_per_sequence} * splits(i).num_splits;
-        run = schedule.num_ctas > 0 ? splits_per_cta(schedule, total) : 0;
+        run = schedule.num_ctas > 0 ? choose_splits_per_cta(schedule, total) : 0;
     }
 
     CachedSequence tokens(int32_t sequence) const { return cached_sequence(shape, lengths[sequence]); }

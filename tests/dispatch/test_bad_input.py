@@ -170,6 +170,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         TypeError,
         ("cu_seqlens_q", "torch.Tensor", "list; pass torch.tensor(cu_seqlens_q, dtype=torch.int32"),
     ),
+    "bias of packed": (V, packed(bias=torch.zeros(1)), TypeError, ("bias", "packed sequences take key_ranges")),
     "offsets missing": (V, packed(cu_seqlens_k=None), TypeError, ("cu_seqlens_k", "torch.Tensor", "NoneType")),
     "offsets dtype": (
         V,

@@ -448,9 +448,9 @@ def test_without_a_group() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("goes_by_places", [False, True])
+@pytest.mark.parametrize("uses_positions", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 7), (-1, 9), (20, -1), (0, 0)], ids=str)
-def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, layout: str, world_size: int) -> None:
+def test_the_blocks_are_the_mask(window: tuple[int, int], uses_positions: bool, layout: str, world_size: int) -> None:
     """Each pair of positions that the mask leaves is in one block: of a ring, over all keys, and over those read."""
     from fastattn.distributed.blocks import Spread
     from fastattn.distributed.gathering import exchanged_keys
@@ -458,7 +458,7 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, 
 
     length, total = 8, 8 * world_size
     part = length // parts_per_rank(layout)
-    spread = Spread(layout, world_size, length, window, goes_by_places)
+    spread = Spread(layout, world_size, length, window, uses_positions)
     of_rank = [
         torch.cat([torch.arange(p * part, (p + 1) * part) for p in parts_of_rank(layout, rank, world_size)])
         for rank in range(world_size)
@@ -467,18 +467,18 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], goes_by_places: bool, 
     in_ring, over_all, over_read = (torch.zeros_like(expected) for _ in range(3))
     for rank in range(world_size):
         for block in spread.blocks_over_all_keys(rank):
-            add_pairs(over_all, of_rank[rank][block.rows], torch.arange(total)[block.keys], block, goes_by_places)
+            add_pairs(over_all, of_rank[rank][block.rows], torch.arange(total)[block.keys], block, uses_positions)
         exchanged = exchanged_keys(spread, rank)
         places = [torch.arange(0), *(torch.arange(of.first, of.first + of.length) for of in exchanged.ranges)]
         read = torch.cat(places)
         assert torch.equal(read, read.unique())
         for block in exchanged.blocks:
-            add_pairs(over_read, of_rank[rank][block.rows], read[block.keys], block, goes_by_places)
+            add_pairs(over_read, of_rank[rank][block.rows], read[block.keys], block, uses_positions)
         for source in range(world_size):
             reading = spread.reading(rank, source)
             read = torch.cat([torch.arange(0), *(of_rank[source][keys] for keys in reading.keys)])
             for block in reading.blocks:
-                add_pairs(in_ring, of_rank[rank][block.rows], read[block.keys], block, goes_by_places)
+                add_pairs(in_ring, of_rank[rank][block.rows], read[block.keys], block, uses_positions)
             # Of what is read nothing is useless, but for what the multiple of four brings along.
             assert len(read) <= int(expected[of_rank[rank]][:, of_rank[source]].any(0).sum()) + 3 * len(reading.keys)
     assert all(torch.equal(seen, expected) for seen in (in_ring, over_all, over_read))
@@ -493,10 +493,10 @@ def mask_of(rows: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
     return (((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))).long()
 
 
-def add_pairs(seen: Tensor, rows: Tensor, keys: Tensor, block: Any, goes_by_places: bool) -> None:
+def add_pairs(seen: Tensor, rows: Tensor, keys: Tensor, block: Any, uses_positions: bool) -> None:
     """The pairs of a block, by its own places."""
     own_rows, own_keys = block.first_row + torch.arange(len(rows)), block.first_key + torch.arange(len(keys))
     seen[rows[:, None], keys] += mask_of(own_rows, own_keys, block.window)
-    if goes_by_places:
+    if uses_positions:
         assert torch.equal(own_rows, rows) and torch.equal(own_keys, keys)
         assert block.first_key % 4 == 0

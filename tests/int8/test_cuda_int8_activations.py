@@ -247,7 +247,7 @@ def test_rows_that_are_not_finite(activation: str) -> None:
     x[1, 4], x[3, 0] = torch.inf, torch.nan
     found, expected = (
         matmul(x, weight, scale, bias, None, activation),
-        reference.int8_linear(x, weight, scale, bias, activation, activations="int8"),
+        reference.int8_linear(x, weight, scale, bias, activation, input_precision="int8"),
     )
     assert torch.equal(found.isnan(), expected.isnan()) and bool(found[[1, 3]].isnan().all())
     assert bool(found[[0, 2, 4]].isfinite().all())

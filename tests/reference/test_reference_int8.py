@@ -111,7 +111,7 @@ def test_gradients_of_int8_linear(activation: str) -> None:
 def test_the_gradient_passes_straight_through_int8_activations() -> None:
     quantized, scale = reference.quantize_int8(normal(2, 3, 8))
     x, grad = normal(1, 2, 8, grad=True), normal(3, 2, 3)
-    y = reference.int8_linear(x, quantized, scale, activations="int8")
+    y = reference.int8_linear(x, quantized, scale, input_precision="int8")
     (actual,) = torch.autograd.grad(y, x, grad)
     torch.testing.assert_close(actual, grad @ reference.dequantize_int8(quantized, scale, torch.float64))
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ uint64_t atom_cas_acq_rel_b64(uint64_t* global, uint6
     return found;
 }
 
-// Adds, and returns what stood there. Ordered like the above.
+// Adds, and returns the old value. Ordered like the above.
 __device__ __forceinline__ uint64_t atom_add_acq_rel_b64(uint64_t* global, uint64_t value) {
     uint64_t found;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(found) : "l"(global), "l"(value) : "memory");

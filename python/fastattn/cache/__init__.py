@@ -1,1 +1,1 @@
-"""Key-value caches, contiguous and paged."""
+"""Holds keys and values, in contiguous or in paged caches."""

@@ -1,4 +1,4 @@
-"""A key-value cache with a fixed place for each sequence of the batch."""
+"""Implements a key-value cache with fixed memory for each sequence of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key-value cache in pages, which sequences of any length take from one pool and may share, and its steps."""
+"""Implements a key-value cache in pages, which sequences take from one pool and may share, and its steps."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class _NewTokens(StepCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedStep(_NewTokens):
-    """A step that gives each of its sequences ``num_new`` tokens; batch row ``i`` is ``sequences[i]``.
+    """Gives each of its sequences ``num_new`` tokens; batch row ``i`` is ``sequences[i]``.
 
     Attributes:
         num_new: the number of tokens that each sequence gets.
@@ -331,7 +331,7 @@ class PagedStep(_NewTokens):
 
 @dataclass(frozen=True, eq=False)
 class PagedChunk(_NewTokens):
-    """A step that gives each of its sequences any number of tokens, packed one sequence after the other.
+    """Gives each of its sequences any number of tokens, packed one sequence after the other.
 
     Its ``attend`` takes the tokens as one row, ``[1, H, total_new, D]``, or as ``attention_varlen`` does, ``[total_new,
     H, D]``, and returns results in the same form. There is one query for each new token, at the same position.

@@ -1,4 +1,4 @@
-"""Bookkeeping of the pages of a pool, on the host alone and without tensors.
+"""Keeps the books of the pages of a pool, on the host alone and without tensors.
 
 A page is free, or reserved for the tokens of a step that is under way, or held by as many sequences as it has
 references.
@@ -16,7 +16,7 @@ from fastattn.errors import CacheFull, InputError
 
 @dataclass(eq=False)
 class PageList:
-    """A sequence, whose ``pages`` hold its ``length`` tokens in order; the last page may not be full."""
+    """Describes a sequence, whose ``pages`` hold its ``length`` tokens in order; the last page may not be full."""
 
     length: int = 0
     pages: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The interface of key-value caches that a model's layers see, whichever cache it is."""
+"""Defines the interface of key-value caches that a model's layers see, whichever cache it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_options(function: str, names: Iterable[str]) -> None:
 
 
 class StepCache(ABC):
-    """The interface of a cache during one step: a ``KVCache``, or a step or chunk of a ``PagedKVCache``.
+    """Defines the interface of a cache during one step: a ``KVCache``, or a step or chunk of a ``PagedKVCache``.
 
     A model that is written against this class takes each of them, in whatever dtype they store tokens::
 

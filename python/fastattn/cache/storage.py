@@ -1,4 +1,4 @@
-"""The memory behind the key-value caches of one layer."""
+"""Allocates the memory behind the key-value caches of one layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that are spread over the ranks of a process group, and tensor parallelism of fused layers.
+"""Attends over sequences that are spread over the ranks of a process group, and splits fused layers among ranks.
 
 Process groups, meshes and collectives are torch's. Importing ``fastattn`` does not import this package.
 """

@@ -1,4 +1,4 @@
-"""The arguments of context parallel attention: they are checked on all ranks and prepared before anything is sent."""
+"""Checks the arguments of context parallel attention on all ranks, and prepares them before anything is sent."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 class Spread(NamedTuple):
     """Describes a sequence of which each rank has ``length`` rows and keys.
 
-    ``goes_by_places`` is true with ALiBi, dropout or ranges of keys: a score then depends on the places of its row and
+    ``uses_positions`` is true with ALiBi, dropout or ranges of keys: a score then depends on the places of its row and
     key.
     """
 
@@ -67,11 +67,11 @@ class Spread(NamedTuple):
     world_size: int
     length: int
     window: Window
-    goes_by_places: bool
+    uses_positions: bool
 
     def reading(self, rank: int, source: int) -> Reading:
         """Returns which keys of rank ``source`` rank ``rank`` reads: none where its rows see none."""
-        if not self.goes_by_places and self.window in (_ALL_KEYS, _CAUSAL):
+        if not self.uses_positions and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
@@ -82,7 +82,7 @@ class Spread(NamedTuple):
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Returns the blocks of the rows of ``rank`` over all keys, which lie in the order of their places."""
         total = self.world_size * self.length
-        if not self.goes_by_places and self.window == _ALL_KEYS:
+        if not self.uses_positions and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
         return [_block_over_sequence(part, 0, total, self.window) for part in self.parts_of(rank)]
 
@@ -125,7 +125,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedSpread:
-    """Packed sequences, here called documents, whose parts lie on the ranks.
+    """Describes packed sequences, here called documents, whose chunks lie on the ranks.
 
     ``parts`` lists the parts of each rank in the order of its rows. All ranks have ``length`` rows; the last ones may
     belong to no document. ``lengths`` has the length of each document. Results are kept: every layer asks for the same.
@@ -206,7 +206,7 @@ def place_of(part: Part) -> tuple[int, int]:
 
 
 class Rows:
-    """Row numbers, as an int64 tensor on each device that has asked for them."""
+    """Keeps row numbers as an int64 tensor on each device that has asked for them."""
 
     def __init__(self, slices: Iterable[slice]) -> None:
         ranges = (torch.arange(of.start, of.stop) for of in slices)

@@ -1,4 +1,4 @@
-"""torch's collectives, either under way while kernels run, or waited for at once and differentiable.
+"""Wraps torch's collectives, which are either under way while kernels run, or waited for at once and differentiable.
 
 Each rank's loss is a part of the whole loss, so the gradients that several ranks have for one tensor are added up.
 """
@@ -48,7 +48,7 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
 
 
 class Started:
-    """A collective that is under way. It keeps alive what it sends until it is waited for.
+    """Stands for a collective that is under way. It keeps alive what it sends until it is waited for.
 
     It uses torch's plain collectives, because two functional gathers at a time crash on gloo (seen with torch 2.13).
     """
@@ -97,7 +97,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Entry r of ``x [W, …]`` goes to rank r, and entry r of the result is from rank r."""
+    """Sends entry r of ``x [W, …]`` to rank r, and returns as entry r what rank r has sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

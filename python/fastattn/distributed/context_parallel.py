@@ -1,4 +1,4 @@
-"""Attention over a sequence, or over packed sequences, of which each rank has a part."""
+"""Attends over a sequence, or over packed sequences, of which each rank has a chunk."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fastattn.call import UNBOUNDED, AttentionCall
 from fastattn.checks import (
     check_rank,
     check_tensor,
+    contents_are_checked,
     device_checks_are_on,
     expect,
-    places_are_checked,
     refuse_keywords,
 )
 from fastattn.distributed.arguments import prepared
@@ -76,7 +76,7 @@ def context_parallel_attention(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``fastattn.attention`` over a sequence that is spread over ranks: this rank's part of the result.
+    """Computes this rank's chunk of ``fastattn.attention`` over a sequence that is spread over ranks.
 
     All ranks of the group call it, each with its parts of query, key and value, as ``shard_sequence`` gives them. It is
     differentiable: a rank's gradients of its own parts are those of the sum of all ranks' losses, and those of what
@@ -141,7 +141,7 @@ def context_parallel_attention(
             expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges, query, is_packed=False)
-        if key_ranges is not None and places_are_checked(key_ranges):
+        if key_ranges is not None and contents_are_checked(key_ranges):
             check_ranges(key_ranges, query.shape[2] * math.prod(map(dist.get_world_size, groups)))
         return {"layout": layout}
 
@@ -151,9 +151,9 @@ def context_parallel_attention(
     if by_keys is None:
         out, lse = _attend_alone(inputs)
     else:
-        goes_by_places = alibi_slopes is not None or key_ranges is not None or dropout_p > 0
+        uses_positions = alibi_slopes is not None or key_ranges is not None or dropout_p > 0
         window = inputs.attention.options.window
-        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], window, goes_by_places)
+        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], window, uses_positions)
         over_keys = ring_attention if strategy == "ring" else gathered_attention
         out, lse = over_keys(inputs, spread, by_keys)
     if by_heads is not None:
@@ -321,7 +321,7 @@ def context_parallel_attention_varlen(
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges[0], query[0].transpose(0, 1), is_packed=True)
-        if key_ranges is not None and places_are_checked(key_ranges):
+        if key_ranges is not None and contents_are_checked(key_ranges):
             lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # the last one for padding
             check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}

@@ -1,4 +1,4 @@
-"""Attention of this rank's rows over the keys of all ranks, or over those that it reads, gathered some heads at a time.
+"""Attends with this rank's rows over the keys of all ranks, or over those that it reads, gathered some heads at a time.
 
 The keys of the next heads arrive while the rank attends with the heads before. The backward pass gathers again, so that
 between the two passes a rank holds its own keys alone. It adds up the gradients of keys in float32, and each rank gets
@@ -141,7 +141,7 @@ MOST_READ = 0.25
 
 
 class AllKeys:
-    """The gathering of all keys.
+    """Gathers all keys.
 
     The first dimension of the tensors is the keys: this rank's own, or the gathered ones in the order of their places.
     ``blocks`` are those of this rank's rows over the gathered keys.
@@ -227,7 +227,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
     # With dropout, what is read must begin where a draw does; the parts of packed sequences always do.
-    may_draw = isinstance(spread, Spread) and spread.goes_by_places
+    may_draw = isinstance(spread, Spread) and spread.uses_positions
     begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
     if len(ranks) < 2 or (may_draw and not begin_with_draws):
         return False

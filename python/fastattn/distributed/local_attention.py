@@ -1,4 +1,4 @@
-"""The attention that a rank computes by itself: blocks for some of all heads, and the effect of a sink."""
+"""Computes the attention that a rank has by itself: blocks for some of all heads, and the effect of a sink."""
 
 from __future__ import annotations
 

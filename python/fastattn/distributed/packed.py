@@ -7,7 +7,7 @@ multiprocessing timing anomalies", 1969). The others are cut: large ones into 2 
 fill ranks up with rows. ``"contiguous"`` and ``"zigzag"`` cut the packed rows as if they were one sequence, wherever
 the cuts fall in documents.
 
-Parts begin at a multiple of four places, because dropout draws for four keys at a time.
+Chunks begin at a multiple of four positions, because dropout draws for four keys at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over the keys and values of one rank after the other (Liu et al., "Ring attention", 2023).
+"""Attends over the keys and values of one rank after the other (Liu et al., "Ring attention", 2023).
 
 In step s a rank attends to the keys of the rank s places before it, while the keys of the next step arrive. Results are
 merged in float32. The backward pass goes through the same blocks, with the output and the lse over all keys, and sends

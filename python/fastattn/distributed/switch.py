@@ -1,4 +1,4 @@
-"""A ``with`` block in which whole models attend over a spread sequence, without a change to their code."""
+"""Provides a ``with`` block in which whole models attend over a spread sequence, without a change to their code."""
 
 from __future__ import annotations
 

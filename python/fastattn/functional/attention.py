@@ -10,7 +10,7 @@ from typing_extensions import Never, TypedDict, Unpack  # torch brings it; befor
 
 from fastattn import run
 from fastattn.call import UNBOUNDED, AttentionCall
-from fastattn.checks import MOST_HEADS, check_tensor, expect, is_distributed, places_are_checked, refuse_keywords
+from fastattn.checks import MOST_HEADS, check_tensor, contents_are_checked, expect, is_distributed, refuse_keywords
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.dispatch.request import Choice, Request
@@ -384,9 +384,9 @@ def prepare(call: AttentionCall) -> Prepared:
             bias = autocast_to(cast, bias)
         call = call.with_tensors((autocast_to(cast, query), key, value, bias))
     call, request = check_once(call)
-    if call.cu_seqlens_q is not None and places_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
-        _check_places(call)
-    if call.key_ranges is not None and places_are_checked(call.key_ranges, call.cu_seqlens_q, call.cu_seqlens_k):
+    if call.cu_seqlens_q is not None and contents_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
+        _check_contents(call)
+    if call.key_ranges is not None and contents_are_checked(call.key_ranges, call.cu_seqlens_q, call.cu_seqlens_k):
         _check_ranges(call)
     if call.dropout_seed is not None:
         seed = seed_tensor(call.dropout_seed, query.device) if call.dropout_p > 0 else None
@@ -394,7 +394,7 @@ def prepare(call: AttentionCall) -> Prepared:
     return Prepared(call, request, choose(request))
 
 
-def _check_places(call: AttentionCall) -> None:
+def _check_contents(call: AttentionCall) -> None:
     """Checks offsets and table of packed sequences. It reads them back."""
     query, key, table = call.query, call.key, call.block_table
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None

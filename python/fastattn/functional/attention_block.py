@@ -4,7 +4,7 @@ Nothing is rounded to 16 bits before the merge: output and gradients are float32
 does not differentiate a block: whoever merges blocks also computes their gradients, with the output and the lse of the
 whole (Liu et al., "Ring attention", 2023, section 3).
 
-A block is an ``AttentionCall`` with ``first_row``, ``first_key`` and ``first_head``, its places in the whole.
+A block is an ``AttentionCall`` with ``first_row``, ``first_key`` and ``first_head``, its positions in the whole.
 """
 
 from __future__ import annotations

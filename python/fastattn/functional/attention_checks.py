@@ -192,7 +192,7 @@ def check_shape_of_ranges(ranges: Any, query: Tensor, is_packed: bool) -> None:
 
 def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
     """Checks that ranges ``[…, rows, R, 2]`` lie within the keys, of which each row may have another number, and do not
-    overlap. It reads them back, so call it only if `places_are_checked`, and not under ``torch.func``."""
+    overlap. It reads them back, so call it only if `contents_are_checked`, and not under ``torch.func``."""
     begin, end = ranges.unbind(-1)
     if isinstance(num_keys, Tensor):
         num_keys = num_keys[:, None]
@@ -225,7 +225,7 @@ def check_uncopied(why: str, **caches: Tensor) -> None:
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
-    """Checks that the pages of all tokens exist. It reads the table back, so call it only if `places_are_checked`."""
+    """Checks that the pages of all tokens exist. It reads the table back, so call it only if `contents_are_checked`."""
     first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
     is_used = first_token < lengths[:, None]
     wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
@@ -238,8 +238,8 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
 def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
     """Checks offsets against ``total`` packed rows (None: there is no packed tensor) and the longest length.
 
-    It reads the offsets back, so call it only if `places_are_checked`. Rows that belong to no sequence, such as the end
-    of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.
+    It reads the offsets back, so call it only if `contents_are_checked`. Rows that belong to no sequence, such as the
+    end of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.
     """
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]

@@ -9,14 +9,14 @@ from typing_extensions import Never, TypedDict, Unpack  # torch brings it; befor
 
 from fastattn import reference, run
 from fastattn.call import UNBOUNDED, DecodeCall, OnRecord
-from fastattn.checks import check_tensor, device_checks_are_on, places_are_checked, refuse_keywords
+from fastattn.checks import check_tensor, contents_are_checked, device_checks_are_on, refuse_keywords
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention import No, Yes
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.kv_cache_checks import check_once, check_out_memory, check_places, check_scales
+from fastattn.functional.kv_cache_checks import check_contents, check_once, check_out_memory, check_scales
 
 _Lse = TypeVar("_Lse")
 
@@ -171,8 +171,8 @@ def attention_with_kv_cache(
     )
     call, request = check_once(given)
     check_out_memory(call)
-    if places_are_checked(cache_seqlens, block_table):
-        check_places(call)
+    if contents_are_checked(cache_seqlens, block_table):
+        check_contents(call)
         if device_checks_are_on():
             check_scales(call)
 

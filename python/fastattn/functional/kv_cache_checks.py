@@ -147,8 +147,10 @@ def _check_append(t: DecodeCall) -> None:
     assert t.v_new is not None
     check_rank("k_new", t.k_new, "[B, Hkv, S_new, D]")
     batch, kv_heads, num_new = t.query.shape[0], t.k_cache.shape[1], t.k_new.shape[2]
-    check_shape("k_new", t.k_new, (batch, kv_heads, num_new, t.k_cache.shape[3]), "[B, Hkv, S_new, D]")
-    check_shape("v_new", t.v_new, (batch, kv_heads, num_new, t.v_cache.shape[3]), "[B, Hkv, S_new, Dv]")
+    swap = "; if heads come after rows, pass k_new.transpose(1, 2), v_new.transpose(1, 2) and so on"
+    advice = swap if num_new == kv_heads else ""
+    check_shape("k_new", t.k_new, (batch, kv_heads, num_new, t.k_cache.shape[3]), "[B, Hkv, S_new, D]", advice)
+    check_shape("v_new", t.v_new, (batch, kv_heads, num_new, t.v_cache.shape[3]), "[B, Hkv, S_new, Dv]", advice)
     check_dtype("k_new", t.k_new, (t.query.dtype,))
     check_dtype("v_new", t.v_new, (t.query.dtype,))
 
@@ -255,8 +257,8 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def check_places(t: DecodeCall) -> None:
-    """Checks lengths and block table. It reads them back, so call it only if `places_are_checked`."""
+def check_contents(t: DecodeCall) -> None:
+    """Checks lengths and block table. It reads them back, so call it only if `contents_are_checked`."""
     num_new, capacity = t.num_new, t.capacity
     for sequence, length in enumerate(t.cache_seqlens.tolist()):
         where = f"{length} for sequence {sequence}"

@@ -1,4 +1,4 @@
-"""Sharding rules of fastattn's operators for DTensor.
+"""Registers the sharding rules of fastattn's operators for DTensor.
 
 ``fastattn.attention``, ``attention_varlen`` and ``scaled_dot_product_attention`` take DTensor without them: each rank
 attends over its own batch entries and heads. The rules are for code that calls the operators themselves

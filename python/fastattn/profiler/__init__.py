@@ -1,1 +1,1 @@
-"""A profiler that says what each kernel cost, and how near it came to the machine's limits."""
+"""Profiles kernels: says what each kernel cost, and how near it came to the machine's limits."""

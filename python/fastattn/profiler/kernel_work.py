@@ -1,4 +1,4 @@
-"""The work of each fastattn kernel, from the arguments of the operator that launched it.
+"""Counts the work of each fastattn kernel, from the arguments of the operator that launched it.
 
 An operator launches one kernel or several. Recomputation (the backward kernels recompute the scores) counts as work, so
 that a kernel is judged by what it really executes.

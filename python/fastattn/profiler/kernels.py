@@ -1,4 +1,4 @@
-"""The cost of each kernel of a profile, and how near it came to the machine's limits."""
+"""Says what each kernel of a profile cost, and how near it came to the machine's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of fastattn's operators, as PyTorch's profiler records them."""
+"""Reads the calls of fastattn's operators, as PyTorch's profiler records them."""
 
 from __future__ import annotations
 

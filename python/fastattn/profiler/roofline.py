@@ -1,5 +1,5 @@
-"""The roofline, which bounds a kernel's time by its work and the machine's limits (Williams, Waterman and Patterson,
-"Roofline", 2009).
+"""Computes the roofline, which bounds a kernel's time by its work and the machine's limits (Williams, Waterman,
+Patterson, "Roofline", 2009).
 
 Times are in seconds, work is in bytes and FLOPs, rates are in bytes and FLOPs per second.
 """

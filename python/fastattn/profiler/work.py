@@ -1,4 +1,4 @@
-"""The FLOPs and bytes that each operation needs at least, from its shapes.
+"""Counts the FLOPs and bytes that each operation needs at least, from its shapes.
 
 FLOPs count multiplications and additions of the matrix products. Masked pairs do not count; a causal mask over as many
 queries as keys counts one half, the convention of the FlashAttention papers. Bytes count every input and every output

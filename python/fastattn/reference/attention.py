@@ -1,4 +1,4 @@
-"""Attention over dense and over packed sequences."""
+"""Attends over dense and over packed sequences."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def attention(
     """Returns ``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
     ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
 
-    ``first_row``, ``first_key`` and ``first_head`` are the places of the first row, key and head in a larger call, of
-    which this is a block. If ``first_row`` is None, the last row stands at the last key. ``compute_dtype`` is the dtype
+    ``first_row``, ``first_key`` and ``first_head`` are the positions of the first row, key and head in a larger call,
+    of which this is a block. If ``first_row`` is None, the last row is at the last key. ``compute_dtype`` is the dtype
     of every intermediate: the tests set it to a 16-bit dtype to see what a composite in that dtype loses. With
     ``exact_out`` the output keeps that dtype.
     """

@@ -1,4 +1,4 @@
-"""The attention weights that dropout keeps, by random numbers that depend on the seed and the place alone."""
+"""Says which attention weights dropout keeps, by random numbers that depend on the seed and the place alone."""
 
 from __future__ import annotations
 

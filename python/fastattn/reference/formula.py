@@ -1,4 +1,4 @@
-"""The formula of attention over dense tensors, with every option."""
+"""Computes the formula of attention over dense tensors, with every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer over int8 weights."""
+"""Computes a linear layer over int8 weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def int8_linear(
     bias: Tensor | None = None,
     activation: str = "none",
     residual: Tensor | None = None,
-    activations: str = "16bit",
+    input_precision: str = "16bit",
     compute_dtype: torch.dtype | None = None,
     product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Returns ``activation(x @ dequantize(weight)^T + bias) + residual``: ``[..., N]`` for ``x [..., K]``, or with
     ``"swiglu"`` ``[..., N / 2]``.
 
-    ``activations="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
+    ``input_precision="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
     ``product``, if given, computes the product of ``x``, ``weight`` and ``scale``.
     """
     dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)
     inputs = x.to(dtype)
-    if activations == "int8":
+    if input_precision == "int8":
         quantized, row_scale = quantize_rows(x)
         rounded = (quantized.to(row_scale.dtype) * row_scale[..., None]).to(dtype)
         inputs = inputs + (rounded - inputs).detach()

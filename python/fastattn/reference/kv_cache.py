@@ -1,4 +1,4 @@
-"""Attention over a key-value cache, after new tokens are appended to it."""
+"""Attends over a key-value cache, after new tokens are appended to it."""
 
 from __future__ import annotations
 

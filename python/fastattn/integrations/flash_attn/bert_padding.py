@@ -1,4 +1,4 @@
-"""flash-attn's helpers that pack padded batches and pad them again. All are differentiable."""
+"""Packs padded batches and pads them again, as flash-attn's helpers do. All are differentiable."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from fastattn.integrations.flash_attn.conventions import (
 
 
 class Options(NamedTuple):
-    """flash-attn's options in fastattn's terms."""
+    """Holds flash-attn's options in fastattn's terms."""
 
     window: tuple[int, int]
     softcap: float

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import reference
-from fastattn.checks import places_are_checked
+from fastattn.checks import contents_are_checked
 from fastattn.errors import InputError
 from fastattn.functional.attention_backward import Packed
 from fastattn.reference.dropout import dropout_keep
@@ -43,7 +43,7 @@ def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, i
 
 
 class Alibi(NamedTuple):
-    """The term ``-slope * position``, which flash-attn leaves out of scores under a causal mask, and so of the lse."""
+    """Holds ``-slope * position``, which flash-attn leaves out of scores under a causal mask, and so of the lse."""
 
     slopes: Tensor
     position: Tensor
@@ -136,7 +136,7 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     is_used = row < lengths[sequence]
     order = (~is_used).to(torch.int8).argsort(stable=True)
     offsets = offsets_of(lengths)
-    if places_are_checked(offsets):
+    if contents_are_checked(offsets):
         order = order[: int(offsets[-1])]
     return order, offsets, is_used
 

@@ -1,4 +1,4 @@
-"""flash-attn's functions, under its names and in its argument order; the package's docstring lists its conventions.
+"""Defines flash-attn's functions, by name and order of arguments; the package's docstring lists its conventions.
 
 In all of them ``dropout_p`` is the probability with which an attention weight becomes 0, ``softmax_scale`` is
 ``1 / sqrt(D)`` by default, ``window_size`` counts the keys before and after a query, ``softcap`` bounds the scores if
@@ -94,7 +94,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Like `flash_attn_func`, with ``kv [B, Sk, 2, Hk, D]``."""
+    """Does `flash_attn_func` with ``kv [B, Sk, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -111,7 +111,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Like `flash_attn_func`, with ``qkv [B, S, 3, H, D]``."""
+    """Does `flash_attn_func` with ``qkv [B, S, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -177,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Like `flash_attn_varlen_func`, with ``kv [total_k, 2, Hk, D]``."""
+    """Does `flash_attn_varlen_func` with ``kv [total_k, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
@@ -196,7 +196,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Like `flash_attn_varlen_func`, with ``qkv [total, 3, H, D]``."""
+    """Does `flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)

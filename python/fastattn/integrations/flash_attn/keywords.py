@@ -1,4 +1,4 @@
-"""The keywords that FlashAttention-3 and -4 added: what they mean here, or why they are refused."""
+"""Says what the keywords that FlashAttention-3 and -4 added mean here, or why they are refused."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import expect, places_are_checked
+from fastattn.checks import contents_are_checked, expect
 from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.integrations.flash_attn.conventions import alibi_of_dense, bounds, to_flash_lse, without_idle_bounds
@@ -80,7 +80,7 @@ def flash_attn_with_kvcache(
         length = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
 
-    if places_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
+    if contents_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
         _check_rows(k_cache, cache_seqlens, num_new, cache_batch_idx, cache_leftpad)
     new_place = cache_seqlens  # the place of new tokens in the cache's rows, by which flash-attn also rotates
     if cache_leftpad is not None:  # make each token a page
@@ -146,7 +146,7 @@ def _check_rows(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
-    if position.numel() and places_are_checked(position):
+    if position.numel() and contents_are_checked(position):
         needed = int(position.max()) + 1
         expect(needed <= cos.shape[0], "rotary_cos", f"{needed} positions", cos.shape[0])
     return rotary_at(x, cos, sin, position, interleaved)

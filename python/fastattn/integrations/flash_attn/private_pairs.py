@@ -1,4 +1,4 @@
-"""flash-attn's private functions, with forward and backward apart, as ring attention and diffusers call them.
+"""Defines flash-attn's private functions, with forward and backward apart, as ring attention and diffusers call them.
 
 They record nothing for autograd. ``out`` and ``softmax_lse`` of a backward call may be over more keys than it gets, as
 a ring merges its blocks by their lse.

@@ -1,4 +1,4 @@
-"""torch's flash attention operators over fastattn's functions.
+"""Implements torch's flash attention operators by fastattn's functions.
 
 They follow torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and its own
 alternative implementations (``torch/nn/attention/_fa3.py``):

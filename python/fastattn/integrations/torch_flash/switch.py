@@ -49,7 +49,7 @@ def disable() -> None:
 
 
 class Overrides:
-    """Our implementations under one dispatch key, until ``remove()``; torch's registry calls this a handle."""
+    """Keeps our implementations under one dispatch key, until ``remove()``; torch's registry calls this a handle."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)

@@ -30,7 +30,7 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Attention over packed sequences; a causal mask is ``window_size=(-1, 0)``.
+    """Attends over packed sequences; a causal mask is ``window_size=(-1, 0)``.
 
     Args:
         query: ``[total_q, Hq, D]``.

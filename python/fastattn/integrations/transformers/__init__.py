@@ -1,4 +1,4 @@
-"""fastattn as an attention implementation of Hugging Face's ``transformers``, 5.23 or later::
+"""Registers fastattn as an attention implementation of Hugging Face's ``transformers``, 5.23 or later::
 
     import fastattn.integrations.transformers
 

@@ -1,4 +1,4 @@
-"""The attention function, which turns what a model of transformers passes into calls of fastattn."""
+"""Defines the attention function, which turns what a model of transformers passes into calls of fastattn."""
 
 from __future__ import annotations
 

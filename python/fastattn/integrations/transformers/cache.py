@@ -1,4 +1,4 @@
-"""A static cache for ``generate``, in the model's dtype or in 8 bits, which the kernel reads directly."""
+"""Implements a static cache for ``generate``, in the model's dtype or in 8 bits, which the kernel reads directly."""
 
 from __future__ import annotations
 

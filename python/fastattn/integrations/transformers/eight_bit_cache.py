@@ -1,4 +1,4 @@
-"""Attention over the 8-bit cache of cache.py, by a kernel that takes lengths and pages but no masks."""
+"""Attends over the 8-bit cache of cache.py, by a kernel that takes lengths and pages but no masks."""
 
 from __future__ import annotations
 

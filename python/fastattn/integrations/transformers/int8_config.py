@@ -1,4 +1,4 @@
-"""``Int8Config``, which ``from_pretrained(quantization_config=…)`` takes and ``config.json`` keeps."""
+"""Defines ``Int8Config``, which ``from_pretrained(quantization_config=…)`` takes and ``config.json`` keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUANT_METHOD = "fastattn_int8"
 
 
 class Int8Config(QuantizationConfigMixin):
-    """A config that gives the linear layers of a model of transformers int8 weights::
+    """Gives the linear layers of a model of transformers int8 weights::
 
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=Int8Config())
         model.save_pretrained(path_of_int8)

@@ -1,4 +1,4 @@
-"""The operations by which transformers makes an int8 layer's weight from a checkpoint: quantise it, or assemble it."""
+"""Makes an int8 layer's weight from a checkpoint, as transformers asks: quantises it, or assembles it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantizer that transformers calls to load, save and dequantise a model whose config is an ``Int8Config``."""
+"""Defines the quantizer by which transformers loads, saves and dequantises a model with an ``Int8Config``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fastattn.nn.quantize_model import replace_modules
 
 
 class Int8Quantizer(HfQuantizer):
-    """A quantizer that puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
+    """Puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
 
     Until its weight is loaded, such a layer has the model's own floating parameter on the meta device, so that
     transformers plans memory, reports and initialises as for any model.
@@ -173,7 +173,7 @@ class Int8Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True, since adapters and biases can be trained."""
+        """Is true, since adapters and biases can be trained."""
         return True
 
     @property

@@ -1,5 +1,5 @@
-"""The mask function, which returns a mark instead of a mask where kernels handle causality, windows, lengths and packed
-sequences themselves.
+"""Defines the mask function, which returns a mark instead of a mask where kernels handle causality, windows, lengths
+and packed sequences themselves.
 
 It never relies on the layers' own ``is_causal``, which is wrong in some models, as eager code only reads masks.
 """
