@@ -302,7 +302,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "cache dtype": (
         lambda: spoiled(k_cache=zeros(5, 2, 16, 64).float()),
         ValueError,
-        "k_cache: expected torch.float16 or",
+        "k_cache: expected torch.float16, as query and new tokens are, torch.int8",
     ),
     "slots": (
         lambda: spoiled(slot_mapping=zeros(20, dtype=torch.int64)),
