@@ -142,8 +142,8 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: any number of the same parity as the panels that
-    // were stored before.
+    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: any number of the same parity as the
+    // panels that were stored before.
     template <int kFirstTile, bool kInLoop, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);

@@ -106,8 +106,8 @@ struct WarpTile {
         return (lane_offset ^ (chunk_xor * kChunkBytes)) + first_row * Layout::kRowBytes;
     }
 
-    // Starts to copy rows of row_bytes bytes, which all exist. This lane's kAdjacentKeys rows start at gFirst, row_chunks
-    // chunks apart. Bytes beyond row_bytes become zero.
+    // Starts to copy rows of row_bytes bytes, which all exist. This lane's kAdjacentKeys rows start at gFirst,
+    // row_chunks chunks apart. Bytes beyond row_bytes become zero.
     FASTATTN_DEVICE void load_adjacent(const char* gFirst, uint32_t row_chunks, int row_bytes) const {
         const auto row_here = static_cast<uint32_t>(row % kAdjacentKeys);
         const char* gChunk = gFirst + (uint64_t{row_here} * row_chunks + chunk) * kChunkBytes;

@@ -21,12 +21,12 @@ FASTATTN_DEVICE void load_new_tokens(const WarpTile<kHeadDim, kRows>& tile, cons
 #pragma unroll 1
     for (int pass = 0; pass < Tile::kPasses; ++pass) {
         const int row = tile.row + pass * Tile::kRowStep;
-        const auto address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
+        char* const gTileRow = from_lane(gRow, row);
         if ((new_keys >> row & 1) == 0) continue;
         uint4 bits = {0, 0, 0, 0};
         if (tile.chunk * kChunkElements < head_dim) {
             bits = load_rotated<kDataType>(rotary, gNew + row * row_stride, tile.chunk, first_position + row);
-            if (address != 0) reinterpret_cast<uint4*>(address)[tile.chunk] = bits;
+            if (gTileRow != nullptr) reinterpret_cast<uint4*>(gTileRow)[tile.chunk] = bits;
         }
         *reinterpret_cast<uint4*>(tile.sTile + tile.chunk_offset(pass)) = bits;
     }
@@ -91,8 +91,8 @@ FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint
     const int chunk = lane % kLanesOfRow;
 #pragma unroll 1
     for (int row = lane / kLanesOfRow; row < kRows; row += kRowsPerPass) {
-        const auto row_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gRow), row);
-        const auto scale_address = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(gScale), row);
+        char* const gTileRow = from_lane(gRow, row);
+        float* const gTileScale = from_lane(gScale, row);
         const bool row_is_new = (new_keys >> row & 1) != 0, has_dims = chunk * kChunkElements < head_dim;
         uint4 bits = {0, 0, 0, 0};
         if (row_is_new && has_dims) {
@@ -104,9 +104,9 @@ FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint
         using Layout = Swizzle<kHeadDim / 2>;
         reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = quantised.numbers;
         if (chunk == 0) sScales[row] = quantised.scale;
-        if (row_address == 0) continue;
-        if (has_dims) reinterpret_cast<uint2*>(row_address)[chunk] = quantised.numbers;
-        if (chunk == 0 && !given.is_given) *reinterpret_cast<float*>(scale_address) = quantised.scale;
+        if (gTileRow == nullptr) continue;
+        if (has_dims) reinterpret_cast<uint2*>(gTileRow)[chunk] = quantised.numbers;
+        if (chunk == 0 && !given.is_given) *gTileScale = quantised.scale;
     }
 }
 

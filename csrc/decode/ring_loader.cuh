@@ -33,7 +33,8 @@ struct alignas(128) KeyRing {
     FASTATTN_DEVICE float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
 };
 
-// Loads the steps of a group of warps from one head: each step has kWarpN keys, and starts kBlockN keys after the one before.
+// Loads the steps of a group of warps from one head: each step has kWarpN keys, and starts kBlockN keys after the one
+// before.
 template <typename Config, DataType kDataType>
 class RingLoader {
   public:

@@ -9,8 +9,8 @@
 
 namespace fastattn {
 
-// Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, and returns the element
-// in the place of x. y is the other one; is_first: whether x is a.
+// Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, and returns the
+// element in the place of x. y is the other one; is_first: whether x is a.
 FASTATTN_DEVICE float rotated_element(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);

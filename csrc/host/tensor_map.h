@@ -28,8 +28,8 @@ struct MatrixMap {
 MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int32_t columns, int64_t row_bytes,
                      int32_t box_rows, int32_t box_columns);
 
-// `rows` counts those of all packed sequences. Rows do not overlap, and the heads of a group are not the same memory: no
-// document says that the driver takes a stride of 0.
+// `rows` counts those of all packed sequences. Rows do not overlap, and the heads of a group are not the same memory:
+// no document says that the driver takes a stride of 0.
 TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                      int32_t box_columns, DataType dtype);
 

@@ -71,8 +71,8 @@ struct Combiner {
         for (int round = 0;; ++round) {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
             PartialRange complete{first + 1, last};  // nodes of the next level: between the ends all are its own
-                                                     // Only the first parent and the last may have nodes of other CTAs.
 #pragma unroll 1
+            // Only the first parent and the last may have nodes of other CTAs.
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
                 if (!bring(round, parent, nodes, num_nodes)) continue;
                 complete = {min(complete.begin, parent), max(complete.end, parent + 1)};
@@ -85,8 +85,8 @@ struct Combiner {
     }
 
   private:
-    // Counts this CTA's nodes among the kNodes of a parent as arrived, and combines them if it comes last: then it returns
-    // true, as it has the parent.
+    // Counts this CTA's nodes among the kNodes of a parent as arrived, and combines all if it comes last. Returns true
+    // if it then has the parent.
     FASTATTN_DEVICE bool bring(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
