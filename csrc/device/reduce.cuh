@@ -16,14 +16,15 @@ FASTATTN_DEVICE float warp_reduce_sum(float value) {
     return value;
 }
 
-// All lanes receive the value of one, word by word.
+// All lanes receive the value of one. Pointers are passed whole: ptxas spills registers when halves are.
 template <typename Value>
 FASTATTN_DEVICE Value from_lane(Value value, int lane) {
-    static_assert(sizeof(Value) % sizeof(uint32_t) == 0 && std::has_unique_object_representations_v<Value>);
-    uint32_t words[sizeof(Value) / sizeof(uint32_t)];
+    using Word = std::conditional_t<sizeof(Value) % sizeof(uint64_t) == 0, unsigned long long, unsigned>;
+    static_assert(sizeof(Value) % sizeof(Word) == 0 && std::has_unique_object_representations_v<Value>);
+    Word words[sizeof(Value) / sizeof(Word)];
     memcpy(words, &value, sizeof(Value));
 #pragma unroll
-    for (uint32_t& word : words) word = __shfl_sync(0xffffffff, word, lane);
+    for (Word& word : words) word = __shfl_sync(0xffffffff, word, lane);
     memcpy(&value, words, sizeof(Value));
     return value;
 }
