@@ -3,17 +3,18 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/backward_config_sm90.cuh"
 #include "device/registers.h"
 
 namespace fastattn {
 
-template <int kHeadDim_, int kValueDim_>
+template <int kHeadDim_, int kValueDim_, bool kOptions_ = false>
 struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-    static constexpr bool kOptions = false;
+    static constexpr bool kOptions = kOptions_;
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
     static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
     static constexpr int kConsumerKeys = kBlockN;
@@ -29,7 +30,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     using KeyTile = TmaTile<kBlockN, kHeadDim>;
     using ValueTile = TmaTile<kBlockN, kValueDim>;
     using ScoreTile = TmaTile<kBlockN, kBlockM>;  // of dSᵀ
-    using Terms = TransposedRowTerms<kBlockM>;
+    using Terms = std::conditional_t<kOptions, TransposedOptionsTerms<kBlockM>, TransposedRowTerms<kBlockM>>;
     static constexpr int kQueryPanels = RowTile::kNumBlocks;
     static constexpr int kValuePanels = GradOutTile::kNumBlocks;
 
@@ -45,9 +46,9 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
                                     2 * Tile::kScoreRegisters + Tile::kQueryRegisters + Tile::kProducerRegisters));
 };
 
-template <int kHeadDim, int kValueDim>
-struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>> {
-    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
+template <int kHeadDim, int kValueDim, bool kOptions>
+struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>> {
+    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>;
     uint16_t sK[Config::KeyTile::kElements];
     uint16_t sV[Config::ValueTile::kElements];
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
@@ -56,6 +57,8 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as a thread of either warpgroup holds it
     float sPanel[Config::kPanelStages][kPanelElements];               // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
+    RowStep steps[Config::kStages];  // with options
+    int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and terms
@@ -70,8 +73,8 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
 // Named barriers; 0 is that of __syncthreads().
 enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysStored };
 
-template <int kHeadDim, int kValueDim>
-FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim>>& shared) {
+template <int kHeadDim, int kValueDim, bool kOptions>
+FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>>& shared) {
     constexpr int kWarps = 4;  // of a warpgroup
     shared.work.init(3 * kWarps + 2);
     shared.keys.init(3 * kWarps);

@@ -24,7 +24,8 @@
 // dK of a split tile, then dV, pass through the same panels after its last dQ.
 //
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
-// num_claimed are zero. Scores are only scaled, and masked by a window. Any lengths, packed or not.
+// num_claimed are zero. Any lengths, packed or not. With options the chain of values alone looks at them; it marks what
+// it passes on (PassedProbability).
 #pragma once
 
 #include <cstdint>
@@ -33,6 +34,7 @@
 #include "attention/backward_config_wide_sm90.cuh"
 #include "attention/backward_panels_sm90.cuh"
 #include "attention/backward_producer_sm90.cuh"
+#include "attention/backward_scores_sm90.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/griddepcontrol.cuh"
@@ -54,9 +56,10 @@ struct BackwardChainSm90 {
     static constexpr int kSumDims = kOfValues ? Config::kHeadDim : Config::kValueDim;
     static constexpr int kTilesD = (kOfValues ? Config::kValueDim : Config::kHeadDim) / kMmaN;
     static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK;
-    using Scores = float[1][kTilesM][4];     // S or dP: [64 keys, 64 rows]
-    using ScoresAsA = uint32_t[kTilesK][4];  // P or dS in 16 bits
-    using Gradient = float[1][kTilesD][4];   // dV or dK: [64 keys, dims]
+    using StepScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
+    using Scores = typename StepScores::Scores;        // S or dP: [64 keys, 64 rows]
+    using ScoresAsA = typename StepScores::ScoresAsA;  // P or dS in 16 bits
+    using Gradient = float[1][kTilesD][4];             // dV or dK: [64 keys, dims]
 
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
@@ -74,7 +77,8 @@ struct BackwardChainSm90 {
 
     // S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
     FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
-        if constexpr (!kOfValues) start_with_delta(rX, shared.terms[stage].minus_delta, lane);
+        if constexpr (!kOfValues)
+            start_score_gradients<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kSumDims, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
             rX, OperandDescriptor::k_major(address_of(kOfValues ? shared.sK : shared.sV)),
@@ -102,42 +106,50 @@ struct BackwardChainSm90 {
         return Ring<Config::kPassStages>(ring, num_steps);
     }
 
-    // S becomes P, in 16 bits, and is passed on.
-    FASTATTN_DEVICE void finish_probabilities(Scores& rS, ScoresAsA& rP, const SeenRows& columns, bool is_full) const {
-        const float* shift_log2 = shared.terms[rows().stage].shift_log2;
-        const float scale_log2 = params.scores.scale * kLog2E;
-        if (is_full) {
-            to_probabilities<false>(rS, shift_log2, scale_log2, columns, lane);
+    FASTATTN_DEVICE StepScores scores_of(const KeyWorkTile<Config>& keys, int32_t row_tile, bool is_full) const {
+        const int32_t first_key = keys.first_key + warp * kMmaM;
+        if constexpr (Config::kOptions) {
+            const RowStep& step = shared.steps[rows().stage];
+            return {{params, keys, first_key, step, is_full, lane, shared.dropout_seed},
+                    {params, keys, step, first_key, lane}};
         } else {
-            to_probabilities<true>(rS, shift_log2, scale_log2, columns, lane);
+            return {{params, keys, first_key, {0, row_tile}, is_full, lane, 0}, {}};
         }
+    }
+
+    // S becomes P, in 16 bits, and is passed on.
+    FASTATTN_DEVICE void finish_probabilities(StepScores& scores, Scores& rS, ScoresAsA& rP) const {
+        scores.probabilities(rP, rS, shared.terms[rows().stage]);
         const Ring<Config::kPassStages> ring = passed(shared.probabilities);
         ring.wait_empty();
         uint4* const sP = &shared.sP[ring.stage][0][warp * kWarpSize + lane];
 #pragma unroll
-        for (int k = 0; k < kTilesK; ++k) {
-            accumulators_to_a<kDataType>(rP[k], rS[0][2 * k], rS[0][2 * k + 1]);
-            sP[k * kWarpgroupSize] = uint4{rP[k][0], rP[k][1], rP[k][2], rP[k][3]};
-        }
+        for (int k = 0; k < kTilesK; ++k) sP[k * kWarpgroupSize] = scores.passed_probabilities(rP, rS, k);
         __syncwarp();  // waits until every lane has stored its P
         if (lane == 0) ring.arrive_full();
     }
 
     // dP - delta becomes dS, in 16 bits, and is passed on.
-    FASTATTN_DEVICE void finish_gradients(Scores& rdP, ScoresAsA& rdS, const SeenRows& columns, bool is_full) const {
+    FASTATTN_DEVICE void finish_gradients(const KeyWorkTile<Config>& keys, Scores& rdP, ScoresAsA& rdS,
+                                          int32_t row_tile, bool is_full) const {
         Ring<Config::kPassStages> from = passed(shared.probabilities);
         from.wait_full();
         const uint4* const sP = &shared.sP[from.stage][0][warp * kWarpSize + lane];
-        Scores rP;
-#pragma unroll
-        for (int k = 0; k < kTilesK; ++k) {
-            const uint4 packed = sP[k * kWarpgroupSize];
-            a_to_accumulators<kDataType>(rP[0][2 * k], rP[0][2 * k + 1], {packed.x, packed.y, packed.z, packed.w});
-        }
-        if (is_full) {
-            to_score_gradients<false>(rdP, rP, columns);
+        if constexpr (Config::kOptions) {
+            passed_to_score_gradients<kDataType>(rdP, shared.terms[rows().stage].minus_delta, params.scores, is_full,
+                                                 lane, [&](int k) { return sP[k * kWarpgroupSize]; });
         } else {
-            to_score_gradients<true>(rdP, rP, columns);
+            Scores rP;
+#pragma unroll
+            for (int k = 0; k < kTilesK; ++k) {
+                const uint4 packed = sP[k * kWarpgroupSize];
+                a_to_accumulators<kDataType>(rP[0][2 * k], rP[0][2 * k + 1], {packed.x, packed.y, packed.z, packed.w});
+            }
+            if (is_full) {
+                to_score_gradients<false>(rdP, rP, SeenRows{});
+            } else {
+                to_score_gradients<true>(rdP, rP, keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane));
+            }
         }
         __syncwarp();  // waits until every lane has read P
         from.release(lane);
@@ -156,14 +168,17 @@ struct BackwardChainSm90 {
         if (lane == 0) to.arrive_full();
     }
 
+    // Waits for S or dP, and makes P or dS of it. With options row_tile does not count.
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
-        SeenRows columns{};
-        if (!is_full) columns = keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane);
         if constexpr (kOfValues) {
-            finish_probabilities(rX, rA, columns, is_full);
+            StepScores scores = scores_of(keys, row_tile, is_full);
+            scores.prepare();
+            wait_gemm<0>(rX);
+            finish_probabilities(scores, rX, rA);
         } else {
-            finish_gradients(rX, rA, columns, is_full);
+            wait_gemm<0>(rX);
+            finish_gradients(keys, rX, rA, row_tile, is_full);
         }
     }
 
@@ -175,6 +190,10 @@ struct BackwardChainSm90 {
             for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
             ptx::written_by_wgmma(rG);  // else the zeros could be written after the first product's fence
             const int32_t begin_full = warp_uniform(keys.begin_full[0]), end_full = warp_uniform(keys.end_full[0]);
+            const auto is_full = [&](int32_t row_tile) {
+                if constexpr (Config::kOptions) return (shared.steps[rows().stage].full_for & 1) != 0;
+                return row_tile >= begin_full && row_tile < end_full;
+            };
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
@@ -185,9 +204,8 @@ struct BackwardChainSm90 {
                     Scores rX;
                     rows().wait_full();
                     start_scores(rX, rows().stage);
-                    wait_gemm<0>(rX);
-                    finish_step(keys, rX, rA, row_tile,
-                                /*is_full=*/false);  // the code for masked tiles is right for all
+                    // The code for masked tiles is right for all.
+                    finish_step(keys, rX, rA, row_tile, /*is_full=*/false);
                 }
                 while (--num_left > 0) {
                     Scores rX;
@@ -202,8 +220,7 @@ struct BackwardChainSm90 {
                     ptx::wgmma_wait_group<1>();  // leaves the scores in flight
                     rows().release(lane);
                     ++num_steps;
-                    wait_gemm<0>(rX);
-                    finish_step(keys, rX, rA, row_tile, row_tile >= begin_full && row_tile < end_full);
+                    finish_step(keys, rX, rA, row_tile, is_full(row_tile));
                 }
                 start_gradient(rG, rA);
                 ptx::wgmma_wait_group<0>();  // waits until all products are done
@@ -217,9 +234,10 @@ struct BackwardChainSm90 {
             if (warp_uniform(keys.is_split()) != 0) {
                 store_panels(rG);
             } else {
+                const float value_factor = Config::kOptions ? params.scores.dropout_factor : 1.0f;
                 store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key,
                                           kOfValues ? params.sum_value : params.sum_key, keys, rG, warp * kMmaM, lane,
-                                          kOfValues ? 1.0f : params.scores.scale);
+                                          kOfValues ? value_factor : params.scores.scale);
             }
         });
     }
@@ -255,7 +273,8 @@ struct BackwardQueryChainSm90 {
 
     // Returns whether K has NaN or infinity where masks hide keys from rows.
     FASTATTN_DEVICE bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
-        if (keys.are_all_full()) return false;
+        const bool has_bias = Config::kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
+        if (keys.are_all_full() && !has_bias) return false;
         const int thread = warp * kWarpSize + lane;
         const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
         return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
@@ -321,10 +340,10 @@ struct BackwardQueryChainSm90 {
     }
 };
 
-template <int kHeadDim, int kValueDim, DataType kDataType>
-__global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)
+template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
+__global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
-    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim>;
+    using Config = BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
@@ -332,7 +351,11 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
     // Prologue: barriers.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x == 0) init_barriers(shared);
+    if (threadIdx.x == 0) {
+        init_barriers(shared);
+        const int64_t* seed = params.scores.dropout_seed;  // an input, which no launch of this call writes
+        if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
+    }
     __syncthreads();             // waits until the barriers are initialised
     ptx::griddepcontrol_wait();  // waits for the row terms
 
@@ -353,11 +376,11 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim>::k
     }
 }
 
-template <int kHeadDim, int kValueDim, DataType kDataType>
+template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
 void launch_attention_backward_key_value_wide_sm90(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                                    Stream stream) {
-    launch_backward_sm90<BackwardWideConfigSm90<kHeadDim, kValueDim>, kDataType>(
-        kernel, attention_backward_key_value_wide_sm90<kHeadDim, kValueDim, kDataType>, params, stream);
+    launch_backward_sm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>, kDataType>(
+        kernel, attention_backward_key_value_wide_sm90<kHeadDim, kValueDim, kDataType, kOptions>, params, stream);
 }
 
 }  // namespace fastattn

@@ -50,6 +50,18 @@ struct ScoresPosition {
     FASTATTN_DEVICE SeenRows seen_rows() const { return keys.seen_rows(first_key, step.row_tile, lane); }
 };
 
+// Starts dP at -delta, to which its products are added. With dropout it starts at 0: its factor multiplies dP alone.
+template <bool kOptions, int kTilesM>
+FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
+                                           const ScoreParams& params, int lane) {
+    if (kOptions && params.dropout_seed != nullptr) {
+#pragma unroll
+        for (auto& tile : rdP[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+    } else {
+        start_with_delta(rdP, minus_delta, lane);
+    }
+}
+
 // A block is: prepare(), wait for S, probabilities(), init_gradients(), wait for dP, gradients().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
@@ -81,9 +93,13 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         Types::to_operand(rP16, rS);
     }
 
-    // Starts dP at -delta, to which its products are added.
+    // Returns P of 16 rows as another warpgroup takes it.
+    FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA& rP16, const Scores&, int k) const {
+        return {rP16[k][0], rP16[k][1], rP16[k][2], rP16[k][3]};
+    }
+
     FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
-        start_with_delta(rdP, terms.minus_delta, position.lane);
+        start_score_gradients<false>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
     // rdP, to which the products have been added, becomes dS.
@@ -96,6 +112,10 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     }
 };
 
+// How a warpgroup marks P that it passes to another, with options: P is negative where dropout drops it, and these bits,
+// a NaN that no conversion makes, where a row does not see the key.
+inline constexpr uint32_t kHiddenProbability = 0xffff;
+
 // With options. prepare() draws what dropout drops and loads the bias, while S is computed.
 template <typename Config, DataType kDataType>
 struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config, kDataType> {
@@ -103,7 +123,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     using Scores = typename Types::Scores;
     using ScoresAsA = typename Types::ScoresAsA;
     using Terms = typename Config::Terms;
-    using Options = TransposedOptions<Config::kTilesM>;
+    using Options = TransposedOptions<Config::kTilesM, Config::kHasRegisters>;
 
     // The rows that see the lane's keys through their ranges, as seen_of_transposed() has them.
     struct SeenThroughRanges {
@@ -154,13 +174,33 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         some_probabilities(rP16, rS, terms);
     }
 
-    // With dropout, gradients() subtracts delta: the dropout factor multiplies dP alone.
     FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
+        start_score_gradients<true>(rdP, terms.minus_delta, position.params.scores, position.lane);
+    }
+
+    // Returns, for passed_to_score_gradients(), P of 16 rows as probabilities() leaves it.
+    FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA&, const Scores& rP, int k) const {
+        uint32_t packed[4];
         if (has_dropout()) {
-            Options::template for_each<0, Config::kTilesM>([&](int n, int e) { rdP[0][n][e] = 0.0f; });
+            float rMarked[2][4];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int n = 2 * k + i / 4, e = i % 4;
+                rMarked[i / 4][e] = is_kept(n, e) ? rP[0][n][e] : -rP[0][n][e];
+            }
+            accumulators_to_a<kDataType>(packed, rMarked[0], rMarked[1]);
         } else {
-            start_with_delta(rdP, terms.minus_delta, position.lane);
+            accumulators_to_a<kDataType>(packed, rP[0][2 * k], rP[0][2 * k + 1]);
         }
+        if (hides()) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int n = 2 * k + i / 2, e = 2 * (i % 2);
+                if (!seen.has(n, e)) packed[i] |= kHiddenProbability;
+                if (!seen.has(n, e + 1)) packed[i] |= kHiddenProbability << 16;
+            }
+        }
+        return {packed[0], packed[1], packed[2], packed[3]};
     }
 
     // rP: as probabilities() leaves it.
@@ -244,5 +284,36 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return reinterpret_cast<const float2*>(numbers)[n * kMmaN / 2 + position.lane % kLanesPerRow];
     }
 };
+
+// With options: rdP, which start_score_gradients() began, becomes dS. packed(k): P as passed_probabilities() returns it.
+template <DataType kDataType, int kTilesM, typename Packed>
+FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
+                                               const ScoreParams& params, bool is_full, int lane, Packed&& packed) {
+    const auto finish = [&](auto drops, auto hides) {
+#pragma unroll
+        for (int k = 0; k < kTilesM / 2; ++k) {
+            const uint4 four = packed(k);
+            const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int n = 2 * k + i / 4, e = i % 4;
+                const uint32_t bits = pairs[i / 2] >> 16 * (i % 2) & 0xffff;
+                float p = unpack<kDataType>(static_cast<uint16_t>(bits)), dp = rdP[0][n][e];
+                if constexpr (drops.value) {
+                    const float dropped = minus_delta[n * kMmaN + accumulator_column(lane) + e % 2];
+                    dp = (bits & 0x8000) != 0 ? dropped : fmaf(dp, params.dropout_factor, dropped);
+                    p = fabsf(p);
+                }
+                rdP[0][n][e] = hides.value && bits == kHiddenProbability ? 0.0f : p * dp;
+            }
+        }
+    };
+    const bool may_hide = !is_full || params.bias.kind != BiasView::Kind::kNone;
+    if (params.dropout_seed != nullptr) {
+        may_hide ? finish(std::true_type{}, std::true_type{}) : finish(std::true_type{}, std::false_type{});
+    } else {
+        may_hide ? finish(std::false_type{}, std::true_type{}) : finish(std::false_type{}, std::false_type{});
+    }
+}
 
 }  // namespace fastattn

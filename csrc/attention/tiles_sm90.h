@@ -116,6 +116,7 @@ struct BackwardTileSm90 {
     static constexpr int kStages = 2;  // three do not fit in 227 KB
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
+    static constexpr bool kHasRegisters = true;  // for options: see TransposedOptions
 };
 
 // The same with more than 128 dims: 64 query rows by 64 keys a step. The chains of values and of keys have
@@ -127,6 +128,7 @@ struct BackwardWideTileSm90 {
     static constexpr int kStages = 2;
     static constexpr int kPassStages = kHeadDim <= 192 ? 2 : 1;  // of P and dS; more do not fit in 227 KB
     static constexpr int kPanelStages = kHeadDim <= 192 ? 2 : 1;
+    static constexpr bool kHasRegisters = kHeadDim <= 192;  // for options
     static constexpr int kScoreRegisters = 208;
     static constexpr int kQueryRegisters = 64;
     static constexpr int kProducerRegisters = 32;

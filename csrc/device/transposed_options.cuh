@@ -14,10 +14,12 @@
 
 namespace fastattn {
 
-// A warp's scores of one head: 16 keys from first_key on, and 8 * kTilesM query rows from first_row on.
-template <int kTilesM>
+// A warp's scores of one head: 16 keys from first_key on, and 8 * kTilesM query rows from first_row on. kHasRegisters:
+// a bias of 16 or 8 bits has 2 * kTilesM of them while S is computed, and a pass 16; else it is loaded when it is added,
+// and a pass has 8.
+template <int kTilesM, bool kHasRegisters>
 struct TransposedOptions {
-    static constexpr int kTilesAtOnce = 4;
+    static constexpr int kTilesAtOnce = kHasRegisters ? 4 : 2;
     using Accumulators = float[1][kTilesM][4];
     using SoftcapGradients = float[kTilesAtOnce][4];
     using BiasKind = BiasView::Kind;
@@ -32,13 +34,16 @@ struct TransposedOptions {
     // room.
     using BiasPairs = uint32_t[kTilesM][2];
 
+    template <typename T>
+    static constexpr bool kLoadsEarly = kHasRegisters && sizeof(T) < sizeof(uint32_t);
+
     // Called early, as the bias is needed only after the products. Outside of rows and keys it reads the last ones.
     FASTATTN_DEVICE void load_bias(BiasPairs& pairs) const {
 #pragma unroll
         for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // as in scale()
         scores.with_bias_kind([&](auto bits, auto) {
             using T = decltype(bits);
-            if constexpr (sizeof(T) < sizeof(uint32_t)) {
+            if constexpr (kLoadsEarly<T>) {
                 for_bias<T, 0, kTilesM>(
                     [&](int n, int half, uint32_t first, uint32_t second) { pairs[n][half] = first | second << 16; });
             }
@@ -72,7 +77,7 @@ struct TransposedOptions {
                 add_bias<kind.value>(rS, seen, n, 2 * half, first);
                 add_bias<kind.value>(rS, seen, n, 2 * half + 1, second);
             };
-            if constexpr (sizeof(bits) == sizeof(uint32_t)) {
+            if constexpr (!kLoadsEarly<decltype(bits)>) {
                 for_bias<decltype(bits), kFirst, kTilesAtOnce>(add);
             } else {
 #pragma unroll

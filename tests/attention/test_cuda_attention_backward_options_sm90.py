@@ -21,24 +21,29 @@ from kernel_device import DEVICE
 from test_cuda_attention_backward_sm90 import (
     BLOCK_N,
     CAUSAL,
+    HEAD_DIMS,
     NARROW,
+    WIDE,
     check,
     check_any_order,
     check_fault_is_found,
     check_same_bits,
     check_with_one_sm,
     each_fault,
-    each_head_dim,
+    each_pair,
+    each_wide_fault,
     is_plain,
     kernels_for,
 )
+from turns import in_turn
 
 if EMULATED:
     from emulator import launches
 
 pytestmark = HOPPER_MARKS
 
-KERNELS = kernels_for((64, 64))  # up to 128 dims
+SOME = [(64, 64), (128, 128), *WIDE]
+some_head_dims = pytest.mark.parametrize("head_dims", SOME, ids=str)
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------
@@ -51,14 +56,21 @@ OPTIONS = [
 ]
 
 
+TURNS = [
+    (case, head_dims, dtype, deterministic)
+    for kernel in (HEAD_DIMS[: len(NARROW)], WIDE)
+    for case, head_dims, dtype, deterministic in zip(
+        OPTIONS, itertools.cycle(kernel), itertools.cycle(DTYPES), itertools.cycle((False, False, True, True))
+    )
+]
+
+
 # Head dims and dtypes take turns, as do sums of dQ in any order and in one order.
 @pytest.mark.parametrize(
     ("case", "deterministic"),
     [
-        (replace(case, dtype=dtype, head_dims=(dim, dim)), deterministic)
-        for case, dtype, dim, deterministic in zip(
-            OPTIONS, itertools.cycle(DTYPES), itertools.cycle(NARROW), itertools.cycle((False, False, True, True))
-        )
+        (replace(case, dtype=dtype, head_dims=head_dims), deterministic)
+        for case, head_dims, dtype, deterministic in TURNS
     ],
     ids=str,
 )
@@ -70,7 +82,7 @@ def test_each_option(case: Case, deterministic: bool) -> None:
 @pytest.mark.parametrize("index", range(12))
 def test_combinations(index: int) -> None:
     """Many options at once, with layouts, sinks and gradients of the lse."""
-    head_dims = ((64, 64), (64, 48), (24, 96), (128, 128))[index % 4]
+    head_dims = ((64, 64), (64, 48), (24, 96), (128, 128), (192, 128), (256, 200))[index % 6]
     case = replace(backward.combination(index), head_dims=head_dims)
     if is_plain(case):
         case = replace(case, softcap=9.0)
@@ -78,20 +90,23 @@ def test_combinations(index: int) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("head_dims", [(8, 24), (72, 96), (64, 128), (104, 88)], ids=str)
+@pytest.mark.parametrize("head_dims", [(8, 24), (72, 96), (64, 128), (104, 88), (136, 8), (64, 160)], ids=str)
 def test_head_dims_below_those_of_the_kernels(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = Case(head_dims=head_dims, dtype=dtype, window=(50, 4), softcap=15.0, shape=(1, 2, 2, 81, 170))
     check(case, seed=head_dims[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("lengths", [(1, 1), (64, 128), (65, 129), (130, 257), (1, 300), (300, 1)], ids=str)
-def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "head_dims"),
+    in_turn([((1, 1),), ((64, 128),), ((65, 129),), ((130, 257),), ((1, 300),), ((300, 1),)], SOME, each=3),
+    ids=str,
+)
+def test_lengths_around_tiles(lengths: tuple[int, int], head_dims: tuple[int, int]) -> None:
     """Rows and keys that do not exist have no bias."""
     shape = (1, 2, 1, *lengths)
     case = Case(
         shape=shape,
-        head_dims=(head_dim, head_dim),
+        head_dims=head_dims,
         mask="float",
         mask_shape=(0, 1, 1, 1),
         softcap=8.0,
@@ -109,16 +124,17 @@ BROADCAST = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 1, 1
 @pytest.mark.parametrize("mask_shape", BROADCAST, ids=str)
 @pytest.mark.parametrize("mask", ["bool", "float", "inf"])
 def test_broadcast_masks(mask: str, mask_shape: tuple[int, int, int, int]) -> None:
-    head_dim = NARROW[sum(mask_shape) % 3]
-    case = Case(mask=mask, mask_shape=mask_shape, shape=(2, 4, 2, 100, 150), head_dims=(head_dim, head_dim), sinks=True)
+    head_dims = HEAD_DIMS[(sum(mask_shape) + len(mask)) % len(HEAD_DIMS)]
+    case = Case(mask=mask, mask_shape=mask_shape, shape=(2, 4, 2, 100, 150), head_dims=head_dims, sinks=True)
     check(case, seed=sum(mask_shape))
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)  # which load a bias early, and late
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "every second", "every third"])
-def test_bias_of_any_dtype_and_strides(layout: str, dtype: torch.dtype) -> None:
+def test_bias_of_any_dtype_and_strides(layout: str, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
     """Keys that do not lie side by side, or not in aligned pairs; what lies between them is NaN."""
-    case = Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 70, 151), head_dims=(64, 64))
+    case = Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 70, 151), head_dims=head_dims)
     problem = make_problem(case)
     assert problem.bias is not None
     bias = problem.bias.to(dtype)
@@ -140,20 +156,18 @@ def test_mask_of_any_strides(mask: str) -> None:
     backward.test_mask_of_any_strides(mask)
 
 
-@each_head_dim
+@each_pair
 @pytest.mark.parametrize("index", [2, 3])
-def test_packed(index: int, head_dim: int) -> None:
+def test_packed(index: int, head_dims: tuple[int, int]) -> None:
     case = backward.PACKED_CASES[index]
     assert not is_plain(case)
-    check(replace(case, head_dims=(head_dim, head_dim)), deterministic=head_dim == 64, seed=head_dim)
+    check(replace(case, head_dims=head_dims), deterministic=head_dims[0] in (64, 192), seed=head_dims[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
+@some_head_dims
+def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, int]) -> None:
     """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
-    case = Case(
-        lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=(head_dim, head_dim), softcap=5.0, dropout=0.2
-    )
+    case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=head_dims, softcap=5.0, dropout=0.2)
     problem, clean = make_problem(case), backward.run(case, deterministic=True)
     for tensor in (problem.query, problem.grad_out):
         tensor[70:100] = torch.nan
@@ -169,7 +183,7 @@ def test_what_stands_beyond_a_sequence_has_no_influence(head_dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dropout_drops_what_the_reference_drops(head_dim: int) -> None:
     """With a dO that singles out rows, dV says which probabilities were kept, one by one."""
     rows, keys = 150, 280
@@ -190,12 +204,11 @@ def test_dropout_drops_what_the_reference_drops(head_dim: int) -> None:
     assert torch.equal(torch.cat(kept, 2), exact != 0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kind", backward.MAGNITUDES)
-def test_magnitudes(kind: str, head_dim: int) -> None:
-    backward.check_magnitude(
-        kind, Case(window=CAUSAL, shape=(1, 2, 1, 130, 200), head_dims=(head_dim, head_dim), softcap=30.0)
-    )
+@pytest.mark.parametrize(
+    ("kind", "head_dims"), in_turn([(kind,) for kind in backward.MAGNITUDES], SOME, each=3), ids=str
+)
+def test_magnitudes(kind: str, head_dims: tuple[int, int]) -> None:
+    backward.check_magnitude(kind, Case(window=CAUSAL, shape=(1, 2, 1, 130, 200), head_dims=head_dims, softcap=30.0))
 
 
 @each_dtype
@@ -203,19 +216,19 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
     backward.test_every_key_at_finfo_min(dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", ["bool", "inf"])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("mask", "poison", "head_dims"),
+    in_turn(itertools.product(["bool", "inf"], [torch.nan, torch.inf]), SOME, each=3),
+    ids=str,
+)
+def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_dims: tuple[int, int]) -> None:
     """In tiles that the window hides nothing of, too."""
-    case = Case(
-        mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 192, 300), dropout=0.1, head_dims=(head_dim, head_dim)
-    )
+    case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 192, 300), dropout=0.1, head_dims=head_dims)
     backward.check_keys_hidden_by_a_mask(case, poison)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
+@some_head_dims
 @pytest.mark.parametrize(("poison", "dtype"), [(torch.nan, torch.bfloat16), (torch.inf, torch.float16)], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -225,13 +238,18 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_
     ],
     ids=str,
 )
-def test_masked_keys_have_no_influence(case: Case, head_dim: int, dtype: torch.dtype, poison: float) -> None:
-    backward.test_masked_keys_have_no_influence(replace(case, head_dims=(head_dim, head_dim)), dtype, poison)
+def test_masked_keys_have_no_influence(
+    case: Case, head_dims: tuple[int, int], dtype: torch.dtype, poison: float
+) -> None:
+    backward.test_masked_keys_have_no_influence(replace(case, head_dims=head_dims), dtype, poison)
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"dropout": 0.3}, {"alibi": "head"}], ids=str)
-def test_nan_in_a_key_that_rows_see_reaches_what_the_reference_says(options: dict[str, Any]) -> None:
-    case = Case(window=CAUSAL, shape=(1, 2, 1, 150, 150), head_dims=(64, 64), **options)
+def test_nan_in_a_key_that_rows_see_reaches_what_the_reference_says(
+    options: dict[str, Any], head_dims: tuple[int, int]
+) -> None:
+    case = Case(window=CAUSAL, shape=(1, 2, 1, 150, 150), head_dims=head_dims, **options)
     problem = make_problem(case)
     problem.key[:, :, 100] = torch.nan
     found = backward.run(case, problem, deterministic=True)
@@ -245,6 +263,9 @@ ORDERED = [
     Case(window=(90, 30), shape=(1, 4, 2, 200, 150), dropout=0.2, mask="float", mask_shape=(0, 0, 1, 1)),
     Case(window=CAUSAL, shape=(2, 2, 1, 300, 350), softcap=8.0, head_dims=(64, 64), dtype=torch.bfloat16),
     Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), alibi="head", head_dims=(96, 96)),
+    Case(shape=(1, 4, 2, 200, 150), window=CAUSAL, softcap=8.0, dropout=0.2, head_dims=(256, 256)),
+    # Few work tiles: CTAs split the rows of a tile.
+    Case(shape=(1, 1, 1, 600, 100), alibi="head", dropout=0.2, head_dims=(192, 128), dtype=torch.bfloat16),
 ]
 
 
@@ -263,7 +284,7 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rings_go_round(tiles: int, head_dim: int) -> None:
     """So many tiles of rows to a tile of keys, of heads with their own slopes, and several of these to the one CTA."""
     case = Case(
@@ -284,10 +305,17 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
 
 
 @only_emulated
-@each_head_dim
-def test_shared_memory_without_conflicts(head_dim: int) -> None:
+@each_wide_fault
+def test_a_fault_planted_in_the_wide_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
+    case = Case(shape=(1, 2, 1, 200, 130), head_dims=(256, 256), alibi="head", dropout=0.2)
+    check_fault_is_found(case, instruction, instead, kinds)
+
+
+@only_emulated
+@each_pair
+def test_shared_memory_without_conflicts(head_dims: tuple[int, int]) -> None:
     case = Case(
-        head_dims=(head_dim, head_dim),
+        head_dims=head_dims,
         window=CAUSAL,
         shape=(1, 1, 1, 256, 256),
         softcap=5.0,
@@ -297,21 +325,25 @@ def test_shared_memory_without_conflicts(head_dim: int) -> None:
     )
     with launches.recorded() as found:
         backward.run(case)
-    (report,) = (launched.report for launched in found if KERNELS[0] in launched.report.kernel)
+    (report,) = (launched.report for launched in found if kernels_for(head_dims)[0] in launched.report.kernel)
     assert report.bank_conflicts == 0
 
 
 # --- The dispatcher ---------------------------------------------------------------------------------------------------
 
 
-@each_head_dim
-def test_training_goes_through_both_kernels_for_hopper(head_dim: int) -> None:
-    query, key, value = (torch.randn(1, 2, 170, head_dim).to(DEVICE, torch.bfloat16).requires_grad_() for _ in range(3))
+@each_pair
+def test_training_goes_through_both_kernels_for_hopper(head_dims: tuple[int, int]) -> None:
+    query, key, value = (
+        torch.randn(1, 2, 170, dim).to(DEVICE, torch.bfloat16).requires_grad_() for dim in (head_dims[0], *head_dims)
+    )
     with checked(), fastattn.use_backend("cuda"), fastattn.record() as calls:
         fastattn.attention(query, key, value, causal=True, softcap=20.0).float().square().sum().backward()
     forward, gradients = (kernel for _, _, kernel in calls)
     assert forward.startswith("attention_forward_options_sm90<")
+    key_value, of_query = kernels_for(head_dims)
+    size = ", ".join(map(str, dict.fromkeys(head_dims)))
     assert gradients.split(" + ")[1:] == [
-        f"attention_backward_key_value_sm90<{head_dim}, bfloat16, options>",
-        f"attention_backward_query_sm90<{head_dim}, bfloat16>",
+        f"{key_value}<{size}, bfloat16, options>",
+        f"{of_query}<{head_dims[0]}, bfloat16>",
     ]

@@ -639,17 +639,14 @@ def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
 
 @has_sm90_code
 def test_sm80_kernels_have_machine_code_for_sm90() -> None:
-    """All but those whose place others for sm_90a take there: of the backward pass with up to 128 dims, since with more
-    those for sm_90a have no options."""
+    """All but those whose place others for sm_90a take there."""
     names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
     of_sm80 = [instance for instance in ALL_INSTANCES if instance.architecture == "80"]
-    backward = ("backward_key_value", "backward_key_value_large", "backward_query")
-    replaced = ("forward", "forward_options", *backward)
+    replaced = ("forward", "forward_options", "backward_key_value", "backward_key_value_large", "backward_query")
     files = {f"attention/instances/{name}_sm80.cu" for name in replaced}
     assert {each.source for each in of_sm80 if "sm_90" not in each.code} == files
-    of_others = rf"attention_(forward(_options)?_sm80<|({'|'.join(backward)})_sm80<(32|64|96|128)\b)"
     everywhere = {name for name in kernels() if re.search(r"_sm80\b", name)}
-    assert names == {name for name in everywhere if not re.match(of_others, name)}
+    assert names == {name for name in everywhere if not re.match(rf"attention_({'|'.join(replaced)})_sm80<", name)}
 
 
 def sm90_instance(symbol: str) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ FLAGS = {
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
     "attention_backward_key_value_sm90": ("", "options"),
+    "attention_backward_key_value_wide_sm90": ("", "options"),
     "int8_matmul_sm90": ("", "groups"),
     "int8_matmul_s8_sm90": ("", "groups"),
 }
