@@ -79,7 +79,7 @@ CALLS = {
         f"attention {dims} with a bias": attention(
             Case(mask="float", shape=(1, 2, 2, 200, 300), head_dims=(dims, dims))
         )
-        for dims in (64, 128)
+        for dims in (64, 128, 256)
     },
     **{
         f"ranges of keys {dims}": attention(Case(ranges=2, shape=(1, 2, 2, 200, 300), head_dims=(dims, dims)))

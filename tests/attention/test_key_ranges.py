@@ -46,8 +46,8 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 CAUSAL = (-1, 0)
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 CASES = [
@@ -323,7 +323,7 @@ def test_cuda_gradients_added_to_sums(gpu: int) -> None:
         assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
 
 
-@pytest.mark.parametrize("head_dim", [64, slow(96), slow(128)])
+@pytest.mark.parametrize("head_dim", [64, slow(96), slow(128), slow(256)])
 def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> None:
     """Tiles that all rows see whole, through their ranges and the window, take another path than others."""
     options = {"window": (300, 90), "softcap": 9.0, "alibi": "head", "dropout": 0.2}
@@ -351,7 +351,7 @@ def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> Non
     assert not actual["grad_key"][..., 140:150, :].any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, slow(192)])
 def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
     """The query heads of a KV head follow each other: one may begin where the one before has ended, or see nothing."""
     case = Case(ranges=1, shape=(1, 4, 1, 250, 270), ranges_shape=(0, 1), head_dims=(head_dim, head_dim))
@@ -403,7 +403,9 @@ def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options"), [(64, {}), (128, {}), (64, {"mask": "float", "alibi": "head"})], ids=str
+    ("head_dim", "options"),
+    [(64, {}), (128, {}), slow(256, {}), *((dim, {"mask": "float", "alibi": "head"}) for dim in (64, 192))],
+    ids=str,
 )
 def test_cuda_gradients_of_what_ranges_hide(head_dim: int, options: dict[str, Any], gpu: int) -> None:
     """NaN in keys and infinity in values that no query sees reach no gradient."""
@@ -445,7 +447,7 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
 
 
 @only_emulated
-@pytest.mark.parametrize("head_dim", [64, slow(128)])
+@pytest.mark.parametrize("head_dim", [64, slow(128), slow(256)])
 def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
     """The emulator counts the products of one tile, of a line of tiles, of a column, and of all tiles."""
     case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
