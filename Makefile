@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Python compiles the modules that it imports; pip would compile all, which takes half a minute.
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
-# Files whose time says when a step was done last.
+# Stamp files: their time is that of the step's last run.
 BASE   := $(VENV)/.base-installed
 DEMO   := $(VENV)/.demo-installed
 TOOLS  := $(VENV)/.tools-installed
@@ -16,8 +16,8 @@ BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
 NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 
-# GPUs to build for: those here. Without one the installed package has no kernels of its own, since nothing could run
-# them; the emulator of the tests has them from a library of its own, as PTX.
+# GPUs to build for: this machine's. Without a GPU the installed package has no CUDA C++ kernels, since nothing could
+# run them. The tests' emulator builds a library of its own, with PTX.
 ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | grep -E '^([89]|1[0-9])\.' >/dev/null && echo native || echo none))
 
@@ -32,7 +32,7 @@ help: ## list the commands
 	@echo "PYTHON=python3.12 chooses the Python of a new $(VENV); a torch that is installed in $(VENV) stays as it is."
 	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see docs/environment.md."
 
-# What is installed must not move: the versions of torch and of its CUDA libraries are constraints on whatever comes later.
+# Later installs must not change torch: its version and those of its CUDA libraries become constraints.
 $(BASE): pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('PYTHON: 3.10 or later, please')"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -70,7 +70,7 @@ install: $(TOOLS) ## make .venv with everything in it and build fastattn there; 
 library: $(BUILT) ## the native library with all machine code in build/native, as a wheel has it
 	MAKEFLAGS= PYTHONPATH=csrc $(BIN)/python -m native_build.library
 
-# Shows how far it is, which the tests would not.
+# Builds what the tests need, and shows its progress, which pytest would hide.
 EMULATOR := PYTHONPATH=csrc:tests $(BIN)/python -m emulator build
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
@@ -88,8 +88,8 @@ test-all: $(BUILT) ## every test, few cases of each; PYTEST_ARGS="--rest 1/8" ru
 	$(EMULATOR)
 	$(PYTEST) --few $(PYTEST_ARGS)
 
-# torch's CUDA build over the emulated device, both GPUs at a time. Where kernels run by themselves, each tensor is an
-# allocation of its own, so that its bounds are the kernel's; graphs need torch's own allocator.
+# Runs torch's CUDA build over the emulated GPUs, both at the same time. In KERNEL_TESTS each tensor is an allocation of
+# its own, so that accesses out of its bounds fail. The other tests need torch's allocator, for CUDA graphs.
 TORCH ?= 2.11.0
 CUDA_PYTEST := .venv-cuda/bin/python -m pytest -q -p cuda_torch.plugin
 KERNEL_TESTS := tests/all_kernels/test_each_kernel.py
@@ -113,7 +113,7 @@ bench: $(TOOLS) $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for
 	  echo; $(BIN)/python -m benchmarks.machine_code.kernels $(filter --full,$(BENCH_ARGS)); fi
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python -m benchmarks $$name $(BENCH_ARGS); done
 
-# With this Python alone: a machine that is there for minutes may have no $(VENV), nor a registry to fill one from.
+# gpu-check needs this Python alone: a GPU machine held for minutes may have no $(VENV) and no registry to fill it.
 GPU_CHECK_PYTHON := $(if $(filter default file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 OUT ?= build/gpu_check/out
 

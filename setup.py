@@ -17,7 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))  # a build backend starts elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))  # a build backend does not add this folder
 from native_build.library import LIBRARY_NAME, configure
 from native_build.wheel_tag import needed_versions, wheel_platform
 
@@ -50,7 +50,7 @@ class BuildPython(build_py):
 
 
 class TaggedWheel(bdist_wheel):
-    """A wheel for any Python 3 (the library uses no Python C API), for the platform that the library needs."""
+    """Tags the wheel for any Python 3 (the library uses no Python C API) and the platform that the library needs."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]

@@ -1,11 +1,11 @@
 // Schemas of every operation, and the native kernels that implement them: nothing else.
 //
 // The meaning of each argument is documented in python/fastattn. The Triton kernels carry the same schemas in their own
-// namespace. An operation without a registration below has no native kernel: the dispatcher sends it elsewhere.
+// namespace. An operation without a registration below has no native kernel: another backend runs it.
 //
 // FASTATTN_NAMESPACE is the operators' namespace, which the build passes in: a process may load this library twice, as
-// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own. It also passes in
-// FASTATTN_DISPATCH_KEY, that of the tensors which the native kernels take.
+// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own. The build also
+// passes in FASTATTN_DISPATCH_KEY, the dispatch key of the tensors that the native kernels take.
 
 #include <torch/csrc/stable/library.h>
 

@@ -10,7 +10,7 @@ There is one kernel for each of these: delta (`attention_backward_rows`), dQ (`a
 (`attention_backward_key_value`), the bias's gradient (`attention_backward_bias`), and that of ALiBi slopes
 (`attention_backward_slopes`). Computing P twice costs two of seven products; in return dQ needs no atomics and no fp32
 workspace.
-Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that every sum has one owner and one order.
+Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that one CTA makes each sum, in a fixed order.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fastattn.triton_kernels.tiles import BackwardKernel, attention_backward_til
 
 
 def attention_backward(given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launches the kernels of the op ``attention_backward`` of csrc/bindings.cpp, whose arguments ``given`` has by
-    name; the caller has checked them.
+    """Launches the kernels of the op ``attention_backward``; ``given`` holds its arguments by name (csrc/bindings.cpp),
+    which the caller has checked.
 
     Shapes are those of `attention_forward`; grad_out is like out, grad_lse like lse. Returns (grad_query, grad_key,
     grad_value, in the dtype and order of dims of their tensors; grad_bias fp32 in the bias's shape, or ``[0]`` unless
@@ -145,7 +145,7 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
 
     grad_sinks = query.new_zeros((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     if sinks is not None and lse.numel() > 0:
-        # A logit without a value: dS = P (0 - delta), and lse = -inf marks rows that see nothing, not even the sink.
+        # A sink has no value, so dS = P (0 - delta). lse = -inf marks rows that see nothing, not even the sink.
         head_last = (lse if lse.dim() == 3 else lse[None]).transpose(1, 2)  # [B, S, Hq]
         delta_last = (delta if delta.dim() == 3 else delta[None]).transpose(1, 2)
         grad = (sinks - head_last).exp() * -delta_last

@@ -5,8 +5,8 @@
     dS^T = P^T (dropout(V dO^T) - delta)
     dK  += scale * dS^T Q
 
-for every query head of the KV head in turn, so that each sum has one owner and one order (no atomics) and
-no head is expanded.
+for every query head of the KV head in turn. So one CTA makes each sum, in a fixed order and without atomics, and keys
+are not repeated for each query head.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def attention_backward_key_value_kernel(
         first_key, last_key, -offset, window_right, window_left, seqlen_q, BLOCK_M, RIGHT, LEFT
     )
     num_complete = seqlen_q // BLOCK_M
-    if RANGES > 0:  # each head has a list
+    if RANGES > 0:  # the loop reads each head's own list
         begin = 0
         full_begin = 0
     if BIAS != NO_BIAS:

@@ -1,8 +1,8 @@
-"""Computes what attention's backward needs of each query row: delta = rowsum(dO * O) - dlse, and the normaliser of P.
+"""Computes two terms per query row for attention's backward: delta = rowsum(dO * O) - dlse, and the normaliser of P.
 
 P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
 rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their
-maximum and the logarithm of their sum separately, from one more pass over their keys; other rows do not pay for it.
+maximum and the logarithm of their sum separately, from one more pass over their keys; row tiles without any skip it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _renormalise(
     HEAD_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the maximum of the rows' scores and log2 of the sum of their exponentials, as the forward pass does."""
+    """Returns each row's largest score, and log2 of its sum of exp(score - largest), as in the forward pass."""
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     row_max = tl.zeros([BLOCK_M], tl.float32) + sink

@@ -22,14 +22,14 @@ from fastattn.triton_kernels.attention_common import (
 from fastattn.triton_kernels.attention_ranges import tiles_of_rows
 from fastattn.triton_kernels.tiles import ceil_div
 
-# ENOUGH_CTAS fill any GPU. LEAST_SPLITS apply where sequences and heads are as many already, because the longest
+# ENOUGH_CTAS fill any GPU. There are LEAST_SPLITS even if sequences and heads alone fill it, because the longest
 # sequence may be much longer than the others. Both bound the workspace, which has one number per CTA.
 ENOUGH_CTAS = 2048
 LEAST_SPLITS = 16
 
 
 def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
-    """Returns the number of splits of the tiles of rows; ``num_heads`` counts the heads of all sequences."""
+    """Returns among how many CTAs a head's row tiles are split; ``num_heads`` counts the heads of all sequences."""
     return min(num_m_tiles, max(LEAST_SPLITS, ceil_div(ENOUGH_CTAS, num_heads)))
 
 

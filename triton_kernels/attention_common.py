@@ -42,7 +42,7 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
     """Loads rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zeros from row ``num_rows`` and dim
     ``DIM`` on.
 
-    The launchers guarantee 16-byte aligned rows; without the hints, a row length like 72 would mean 2-byte loads.
+    The launchers guarantee 16-byte aligned rows. Without hints of it, rows of 72 dims would take 2-byte loads.
     """
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
 
 @triton.jit
 def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Does `load_rows` where all rows exist."""
+    """Loads rows like `load_rows`, where all of them exist."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -86,7 +86,7 @@ def finish_rows(
     base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Does `store_rows`, or with ``ADDS`` adds to the fp32 numbers that are there."""
+    """Stores rows like `store_rows`, or with ``ADDS`` adds to the stored fp32 numbers."""
     if ADDS:
         values += load_rows(base, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
     store_rows(base, values, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
@@ -134,7 +134,7 @@ def tile_range(
 
 @triton.jit
 def full_tile(step, num_complete, listed, RANGES: tl.constexpr):
-    """Returns the full tile of a step: itself, or an entry of the list that ranges bring (`attention_ranges`)."""
+    """Returns the full tile of a step: ``step`` itself, or an entry of the tile list of ranges (`attention_ranges`)."""
     if RANGES > 0:
         return tl.minimum(tl.load(listed + step), num_complete - 1)
     else:
@@ -143,7 +143,7 @@ def full_tile(step, num_complete, listed, RANGES: tl.constexpr):
 
 @triton.jit
 def masked_tile(step, begin, full_begin, full_end, listed, RANGES: tl.constexpr):
-    """Returns the tile of a step that needs a mask: one on either side of the full ones, or behind them in the list."""
+    """Returns the masked tile of a step: one before or after the full tiles, or behind them in the tile list."""
     if RANGES > 0:
         return tl.load(listed + (full_end - full_begin) + step)
     else:
@@ -155,8 +155,8 @@ def visible_keys(
     row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns where the query row, which stands at ``row + offset``, sees the key column: inside of its window, and of
-    one of its ``RANGES`` ranges if there are any."""
+    """Returns where query ``row``, at position ``row + offset``, sees key ``column``: inside of its window and, if it
+    has ranges, of one of its ``RANGES`` ranges."""
     visible = column < seqlen_k
     if RANGES > 0:
         own = ranges_base + row.to(tl.int64) * (2 * RANGES)
@@ -195,10 +195,10 @@ def attention_scores(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scores of one tile of q.k, and the other factors that the gradient needs.
+    """Computes the scores of one tile of q.k, and the factors that the gradient needs.
 
-    It applies scale → softcap → bias or ALiBi → mask, and returns (scores in the unit of BIAS, -inf where masked; which
-    are visible, all true unless MASKED; d score / d (scale * q.k), 1 unless SOFTCAP). A bias needs MASKED.
+    Applies scale → softcap → bias or ALiBi → mask. Returns (scores in the unit that BIAS chooses, -inf where masked;
+    which scores are visible, True unless MASKED; d score / d (scale * q.k), 1 unless SOFTCAP). A bias needs MASKED.
     """
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0  # one nat in the unit of the scores
     if SOFTCAP:
@@ -235,7 +235,7 @@ def score_gradients(
     """Computes one tile of the backward pass from q.k and dO.v, or from their transposes.
 
     ``shift``, ``log2_sum``, ``delta`` are per row, shaped like ``row`` (`attention_backward_rows`). Returns (P after
-    dropout without its factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
+    dropout, without dropout's factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
     """
     scores, visible, slope_of_cap = attention_scores(
         products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
@@ -272,12 +272,12 @@ def dropout_keep(
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(seed, zero + column_block, zero + row, zero + batch_head, zero)
     limit = threshold.to(tl.uint32, bitcast=True)
-    # Bytes are smaller than words: the change of layout goes through shared memory.
+    # The change of layout below goes through shared memory, where bytes take less than words.
     b0, b1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
     b2, b3 = (w2 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8)
     if BIAS == BOOL_BIAS:
-        # tl.interleave after a load of bytes makes Triton (3.6, for one) give each thread of an mma.sync eight adjacent
-        # numbers: a product over 16 keys or rows then counts half of them twice, and the others never.
+        # After a load of bytes, tl.interleave makes Triton (3.6, for one) give a thread of an mma.sync eight adjacent
+        # numbers. A product over 16 keys or rows then counts half of them twice and the others never.
         word = tl.arange(0, 4)[None, None, :]
         kept = tl.where(word < 2, b0[:, :, None], b2[:, :, None])
         kept = tl.where(word % 2 == 0, kept, tl.where(word < 2, b1[:, :, None], b3[:, :, None]))

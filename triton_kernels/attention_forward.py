@@ -9,7 +9,7 @@ One CTA owns BLOCK_M query rows of one head and walks over the key tiles that th
     O = O exp(m - m') + dropout(P) V
     O / l, lse = m + log(l)
 
-Key tiles that no row sees are skipped; tiles of which every row sees all keys go through a loop without masks.
+Key tiles that no row sees are skipped; tiles whose keys all rows see go through a loop without masks.
 Source: Dao, "FlashAttention-2", 2023, algorithm 1.
 """
 
@@ -97,7 +97,7 @@ def _attend_tile(
         # scale >= 0 here, so the maximum may be taken before scaling, and scale and shift are one FMA.
         new_max = tl.maximum(row_max, tl.max(products, 1) * (scale * UNIT))
         shift = new_max
-        if MAX_LOGIT:  # without the sink in it, the maximum may be -inf
+        if MAX_LOGIT:  # the sink is not in the maximum yet, which may be -inf
             shift = tl.where(new_max == -INF, 0.0, new_max)
         p = tl.exp2(products * (scale * UNIT) - shift[:, None])
 
@@ -126,7 +126,7 @@ def _attend_tile(
     return out, new_max, row_sum, spoiled
 
 
-# The keys that `_spoiled_values` looks at: as few as a matrix instruction takes, so that it needs few registers.
+# The keys per call of `_spoiled_values`: the fewest that a matrix instruction takes, so that it needs few registers.
 SPOILED_KEYS = tl.constexpr(16)
 
 
@@ -137,8 +137,8 @@ def _spoiled_values(
     window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds to ``count [BLOCK_M, WIDTH_V]``, for each row and dim, the keys from ``first_key`` on that the row sees and
-    whose value there is not finite."""
+    """Adds to ``count [BLOCK_M, WIDTH_V]``, for each row and dim, the number of keys among SPOILED_KEYS from
+    ``first_key`` on that the row sees and whose value is not finite in that dim."""
     if PAGE_SIZE > 0:
         page, page_row, exists = locate_keys(
             first_key, seqlen_k, block_table, max_pages, num_pages, batch, SPOILED_KEYS, PAGE_SIZE
@@ -183,8 +183,8 @@ def attention_forward_kernel(
     PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
     SINKS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr, NEGATE: tl.constexpr, MAX_LOGIT: tl.constexpr,
 ):  # fmt: skip
-    """Attends with BLOCK_M rows. Grid: (query tiles * B * Hq), where the tiles of one head are neighbours, so that they
-    share its keys in L2."""
+    """Computes attention of BLOCK_M rows. Grid: (query tiles * B * Hq); the tiles of a head are neighbours, so that
+    they share its keys in L2."""
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
     NATURAL: tl.constexpr = LN_2 if BIAS != ADDITIVE_BIAS else 1.0  # one unit of a score in nats
 
@@ -269,7 +269,7 @@ def attention_forward_kernel(
     if MAX_LOGIT:
         in_sequence = first_row + tl.arange(0, BLOCK_M) < seqlen_q
         tl.atomic_max(max_logits + head, tl.max(tl.where(in_sequence, row_max * NATURAL, -INF), 0), sem="relaxed")
-        if SINKS:  # only now, as a sink is no score
+        if SINKS:  # only now: max_logits leaves sinks out
             sink = tl.load(sinks + head) * UNIT
             new_max = tl.maximum(row_max, sink)
             shift = tl.where(new_max == -INF, 0.0, new_max)
@@ -306,8 +306,8 @@ def attention_forward_kernel(
 
 
 def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches `attention_forward_kernel` for the op ``attention_forward`` of csrc/bindings.cpp, whose arguments
-    ``given`` has by name; the caller has checked them.
+    """Launches `attention_forward_kernel`; ``given`` holds the arguments of the op ``attention_forward`` by name
+    (csrc/bindings.cpp), which the caller has checked.
 
     Dense tensors are query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Sk, D]``, value ``[B, Hkv, Sk, Dv]``; packed ones are
     ``[total, H, D]`` with int32 ``cu_seqlens [B + 1]``. With int32 ``block_table [B, max_pages]`` key and value are

@@ -67,7 +67,7 @@ def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
 
 
 class Scores:
-    """Turns what attention's operators are given (``given``, by name) into the arguments that their kernels share.
+    """Turns the arguments of attention's operators (``given``, by name) into those that their kernels share.
 
     Shapes are those of `attention_forward`.
 
@@ -90,7 +90,7 @@ class Scores:
             self.batch = given.cu_seqlens_q.numel() - 1
             self.longest = min(given.max_seqlen_q, query.shape[0]), min(given.max_seqlen_k, num_keys)
         # A side of the window that reaches past every key is unbounded, so sums of positions fit into 32 bits. The
-        # most that a row stands behind the first key, and before the last:
+        # largest distances from a row back to the first key, and forward to the last:
         behind = before = sum(self.longest)
         if given.first_row is not None:  # row i stands at key i + offset
             offset = given.first_row - given.first_key
@@ -174,13 +174,13 @@ class Scores:
 
 
 def is_crowded(options: Arguments) -> bool:
-    """Returns whether the options need registers for every score, by which tiles.py chooses a tile."""
+    """Returns whether the options need registers for every score, so that tiles.py chooses other tiles."""
     crowded: bool = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
     return crowded
 
 
 def bias_kind(bias: Tensor | None) -> int:
-    """Returns the constexpr BIAS for a bias."""
+    """Returns the value of the constexpr BIAS for a bias."""
     if bias is None:
         return NO_BIAS.value
     return BOOL_BIAS.value if bias.dtype == torch.bool else ADDITIVE_BIAS.value

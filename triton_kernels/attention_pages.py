@@ -1,6 +1,6 @@
-"""Functions by which the attention kernel reads keys and values in pages ``[num_pages, Hkv, page_size, D]``.
+"""Reads keys and values in pages ``[num_pages, Hkv, page_size, D]``, for the attention kernel.
 
-A key whose page does not exist is absent: zeros take its place, and it is masked.
+A key whose page does not exist is absent: it is loaded as zeros, and masked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def paged_length(cu_seqlens, batch, max_seqlen):
 
 @triton.jit
 def key_range(cu_seqlens, batch, total, max_seqlen, PAGED: tl.constexpr):
-    """Returns the first key of sequence ``batch`` in the tensor, 0 in pages, and its number of keys."""
+    """Returns where the keys of sequence ``batch`` start in the packed tensor (0 in pages), and their number."""
     if PAGED:
         begin = 0
         length = paged_length(cu_seqlens, batch, max_seqlen)
@@ -33,8 +33,8 @@ def key_range(cu_seqlens, batch, total, max_seqlen, PAGED: tl.constexpr):
 def locate_keys(
     first_key, num_keys, block_table, max_pages, num_pages, batch, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Returns the pages of the keys ``first_key`` … ``first_key + BLOCK - 1`` and their rows there, int64, and which
-    keys exist."""
+    """Returns, for keys ``first_key`` … ``first_key + BLOCK - 1``, their pages, their rows in these (both int64), and
+    which keys exist."""
     key = first_key + tl.arange(0, BLOCK)
     wanted = key < num_keys
     page = tl.load(block_table + batch * max_pages + key // PAGE_SIZE, mask=wanted, other=-1)
@@ -43,7 +43,7 @@ def locate_keys(
 
 @triton.jit
 def load_paged_rows(base, page, row, exists, stride_page, stride_row, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows of pages, ``[BLOCK, WIDTH]``, with zeros where they do not exist, and from ``DIM`` on."""
+    """Loads rows of pages, ``[BLOCK, WIDTH]``; zeros for rows that do not exist, and from dim ``DIM`` on."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, WIDTH)
     offset = tl.multiple_of(page * stride_page + row * stride_row, VECTOR)

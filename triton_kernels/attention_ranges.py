@@ -1,12 +1,12 @@
 """Lists the tiles of scores in which ranges of visible keys let some row see a key, so that kernels visit no others.
 
-A kernel walks along a line of tiles: a tile of rows meets tiles of keys, or a tile of keys meets tiles of rows. The
-list of a line is int32 ``[2 + length]``: how many tiles every row sees all of, how many some row sees any of, and these
-tiles, the full ones first, both in ascending order.
+A kernel walks along a line of tiles: a tile of rows over tiles of keys, or a tile of keys over tiles of rows. The list
+of a line is int32 ``[2 + length]``: the number of full tiles (every row sees all keys), the number of tiles in which
+some row sees a key, and the indices of the latter, the full ones first, both groups in ascending order.
 
-`tile_states_kernel` reads the ranges of every row once and leaves a byte for each tile; `list_tiles_kernel` gathers the
-bytes of a line. The tiles of packed sequences lie one after the other, with a spare one for each sequence, so that no
-length has to be known.
+`tile_states_kernel` reads the ranges of every row once and writes a byte for each tile; `list_tiles_kernel` makes the
+list of a line from its bytes. The tiles of packed sequences follow each other, with a spare one for each sequence, so
+that the host need not know the lengths.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fastattn.triton_kernels.attention_pages import key_range
 from fastattn.triton_kernels.tiles import ceil_div
 
 EMPTY, PARTLY_SEEN, FULLY_SEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # bytes of tiles
-TILES_AT_ONCE = tl.constexpr(32)  # of a line, that a program looks at together
+TILES_AT_ONCE = tl.constexpr(32)  # tiles of a line that a program reads at a time
 
 
 @triton.jit
 def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the index of a sequence's first tile among those of its batch; ``begin``: its first row in the tensor."""
+    """Returns the index of a sequence's first tile among all packed ones; ``begin``: its first row in the tensor."""
     if PACKED:
         return (begin // BLOCK + batch).to(tl.int64)
     else:
@@ -46,9 +46,9 @@ def tile_states_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     PLACED: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Writes one byte for each tile of a tile of rows. Grid: (row tiles * heads * batches of the ranges).
+    """Writes a byte for each tile of keys that a tile of rows meets. Grid: (row tiles * heads * batches of the ranges).
 
-    ``MASK_ALL``: no tile counts as full, because something else may hide keys, too.
+    With ``MASK_ALL``, no tile counts as full, because something else may hide keys too.
     """
     num_m_tiles, num_n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M), tl.cdiv(max_seqlen_k, BLOCK_N)
     m_tile = tl.program_id(0) % num_m_tiles
@@ -83,7 +83,7 @@ def tile_states_kernel(
             sees_all |= holds.to(tl.int32)
         state = tl.max(sees_any, 0) * PARTLY_SEEN
         if not MASK_ALL:
-            state = tl.where(tl.min(sees_all, 0) > 0, FULLY_SEEN, state)  # never beside rows that do not exist
+            state = tl.where(tl.min(sees_all, 0) > 0, FULLY_SEEN, state)  # never with rows past the end
         tl.store(line + n_tile, state.to(tl.int8), mask=n_tile < num_n_tiles)
 
 
@@ -99,7 +99,7 @@ def list_tiles_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Lists the tiles of keys that a tile of rows meets, or with ``OF_KEYS`` the tiles of rows that a tile of keys
-    meets. Grid: (its tiles * heads * batches of the ranges)."""
+    meets. Grid: (lists of a head * heads * batches of the ranges)."""
     num_m_tiles, num_n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M), tl.cdiv(max_seqlen_k, BLOCK_N)
     num_lines = num_n_tiles if OF_KEYS else num_m_tiles
     tile = tl.program_id(0) % num_lines
@@ -125,7 +125,7 @@ def list_tiles_kernel(
         for met in range(0, num_met, TILES_AT_ONCE):
             others = met + tl.arange(0, TILES_AT_ONCE)
             found = tl.load(states_of_line + others.to(tl.int64) * stride, mask=others < num_met, other=EMPTY) == state
-            behind = tl.cumsum(found.to(tl.int32), 0)  # the found ones up to each, itself included
+            behind = tl.cumsum(found.to(tl.int32), 0)  # how many are found up to each, itself included
             tl.store(own + (1 + count) + behind, others, mask=found)
             count += tl.max(behind, 0)
         tl.store(own + (FULLY_SEEN - state), count)
@@ -136,9 +136,9 @@ def find_list(
     tiles, batch, head, stride_tiles_b, stride_tiles_h, tile, begin, length, num_complete, cu_seqlens,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns where the list of a sequence's ``tile`` of rows or keys has its first tile, how many it has that are
-    full, and how many in all. ``begin`` is the sequence's first row or key in the packed tensor; ``num_complete`` tiles
-    on the list's other side are inside of the sequence, and no more count as full whatever the offsets say."""
+    """Returns the address of the first tile in the list of a sequence's ``tile`` of rows or keys, the number of full
+    tiles, and that of all. ``begin`` is the sequence's first row or key in the packed tensor. Only ``num_complete``
+    listed tiles lie entirely in the sequence: no more count as full, whatever the offsets say."""
     packed_tile = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
     own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + packed_tile * (2 + length))
     return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
@@ -151,8 +151,8 @@ def tiles_of_rows(
     RIGHT: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
     """Returns the tiles of keys that a tile of rows walks over, as `tile_range` does: ``begin``, ``full_begin``,
-    ``full_end``, ``end``; and the list of tiles that ranges bring. With ranges the other values count the entries of
-    the list; without, nobody reads it."""
+    ``full_end``, ``end``; and the tile list of ranges. With ranges the other values index the list; without, the list
+    is not read."""
     if RANGES > 0:
         listed, full_end, end = find_list(
             tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed,
@@ -167,8 +167,8 @@ def tiles_of_rows(
 
 
 def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
-    """Returns the arguments by which a kernel finds its lists, of its tiles of rows or with ``of_keys`` of its tiles of
-    keys, given all its other arguments. A kernel without ranges has no lists."""
+    """Makes a tile list for each tile of rows, or with ``of_keys`` of keys, from all other arguments of a kernel.
+    Returns the arguments by which the kernel finds the lists. Without ranges there are none."""
     ranges, is_packed = arguments["ranges"], arguments["cu_seqlens_q"] is not None
     if ranges is None:
         return {"tiles": None, "stride_tiles_b": 0, "stride_tiles_h": 0, "num_listed": 0}
@@ -184,7 +184,7 @@ def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
         )
     lines, length = (lines_n, num_m) if of_keys else (lines_m, num_n)
     states = ranges.new_empty((outer, heads, lines_m, num_n), dtype=torch.int8)
-    # With zeros, an entry names a tile even where sequences overlap, as wrong offsets make them.
+    # Zeros make every entry a valid tile, even if wrong offsets let sequences overlap.
     tiles = ranges.new_zeros((outer, heads, lines, 2 + length))
     lists = {
         "tiles": tiles,

@@ -8,7 +8,7 @@ Three kernels run in this order:
   append   (decode_append.py, if there are new tokens) writes them into the cache.
   split    has one CTA per (sequence, KV head, row tile, split). The rows of a tile are all query heads of the KV head
            times the queries, so that each key is loaded once for all of them:  row = query_idx * group + head_in_group.
-           A split walks over its share of the sequence's key blocks with an online softmax, and stores its own
+           A split walks over some of the sequence's key blocks with an online softmax, and stores its own
            normalised output (fp32) and log-sum-exp. With a single split it writes the result itself.
   combine  (decode_combine.py) has one CTA per row, which weights the splits' outputs by exp(lse_split - lse) and adds
            the sink.
@@ -42,8 +42,8 @@ from .tiles import ceil_div, decode_key_blocks, decode_splits, decode_tile, padd
 UNBOUNDED = 1 << 30
 
 
-# Without this, Triton would compile again where a number that changes from call to call of a server is 1 or a multiple
-# of 16. Rows are aligned whatever the numbers are: see `tl.multiple_of` below.
+# Without do_not_specialize, Triton would compile again when one of these numbers, which change between a server's
+# calls, becomes 1 or a multiple of 16. Rows are aligned whatever the numbers are: see `tl.multiple_of` below.
 @triton.jit(
     do_not_specialize=[
         "table_stride", "page_stride", "num_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
@@ -89,7 +89,7 @@ def split_kernel(
     num_kv_heads,
     num_queries,
     num_splits,
-    blocks_per_split,  # 0: deal the sequence's blocks evenly
+    blocks_per_split,  # 0: split the sequence's blocks evenly
     GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -120,7 +120,7 @@ def split_kernel(
     query_idx = tl.minimum(row // GROUP, num_queries - 1)
     head_idx = kv_head_idx * GROUP + row % GROUP
 
-    # The keys that some row sees, [first_key, last_key), and this split's share of their blocks.
+    # The keys that some row sees, [first_key, last_key), and this split's blocks of them, [begin, end).
     total = tl.minimum(tokens_before(cache_seqlens, batch_idx, capacity) + num_new, capacity)
     row_position = total - num_queries + query_idx
     first_position = total - num_queries + m_block * BLOCK_M // GROUP
@@ -168,8 +168,8 @@ def split_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    # The blocks without a mask come first, then those at the edges. If all rows see the same keys, it is enough not to
-    # load the others, and one loop does it.
+    # The blocks without a mask come first, then those at the edges. If all rows see the same keys, one loop is enough,
+    # because it loads no other keys.
     for AT_EDGE in tl.static_range(0 if ROWS_DIFFER else 1, 2):
         if not ROWS_DIFFER:
             num_steps = end - begin
@@ -203,7 +203,7 @@ def split_kernel(
             if IS_FP8:
                 k, v = decode_fp8(k), decode_fp8(v)
 
-            # Scores are in natural units, not base 2: the constant would cost large scores another rounding.
+            # Scores are in nats: multiplying by log2(e) would cost large scores another rounding.
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if QUANTISED and k_scale is not None:
                 scale_offset = block * k_scale_strides[0] + kv_head_idx * k_scale_strides[1] + slot * k_scale_strides[2]
@@ -235,7 +235,7 @@ def split_kernel(
             row_max = new_max
             acc *= rescale[:, None]
 
-            # Values.
+            # Multiply P by V.
             if ROWS_DIFFER and AT_EDGE and (IS_FP8 or not QUANTISED):
                 # A probability of zero times NaN is NaN, but only rows that see a non-finite value may become NaN.
                 is_finite = tl.abs(v.to(tl.float32)) < float("inf")
@@ -280,7 +280,7 @@ def attention_decode(given: Any) -> tuple[Tensor, Tensor]:
     """Appends ``k_new``, ``v_new`` to the caches, attends over them, and returns ``out [B, Hq, Sq, Dv]``, in the
     query's order of dims, and ``lse [B, Hq, Sq]`` fp32.
 
-    ``given`` has the arguments of the op of csrc/bindings.cpp by name. Shapes and meanings are as in
+    ``given`` holds the op's arguments by name (csrc/bindings.cpp). Shapes and meanings are as in
     ``fastattn.attention_with_kv_cache``; the caller has checked them. A negative window side is unbounded; ``causal``
     is ``window_right = 0``. ``num_splits`` > 0 is honoured up to the number of key blocks that a query can see; 0 lets
     `tiles.decode_splits` choose. Raises ValueError if the capacity is 2^30 tokens or more.
@@ -290,8 +290,8 @@ def attention_decode(given: Any) -> tuple[Tensor, Tensor]:
 
 
 def attention_split_keys(given: Any) -> tuple[Tensor, Tensor]:
-    """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, which it copies
-    where a kernel cannot read them."""
+    """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, copied where
+    they are not aligned."""
     key = readable(given.key)
     cache = SimpleNamespace(
         **given._asdict(),
@@ -314,7 +314,7 @@ def attention_split_keys(given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _decode(given: Any, out: Tensor) -> Tensor:
-    """Writes the output to ``out`` and returns the lse."""
+    """Does `attention_decode` with the output written to ``out``, and returns the lse."""
     query, k_cache, v_cache, block_table = given.query, given.k_cache, given.v_cache, given.block_table
     batch, num_heads, num_queries, head_dim = query.shape
     kv_heads, block_rows, value_dim = v_cache.shape[1:]

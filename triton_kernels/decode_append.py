@@ -9,9 +9,9 @@ name a slot for each token themselves, and have rotated the keys:
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
 Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
-x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, or given scales. Tokens that do not fit into the
-capacity, or whose page or slot does not exist, are dropped. The launchers switch contraction to fused multiply-adds
-off, so that the cache gets the same bits as from ``fastattn.reference``.
+x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, unless the caller gives the scales. Tokens that do
+not fit into the capacity, or whose page or slot does not exist, are dropped. The launchers disable fused multiply-adds,
+so that the cache gets the same bits as from ``fastattn.reference``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def store_tokens(
     IS_FP8: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """Writes rows ``x`` to their places, quantised if the cache is int8 or fp8; GIVEN: with a given scale."""
+    """Writes rows ``x`` to the cache, quantised if it is int8 or fp8, with ``GIVEN`` by the caller's scales."""
     if GIVEN:
         x = x.to(tl.float32)
         if scales is not None:
@@ -136,7 +136,7 @@ def append_kernel(
     kv_head_idx = (pid // num_t_blocks % num_kv_heads).to(tl.int64)
     batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
 
-    # The places of the new tokens.
+    # Where the new tokens go.
     token = t_block * BLOCK_T + tl.arange(0, BLOCK_T)
     position = tokens_before(cache_seqlens, batch_idx, capacity) + token
     fits = (token < num_new) & (position < capacity)
@@ -144,7 +144,6 @@ def append_kernel(
         position, fits, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
     )
 
-    # Keys.
     dim = tl.arange(0, D_PAD)
     k_rows = k_new + batch_idx * k_new_strides[0] + kv_head_idx * k_new_strides[1]
     k_rows += token.to(tl.int64) * k_new_strides[2]
@@ -157,7 +156,6 @@ def append_kernel(
         IS_FP8, K_GIVEN,
     )  # fmt: skip
 
-    # Values.
     dim = tl.arange(0, DV_PAD)
     v_rows = v_new + batch_idx * v_new_strides[0] + kv_head_idx * v_new_strides[1]
     v_rows += token.to(tl.int64) * v_new_strides[2]
@@ -203,12 +201,11 @@ def append_to_slots_kernel(
     kv_head_idx = (pid % num_kv_heads).to(tl.int64)
     token = (pid // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # The places of the tokens; slots may hold any number.
+    # Where the tokens go; slots may hold any number.
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_slots)
     page, row = slot // PAGE_SIZE, slot % PAGE_SIZE
 
-    # Keys.
     dim = tl.arange(0, D_PAD)
     k_rows = tl.multiple_of(k_new + token * k_new_strides[0] + kv_head_idx * k_new_strides[1], 16)  # bytes
     k = tl.load(k_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
@@ -217,7 +214,6 @@ def append_to_slots_kernel(
         IS_FP8, K_GIVEN,
     )  # fmt: skip
 
-    # Values.
     dim = tl.arange(0, DV_PAD)
     v_rows = tl.multiple_of(v_new + token * v_new_strides[0] + kv_head_idx * v_new_strides[1], 16)  # bytes
     v = tl.load(v_rows[:, None] + dim[None, :], mask=is_stored[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
@@ -228,8 +224,8 @@ def append_to_slots_kernel(
 
 
 def append_to_cache(given: Any) -> None:
-    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` does; the
-    caller has checked the arguments, which ``given`` has by name."""
+    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` does;
+    ``given`` holds the op's arguments by name, which the caller has checked."""
     k_new, v_new, k_cache, v_cache = readable(given.k_new), readable(given.v_new), given.k_cache, given.v_cache
     tokens, kv_heads, head_dim = k_new.shape
     num_pages, _, page_size, value_dim = v_cache.shape
@@ -267,7 +263,7 @@ def launch_append(
 ) -> None:
     """Writes ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place.
 
-    ``given`` has the arguments of ``attention_decode`` by name; lengths and angles are contiguous.
+    ``given`` holds the arguments of ``attention_decode`` by name; lengths and angles are contiguous.
     """
     k_new, v_new, k_cache, block_table = readable(given.k_new), readable(given.v_new), given.k_cache, given.block_table
     batch, kv_heads, num_new, head_dim = k_new.shape

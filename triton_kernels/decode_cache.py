@@ -67,7 +67,7 @@ def load_rotated(
 ):
     """Loads rows and applies RoPE to their first ROTARY_DIM dims, ``[R, D_PAD]``.
 
-    It computes in fp32 and rounds to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b)
+    Computes in fp32 and rounds to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b)
     becomes (a cos - b sin, a sin + b cos). Pairs are (2i, 2i + 1) if interleaved, else (i, i + ROTARY_DIM / 2). Each
     element's partner is loaded a second time, from L1 or L2. Positions outside the table are clamped to it.
     """
@@ -115,8 +115,8 @@ def cache_arguments(given: Any) -> tuple[Any, ...]:
 
 
 def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """Returns the strides of scales ``[blocks, Hkv, rows]``; given ones, ``[Hkv]`` or a single one, have stride 0 over
-    blocks and rows."""
+    """Returns the strides of scales ``[blocks, Hkv, rows]``; scales that the caller gives, ``[Hkv]`` or a single one,
+    have stride 0 over blocks and rows."""
     if scales is None:
         return 0, 0, 0
     if are_given(scales):

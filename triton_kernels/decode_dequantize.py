@@ -1,4 +1,4 @@
-"""Converts tokens of int8 and fp8 caches to 16-bit floats, as the attention kernel reads a prompt's keys many times.
+"""Converts int8 and fp8 caches to 16-bit floats for the attention kernel, which reads a prompt's keys many times.
 
     k_out[b * max_pages + p] = k_scale[page] * k_cache[page]          page = block_table[b, p]
     v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
@@ -84,7 +84,7 @@ def dequantize_kernel(
     batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
     position = pid % num_t_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # The places of the tokens in the cache and in the output.
+    # Where the tokens lie in the cache and in the output.
     wanted = position < tokens_before(seqlens, batch_idx, capacity)
     block, row, exists = locate_tokens(
         position, wanted, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False
@@ -104,8 +104,8 @@ def dequantize_kernel(
 
 
 def dequantize_cache(given: Any) -> None:
-    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, as `Dequantization` says;
-    the caller has checked the arguments, which ``given`` has by name."""
+    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, whose shapes `Dequantization`
+    gives; ``given`` holds the op's arguments by name, which the caller has checked."""
     k_cache, v_cache, seqlens, block_table = given.k_cache, given.v_cache, given.seqlens, given.block_table
     batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
     num_pages, kv_heads, page_size, head_dim = k_cache.shape

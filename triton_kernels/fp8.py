@@ -1,6 +1,6 @@
 """Converts fp8 (e4m3 without infinities) by its bits, even on GPUs without instructions for it.
 
-Caches come as bytes.
+Kernels get fp8 caches as uint8 tensors.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Multiplies by int8 weights that are dequantised in registers, and computes the input gradient.
 
     forward         Y[M, N]  = act(X[M, K] W^T + bias) + residual         W = scale * int8[N, K]
-                    SwiGLU: of W's 2 N rows the first half are gates, the second ups, and Y = silu(gate) * up + residual
+                    SwiGLU: the first N of W's 2 N rows are gates, the others ups; Y = silu(gate) * up + residual
     grad_input      dX[M, K] = dY[M, N] W
 
-One CTA computes a tile of the result over its share of the reduction: int8 weights come through shared memory, become
+One CTA computes a tile of the result over one split of the reduction: int8 weights come through shared memory, become
 16-bit numbers in registers (all of -127 … 127 are exact in fp16 and bf16) and go into an MMA with an fp32 accumulator.
 Scales per tensor and per output channel multiply the finished sum. With scales per group along K, a step of the loop
-lies in one group, and its partial sum is multiplied. In grad_input the scales lie along the reduction: see
+lies in one group, whose scale multiplies the step's sum. In grad_input the scales lie along the reduction: see
 `grad_input_kernel`. If the result has too few tiles to fill the GPU, split_k CTAs share a tile and store fp32 partial
 sums; `merge_kernel` adds them in a fixed order, so that bits repeat, and does the epilogue. Everything is fp32 up to
 one rounding at the end.
@@ -33,7 +33,7 @@ from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
 
-# The weight blocks that neighbouring CTAs share: 8 x 128 rows of weights stay in L2 while all tokens pass over them.
+# The weight blocks that stay in L2, 8 x 128 rows, while neighbouring CTAs multiply all tokens by them.
 SUPERGROUP = tl.constexpr(8)
 
 MERGE_BLOCK = 1024
@@ -116,7 +116,7 @@ def forward_kernel(
     x_stride,
     weight,  # [N, K] int8, or [2 N, K] for SwiGLU
     weight_stride,
-    scale,  # a row of K / GROUP fp32 for each row of the weight if GROUP, else one, or [1]
+    scale,  # fp32 [rows of the weight, K / GROUP] if GROUP, else [rows of the weight] or [1]
     scale_stride,
     bias,
     residual,
@@ -137,7 +137,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    # With SwiGLU, a tile takes the gate and the up of each of its outputs, one after the other.
+    # With SwiGLU, the rows of a weight tile alternate between the gate and the up of each output.
     SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1  # for each output
     OUTPUTS: tl.constexpr = BLOCK_N // SUMS
     num_m_blocks, num_n_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(N, OUTPUTS)
@@ -205,7 +205,7 @@ def grad_input_kernel(
     """Computes dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand, which
     is rounded.
 
-    It goes into the weights, as in materialised ones. In dY it would cost one rounding too, but gradients are small:
+    It goes into the weights, as in a dequantised copy. In dY it would cost one rounding too, but gradients are small:
     times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled relative to
     the largest scale, which multiplies the finished sum in fp32. With a scale per tensor, that leaves exact integers.
     """
@@ -316,7 +316,7 @@ def int8_matmul(given: Any) -> Tensor:
     bias = contiguous(given.bias)
     residual = None if given.residual is None else _rows(given.residual, columns)
     residual_stride = 0 if residual is None else residual.stride(0)
-    group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # one group is a channel
+    group = k // scale.shape[1] if scale.shape[1] > 1 else 0  # no groups: a scale per channel or tensor
     has_scale = group == 0 and k > 0
     scale_stride = scale.shape[1] if scale.shape[0] > 1 else 0
     tile = _tile(x.device, m, n, k, group)

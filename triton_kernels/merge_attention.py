@@ -5,8 +5,8 @@
     lse = level + log(total)
     out = exp(lse_a - level) / total * out_a + exp(lse_b - level) / total * out_b
 
-One CTA merges BLOCK_S rows of one head, BLOCK_D dims at a time, in fp32. It reads and writes each number once. It does
-not read the output of a side without a share, which may hold anything.
+One CTA merges BLOCK_S rows of one head, BLOCK_D dims at a time, in fp32. It reads and writes each number once. The
+output of a side whose weight is 0 may hold anything: it is not read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_lse(lse, strides, batch, head, row, num_rows):
 
 @triton.jit
 def shares_of(lse_a, lse_b):
-    """Returns the share of each side, and the lse of both.
+    """Returns the weight of each side in the merged output, and the merged lse.
 
     If both sides are -inf, these are 0, 0 and -inf; if one is NaN or +inf, they are NaN.
     """
@@ -95,7 +95,7 @@ def merge_attention_kernel(
         load_lse(lse_a, lse_a_strides, batch, head, row, num_rows),
         load_lse(lse_b, lse_b_strides, batch, head, row, num_rows),
     )
-    # In Triton several warps may hold one number and store it. Here and below, none may do so before all have read it.
+    # Several warps may hold one number. The barriers keep each from storing to an input before all have read it.
     tl.debug_barrier()
     tl.store(lse_pointers(lse, lse_strides, batch, head, row), row_lse.to(lse.dtype.element_ty), mask=exists)
 
@@ -142,13 +142,13 @@ def launch(kernel: Any, *tensors: Tensor) -> None:
 
 
 def merge_attention(given: Any) -> tuple[Tensor, Tensor]:
-    """Returns output and lse over the keys of both, fp32, in the dimension order of ``out_a`` and ``lse_a``; the caller
-    has checked the arguments, which ``given`` has by name."""
+    """Returns the merged output and lse, fp32, in the dimension order of ``out_a`` and ``lse_a``; ``given`` holds the
+    op's arguments by name, which the caller has checked."""
     out, lse = (torch.empty_like(tensor, dtype=torch.float32) for tensor in (given.out_a, given.lse_a))
     launch(merge_attention_kernel, *given, out, lse)
     return out, lse
 
 
 def merge_attention_into(given: Any) -> None:
-    """Merges a block's results into ``out`` and ``lse``, in place."""
+    """Merges the output and lse of a block of keys into ``out`` and ``lse``, in place."""
     launch(merge_attention_kernel, *given, given.out, given.lse)

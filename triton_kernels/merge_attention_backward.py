@@ -5,7 +5,7 @@
     delta = rowsum(dout (out_a - out_b))
     dlse_a = share_a (dlse + share_b delta)                  dlse_b = share_b (dlse - share_a delta)
 
-The CTAs and the rows that they read are those of the forward kernel. A row without a share has gradient 0.
+The CTAs and the rows that they read are those of the forward kernel. A row whose weight is 0 has gradient 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses the tile sizes and split counts of the Triton kernels, by pure functions, importable without Triton.
 
-Each number carries its reason. "AOT" means that it was checked on the machine code that Triton generates (registers,
-spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that nobody has timed it on a
-GPU yet.
+Comments give the reason for each number. "AOT" means that it was checked on the machine code that Triton generates
+(registers, spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that it has not
+been timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def describe_attention(
 # Splitting a reduction over CTAs (flash-decoding, int8 matmul)
 # ---------------------------------------------------------------------------------------------------------------------
 
-# The unit is the time that one CTA takes for one step of its main loop. The numbers are estimated from latencies (a
-# step is one DRAM round trip spread over the stages in flight, about 0.4 us), not measured.
+# The unit of cost is the time that one CTA takes for one step of its main loop. The numbers are estimated from
+# latencies, not measured: a step is one DRAM round trip spread over the stages in flight, about 0.4 us.
 SPLIT_SETUP_STEPS = 2.0  # launch, indices, first loads, epilogue: about 1 us
 SPLIT_MERGE_STEPS = 6.0  # the second kernel's launch and its first loads: 2 to 3 us
 SPLIT_MERGE_STEPS_PER_SPLIT = 1 / 16  # the merge reads 16 partial results per round trip
@@ -241,7 +241,7 @@ def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
 # Flash-decoding
 # ---------------------------------------------------------------------------------------------------------------------
 
-# It bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. From a single KV head,
+# Bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. From a single KV head,
 # 256 splits fill the 2 x 132 CTA slots of an H200.
 DECODE_MAX_SPLITS = 256
 
@@ -272,7 +272,7 @@ def decode_tile(
 ) -> DecodeTile:
     """Returns the tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
 
-    It must not depend on the batch, or a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of a
+    The tile must not depend on the batch, or a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of a
     cached element (1 for int8 and fp8), ``shared_memory_bytes`` the limit for one CTA; ``page_size`` is 0 for a
     contiguous cache.
     """
@@ -283,8 +283,8 @@ def decode_tile(
     block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
     # Four warps are enough until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
     num_warps = 8 if block_m == 32 or width > 256 else 4
-    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good unit to keep in flight; wider heads take as many bytes. With
-    # more than 256 dims, 32 keys spill beside 32 rows (AOT).
+    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good amount to keep in flight; wider heads take as many bytes. With
+    # more than 256 dims, 32 keys spill with 32 rows (AOT).
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
 
     # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit.
@@ -315,11 +315,11 @@ def decode_key_blocks(capacity: int, num_queries: int, window_left: int, block_n
 def decode_num_splits(
     batch: int, kv_heads: int, m_blocks: int, key_blocks: int, num_sms: int, ctas_per_sm: int = 2
 ) -> int:
-    """Returns the number of splits of each sequence of up to ``key_blocks`` blocks of keys, so as to fill the GPU.
+    """Returns into how many splits each sequence of up to ``key_blocks`` blocks of keys is divided.
 
     The least estimated time wins (`split_cost`). That gives 1 for many sequences or heads, where more splits only add
-    waves; as many as there are slots for CTAs for one sequence; and 1 for few blocks, where the merge costs more than
-    it saves. The host only knows the capacity, so a shorter sequence has shorter splits, not fewer.
+    waves; splits that fill the GPU for a single sequence; and 1 for few blocks, where the merge costs more than it
+    saves. The host only knows the capacity, so a shorter sequence has shorter splits, not fewer.
     """
     tiles, slots = batch * kv_heads * m_blocks, num_sms * ctas_per_sm
     candidates = range(1, max(1, min(key_blocks, DECODE_MAX_SPLITS)) + 1)
@@ -362,7 +362,7 @@ def decode_splits(
 # int8 matmul
 # ---------------------------------------------------------------------------------------------------------------------
 
-# It bounds the fp32 partial results; beyond 16 splits, the merge reads more than a split saves.
+# Bounds the fp32 partial results; beyond 16 splits, the merge reads more than a split saves.
 INT8_MAX_SPLITS = 16
 
 

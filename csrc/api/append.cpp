@@ -1,4 +1,4 @@
-// fastattn::append_to_cache: check, fill the params, pick the kernel.
+// Checks the arguments of fastattn::append_to_cache, fills the params and launches the kernel.
 
 #include "api/append.h"
 

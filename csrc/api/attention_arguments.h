@@ -1,4 +1,4 @@
-// The tensors of attention_forward and attention_backward: what both ops check, and the views that their params hold.
+// Checks the tensors common to attention_forward and attention_backward, and makes the views that params hold.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,13 +13,13 @@
 
 namespace fastattn {
 
-// Sizes of a problem that has been checked. Packed sequences: rows and keys are bounds of all lengths.
+// The sizes of a call whose tensors have been checked. For packed sequences, rows and keys are bounds of all lengths.
 struct AttentionSizes {
     DataType dtype;
     bool is_packed;
     int64_t batch, heads, rows, keys, head_dim, value_dim;
 
-    // Returns the head dim that a kernel must have at least.
+    // Returns the smallest head dim that a kernel for this call may have.
     int widest() const { return static_cast<int>(std::max(head_dim, value_dim)); }
     Sequences query_sequences() const { return {is_packed, batch, rows}; }
     Sequences key_sequences() const { return {is_packed, batch, keys}; }
@@ -33,7 +33,7 @@ inline void check_dense(const char* op, const Tensor& query, const Tensor& key, 
     check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
 }
 
-// [total, heads, head_dim].
+// Checks packed tensors, [total, heads, head_dim].
 inline void check_packed(const char* op, const Tensor& query, const Tensor& key, const Tensor& value) {
     check_rank(op, "query", query, 3);
     check_rank(op, "key", key, 3);
@@ -42,8 +42,8 @@ inline void check_packed(const char* op, const Tensor& query, const Tensor& key,
     check_shape(op, "value", value, {key.size(0), key.size(1), value.size(2)});
 }
 
-// Query packed; keys and values in pages, [num_pages, heads, page_size, head_dim]; `block_table` int32
-// [batch, max_pages].
+// Checks a packed query, paged keys and values [num_pages, heads, page_size, head_dim], and int32 `block_table` [batch,
+// max_pages].
 inline void check_paged(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                         const Tensor& block_table, int64_t batch) {
     check_rank(op, "query", query, 3);
@@ -59,7 +59,7 @@ inline void check_paged(const char* op, const Tensor& query, const Tensor& key, 
     check_int32(op, "block_table", block_table, query);
 }
 
-// The offsets of packed sequences, int32 [batch + 1].
+// Checks the offsets of packed sequences, int32 [batch + 1].
 inline void check_offsets(const char* op, const Tensor& query, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
     check_rank(op, "cu_seqlens_q", cu_seqlens_q, 1);
     check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have at least 1 element");
@@ -69,7 +69,7 @@ inline void check_offsets(const char* op, const Tensor& query, const Tensor& cu_
     }
 }
 
-// Everything about these tensors; `largest_head_dim` is that of the op's kernels.
+// Checks all tensors of a call and returns their sizes. `largest_head_dim`: the largest of the op's kernels.
 inline AttentionSizes check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                       const std::optional<Tensor>& bias, const std::optional<Tensor>& cu_seqlens_q,
                                       const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
@@ -109,8 +109,8 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     return {dtype, true, cu_seqlens_q->size(0) - 1, heads, rows, keys, head_dim, value_dim};
 }
 
-// Returns the parameters of packed sequences, which point into both offset tensors: these must live until the kernel
-// has been started.
+// Returns the parameters of packed sequences. Makes both offset tensors contiguous in place: the parameters point into
+// them, so they must live until the kernel is launched.
 inline PackedParams packed_params(const char* op, const Tensor& query, const Tensor& key,
                                   std::optional<Tensor>& cu_seqlens_q, std::optional<Tensor>& cu_seqlens_k) {
     if (!cu_seqlens_q) return {};
@@ -125,7 +125,7 @@ inline PageStrides page_strides(const char* op, const char* name, const Tensor& 
     return {stride_in_chunks(op, name, pages, 0), stride_in_chunks(op, name, pages, 2)};
 }
 
-// The parameters of pages. Makes the table contiguous, and keeps it.
+// Returns the parameters of pages. Makes `block_table` contiguous in place, as the parameters point into it.
 inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor& value,
                                 std::optional<Tensor>& block_table) {
     block_table = torch::stable::contiguous(*block_table);
@@ -138,8 +138,8 @@ inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor&
             page_strides(op, "value", value)};
 }
 
-// The parameters of ranges of keys, int32 [batch or 1, heads or 1, rows, num, 2], packed without the batch. Makes the
-// tensor contiguous, and keeps it.
+// Returns the view of int32 `key_ranges` [batch or 1, heads or 1, rows, num, 2], packed without the batch. Makes the
+// tensor contiguous in place, as the view points into it.
 inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const Tensor& query,
                                      const AttentionSizes& sizes) {
     const int64_t heads_dim = sizes.is_packed ? 0 : 1;
@@ -157,7 +157,7 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
     check_int32(op, "key_ranges", key_ranges, query);
     key_ranges = torch::stable::contiguous(key_ranges);
     if (reinterpret_cast<uintptr_t>(key_ranges.data_ptr()) % sizeof(int64_t) != 0) {
-        key_ranges = torch::stable::clone(key_ranges);  // a view into int32 numbers
+        key_ranges = torch::stable::clone(key_ranges);  // kernels load a range, two int32, at once
     }
     const int64_t of_head = rows * num, of_batch = heads * of_head;
     return {static_cast<const int32_t*>(key_ranges.data_ptr()),
@@ -168,8 +168,8 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
             heads == 1 ? 0 : of_head};
 }
 
-// Allocates a tensor with like's sizes but last_dim. A dense one keeps like's order of heads and rows; a packed one is
-// contiguous. Without a dtype it has like's.
+// Allocates a tensor with the sizes of `like` except for the last, `last_dim`. A dense tensor keeps the memory order
+// that heads and rows have in `like`; a packed one is contiguous. The dtype is by default that of `like`.
 inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim, std::optional<ScalarType> dtype = std::nullopt) {
     if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim}, dtype);
     const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
@@ -177,13 +177,13 @@ inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim, std::option
     return torch::stable::transpose(torch::stable::new_empty(like, {batch, rows, heads, last_dim}, dtype), 1, 2);
 }
 
-// One fp32 number for each row of query: [batch, heads, rows], packed [heads, total].
+// Allocates one fp32 number for each row of query: [batch, heads, rows], or packed [heads, total].
 inline Tensor empty_rows(const Tensor& query) {
     if (query.dim() == 3) return torch::stable::new_empty(query, {query.size(1), query.size(0)}, ScalarType::Float);
     return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, ScalarType::Float);
 }
 
-// Views such a tensor, which is contiguous, beside its query.
+// Returns the view of a contiguous tensor shaped as by empty_rows(), with the sizes of its query.
 inline RowsView rows_view(const Tensor& rows, const HeadsView<const uint16_t>& query) {
     const bool is_packed = rows.dim() == 2;
     return {static_cast<float*>(rows.data_ptr()), query.batch, query.heads, query.rows, is_packed ? 0 : rows.stride(0),

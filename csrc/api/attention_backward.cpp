@@ -1,4 +1,5 @@
-// fastattn::attention_backward: check, allocate gradients and workspace, fill the params, start the kernels in order.
+// Checks the arguments of fastattn::attention_backward(_add), allocates gradients and workspace, and launches the
+// kernels in order.
 
 #include "api/attention_backward.h"
 
@@ -22,7 +23,7 @@ namespace {
 
 constexpr const char *kOp = "attention_backward", *kAddOp = "attention_backward_add";
 
-// Shaped like query, but for the head dim.
+// Checks that a tensor has the dtype, the device and, except for the head dim, the shape of query.
 void check_like_query(const char* name, const Tensor& tensor, const Tensor& query, int64_t head_dim) {
     if (query.dim() == 3) {
         check_shape(kOp, name, tensor, {query.size(0), query.size(1), head_dim});
@@ -32,7 +33,7 @@ void check_like_query(const char* name, const Tensor& tensor, const Tensor& quer
     check_like(kOp, name, tensor, query);
 }
 
-// lse or its gradient, contiguous.
+// Checks lse or its gradient, and returns it contiguous.
 Tensor checked_rows(const char* name, const Tensor& tensor, const Tensor& query) {
     if (query.dim() == 3) {
         check_shape(kOp, name, tensor, {query.size(1), query.size(0)});
@@ -54,13 +55,13 @@ struct Gradients {
     }
 };
 
-// Packed: zeros, for rows that belong to no sequence.
+// Allocates a gradient like `of`. A packed one is zeroed, for rows that belong to no sequence.
 Tensor empty_gradient(const Tensor& of) {
     Tensor gradient = empty_like_heads(of, of.size(of.dim() - 1));
     return of.dim() == 3 ? torch::stable::zero_(gradient) : gradient;
 }
 
-// [0] without a tensor that wants one.
+// Allocates an fp32 gradient in the shape of `of`, or [0] without `of`.
 Tensor empty_float_gradient(const std::optional<Tensor>& of, const Tensor& query) {
     if (!of) return torch::stable::new_empty(query, {0}, ScalarType::Float);
     return torch::stable::new_empty(query, of->sizes(), ScalarType::Float);
@@ -80,9 +81,9 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
     return view;
 }
 
-// Allocates what kernels leave for later ones; it has to live until all of them have been started. O(tokens): up to six
-// numbers for each query row, one for 64 of them, dQ in fp32, in tiles of as many rows as the kernel takes, and dK and
-// dV in fp32 of split tiles of keys.
+// Allocates the workspace in which the kernels leave results for later ones. It must live until all of them are
+// launched. Its size is O(tokens): up to six numbers for each query row, one for every kSlopesBlockM rows, dQ in fp32
+// in tiles of block_m rows, and dK and dV in fp32 of split tiles of keys.
 Tensor make_backward_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
                                const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
@@ -118,7 +119,7 @@ Tensor make_backward_workspace(AttentionBackwardParams& params, const Tensor& qu
     });
 }
 
-// The arguments that both operators have, as in their schemas.
+// The arguments that attention_backward and attention_backward_add have in common, as in their schemas.
 struct Arguments {
     Tensor grad_out;
     std::optional<Tensor> grad_lse;
@@ -146,7 +147,7 @@ struct Arguments {
     }
 };
 
-// Fills the gradients; those of query, key and value in fp32 are added to.
+// Computes all gradients. Adds to those of query, key and value where they are fp32, else overwrites them.
 void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     const bool adds = gradients.query.scalar_type() == ScalarType::Float;
     const std::optional<Tensor>&bias = given.scores.bias, &alibi_slopes = given.scores.alibi_slopes,
@@ -158,7 +159,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     params.scores = score_params(kOp, given.scores, given.query, sizes, score_tensors);
     check(!bias || !given.bias_grad || is_additive(params.scores.bias), kOp,
           "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
-    if (given.lse.numel() == 0) {  // all else may be there all the same
+    if (given.lse.numel() == 0) {  // no query rows; other tensors may still have elements
         for (Tensor* gradient : {&gradients.bias, &gradients.sinks, &gradients.slopes}) torch::stable::zero_(*gradient);
         if (!adds) torch::stable::zero_(gradients.key), torch::stable::zero_(gradients.value);
         return;
@@ -222,7 +223,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     }
 }
 
-// fp32, shaped like `of`, as kernels write to it.
+// Checks that `sum` is fp32, has the shape and device of `of`, and is aligned.
 void check_sum(const char* name, const Tensor& sum, const Tensor& of) {
     check(sum.scalar_type() == ScalarType::Float, kAddOp, name, " must be float32, got ", dtype_text(sum));
     check(sum.dim() == of.dim(), kAddOp, name, " must have ", of.dim(), " dims, got ", sum.dim());

@@ -11,10 +11,9 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Returns the gradients of query, key and value, in their dtype and memory order; that of bias, fp32 in its shape, or
-// [0] unless bias_grad; that of sinks, fp32 [Hq], or [0] where there are none; and that of alibi_slopes, fp32 in their
-// shape, or [0] unless slopes_grad. out and lse are the forward's, and
-// grad_out and grad_lse have their shapes.
+// Returns six gradients: of query, key and value, in their dtype and memory order; of bias, fp32 in its shape, or [0]
+// unless bias_grad; of sinks, fp32 [Hq], or [0] without sinks; and of alibi_slopes, fp32 in their shape, or [0] unless
+// slopes_grad. out and lse are results of attention_forward; grad_out and grad_lse have their shapes.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor grad_out, std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse,
     std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
@@ -23,9 +22,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
     bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges);
 
-// The same for a block whose rows have other keys too: the gradients of query, key and value are added to those given,
-// which are fp32, 16-byte aligned with rows that are contiguous. Returns the gradient of alibi_slopes, or an
-// empty tensor.
+// Does the same for a block of keys, and adds to grad_query, grad_key and grad_value, so that gradients of several
+// blocks can be summed. These three are fp32, 16-byte aligned and have contiguous rows. Returns the gradient of
+// alibi_slopes, or [0] unless slopes_grad.
 Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_out,
                               std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
                               Tensor lse, std::optional<Tensor> alibi_slopes, std::optional<Tensor> dropout_seed,

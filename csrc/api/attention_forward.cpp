@@ -1,4 +1,4 @@
-// fastattn::attention_forward: check, fill the params, pick the kernel.
+// Checks the arguments of fastattn::attention_forward, fills the params and launches the kernel.
 
 #include "api/attention_forward.h"
 
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor lse = empty_rows(query);
     Tensor max_logit = torch::stable::new_empty(query, {return_max_logit ? query.size(1) : 0}, ScalarType::Float);
     if (return_max_logit) torch::stable::fill_(max_logit, -std::numeric_limits<double>::infinity());
-    if (sizes.is_packed) {  // rows that belong to no sequence
+    if (sizes.is_packed) {  // kernels do not write rows that belong to no sequence
         torch::stable::zero_(out);
         torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
     }
@@ -84,7 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
             .find(facts.compute_capability, 0, std::nullopt, false)
             .launch(attention, device.stream());
     }
-    // CTAs may split the keys of a tile: see scheduler/key_splits.h. The work of ranges cannot be told by positions.
+    // CTAs may split the keys of a tile (scheduler/key_splits.h), except with key_ranges: positions do not tell how
+    // many keys these let a tile see.
     std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
     const int64_t rows_of_workspace = workspace_rows(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);

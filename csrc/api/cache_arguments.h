@@ -1,4 +1,4 @@
-// The caches among the arguments of an op that writes to them: their checks, and how a kernel gets them.
+// Checks the KV caches among an op's arguments, and makes the views of them that params hold.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,7 +13,7 @@
 
 namespace fastattn {
 
-// Returns the format of a cache. A 16-bit cache has the dtype of `like`, the argument like_name.
+// Returns the format of a cache. Checks that a 16-bit cache has the dtype of `like`, the argument called like_name.
 inline CacheFormat cache_format(const char* op, const char* name, const Tensor& cache, const char* like_name,
                                 const Tensor& like) {
     if (cache.scalar_type() == ScalarType::Char) return CacheFormat::kInt8;
@@ -23,7 +23,8 @@ inline CacheFormat cache_format(const char* op, const char* name, const Tensor& 
     return CacheFormat::k16Bit;
 }
 
-// Both of one format, on the device of `like`, and placed so that a kernel can write their rows.
+// Checks that both caches have one format, lie on the device of `like`, and can be written in place by a kernel.
+// Returns the format.
 inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Tensor& v_cache, const char* like_name,
                                  const Tensor& like) {
     const CacheFormat format = cache_format(op, "k_cache", k_cache, like_name, like);
@@ -38,7 +39,7 @@ inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Te
 
 inline constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
 
-// The tokens that a sequence can have in the caches.
+// Returns how many tokens a sequence can have in the caches, which must be fewer than kMostTokens.
 inline int32_t checked_capacity(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
     const int64_t capacity = k_cache.size(2) * (block_table ? block_table->size(1) : 1);
     check(capacity < kMostTokens, op, "the caches must have a capacity below 2^30 tokens, got ", capacity);
@@ -63,8 +64,8 @@ inline bool are_given(const Tensor& scales) {
     return scales.dim() < 3;
 }
 
-// Beside int8 caches, fp32 [blocks, kv_heads, block_rows]; beside fp8 ones that, [kv_heads], [1], [] or none, which
-// means 1; beside others, none.
+// Checks the fp32 scales of a cache. int8 needs [blocks, kv_heads, block_rows]; fp8 takes the same, [kv_heads], [1],
+// [], or none, which means 1; 16 bits take none.
 inline void check_scales(const char* op, const char* name, const std::optional<Tensor>& scales, const Tensor& cache) {
     const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
     if (!is_fp8 && cache.scalar_type() != ScalarType::Char) return check_absent(op, name, scales);

@@ -1,5 +1,5 @@
-// Checks of what the host can see, in words that name the argument, what was expected and what came; and the copy that
-// makes a tensor fit for 16-byte loads.
+// Checks what the host knows of tensors, with messages that name the argument, what was expected and what came; and
+// copies tensors whose rows cannot be loaded 16 bytes at a time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -83,7 +83,7 @@ inline void check_head_dim(const char* op, const char* name, const Tensor& tenso
           " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
-// Refuses options that the native kernel of an op does not have.
+// Raises if an option is given that the native kernel of an op does not have.
 inline void check_absent(const char* op, const char* name, const std::optional<Tensor>& tensor) {
     check(!tensor.has_value(), op, name, " must be None for the native kernel, got a tensor of shape ",
           tensor.has_value() ? shape_text(*tensor) : "");
@@ -95,8 +95,7 @@ inline int32_t to_int32(const char* op, const char* name, int64_t value) {
     return static_cast<int32_t>(value);
 }
 
-// A stride for kernels that keep it in 32 bits; 0 where the dimension has one index. It counts elements, or chunks of
-// 16 bytes, of which it is a multiple.
+// Returns a stride in elements for kernels that keep it in 32 bits; 0 where the dimension has size 1.
 inline uint32_t stride_in_elements(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
     const int64_t elements = tensor.size(dim) > 1 ? tensor.stride(dim) : 0;
     check(elements <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ",
@@ -104,6 +103,7 @@ inline uint32_t stride_in_elements(const char* op, const char* name, const Tenso
     return static_cast<uint32_t>(elements);
 }
 
+// Does the same in chunks of 16 bytes, of which the stride is a multiple.
 inline uint32_t stride_in_chunks(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
     constexpr int64_t kChunkBytes = 16;
     const int64_t chunks = tensor.size(dim) > 1 ? tensor.stride(dim) * tensor.element_size() / kChunkBytes : 0;
@@ -122,9 +122,9 @@ inline DataType data_type(const char* op, const char* name, const Tensor& tensor
 inline constexpr const char* kAlignedRule =
     "its last dim must be contiguous, its rows apart, its base and strides multiples of 16 bytes";
 
-// Whether kernels can read rows, 16 bytes at a time and by TMA: no document says that it takes rows that overlap, or
-// one that is repeated. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has the same
-// rule.
+// Returns whether kernels can read the rows 16 bytes at a time and by TMA. Rows must not overlap or repeat, as no
+// document says that TMA allows it. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has
+// this rule too.
 inline bool is_aligned(const Tensor& tensor) {
     constexpr uint64_t kAlignment = 16;
     const int64_t last = tensor.dim() - 1, row_dim = tensor.dim() == 3 ? 0 : last - 1;
@@ -138,21 +138,21 @@ inline bool is_aligned(const Tensor& tensor) {
     return true;
 }
 
-// The tensor itself where it is aligned, else a contiguous copy (which the allocator aligns).
+// Returns the tensor itself where it is aligned, else a contiguous copy, which the allocator aligns.
 inline Tensor aligned(const Tensor& tensor) {
     if (tensor.numel() == 0 || is_aligned(tensor)) return tensor;
     Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
     return torch::stable::copy_(copy, tensor);
 }
 
-// How sequences lie in a tensor: [batch, heads, rows, head_dim]; or packed, [total, heads, head_dim], with `rows` as
-// the bound of all lengths.
+// The layout of sequences in a tensor: [batch, heads, rows, head_dim], or packed [total, heads, head_dim], with `rows`
+// as the bound of all lengths.
 struct Sequences {
     bool are_packed;
     int64_t batch, rows;
 };
 
-// An aligned tensor as a kernel takes it.
+// Returns the view by which a kernel reads or writes an aligned tensor.
 template <typename Element>
 HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& tensor, const Sequences& sequences) {
     HeadsView<Element> view;

@@ -1,4 +1,4 @@
-// fastattn::attention_decode: check, fill the params, pick the kernels.
+// Checks the arguments of fastattn::attention_decode, fills the params and launches the kernel.
 
 #include "api/decode.h"
 
@@ -72,7 +72,7 @@ RotaryParams::Kind rotary_kind(const Tensor& cos) {
     }
 }
 
-// Makes cos and sin contiguous in place, as the params point into them.
+// Checks cos and sin and returns their params. Makes both contiguous in place, as the params point into them.
 RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
                            bool interleaved) {
     check(cos.has_value() == sin.has_value(), kOp, "rotary_cos and rotary_sin must both be given, or neither");
@@ -96,7 +96,8 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
-// The last queries' tokens in `tree_mask`, whose positions are not their indices in the sequence.
+// Checks `tree_mask` and returns its view. Tokens of a tree do not stand at their index in the sequence, so options
+// that take the index for the position are refused.
 TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tree_mask, const ScoreParams& scores,
                             const RotaryParams& rotary) {
     if (!tree_mask) return {};

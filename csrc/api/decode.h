@@ -23,7 +23,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                             double softcap, int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask,
                             Tensor out);
 
-// The same with an output of its own, which lies as the query does: out and lse.
+// Does the same with an output that it allocates in the memory order of the query. Returns out and lse.
 std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
                                             std::optional<Tensor> k_new, std::optional<Tensor> v_new,
                                             std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
@@ -33,8 +33,8 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask);
 
-// Like attention_decode, errors included, over keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv] that are all there:
-// nothing is written. They are copied where a kernel cannot read them.
+// Does attention_decode over all of the keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv], without writing to them.
+// Copies them where they are not aligned. Errors name attention_decode.
 std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
                                                 std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                                 double scale, int64_t window_left, int64_t window_right,

@@ -1,4 +1,4 @@
-// Matmuls of dequantised weights: our kernel makes 16-bit floats of a block of them, and aten::mm.out multiplies.
+// Multiplies by dequantised weights: our kernel converts a block of them to 16-bit floats, and aten::mm.out multiplies.
 
 #include "api/dequantised_matmul.h"
 
@@ -16,12 +16,12 @@ namespace {
 
 using torch::stable::Tensor;
 
-// out = a · b, which may be columns of a larger matrix.
+// Computes out = a · b, where `out` may be some columns of a larger matrix.
 void mm_out(const Tensor& a, const Tensor& b, const Tensor& out) {
     std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
                                       torch::stable::detail::from(out)};
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);  // the result is `out`, and holds a reference of it
+    torch::stable::detail::to<Tensor>(stack[0]);  // releases the result's reference to `out`
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ void multiply_dequantised(const Int8WeightView& weight, DataType dtype, const Te
         (is_transposed ? params.rows : params.columns) = here;
         params.out_stride = dequantised_stride(params.columns);
         const int64_t elements_here = params.rows * params.out_stride;
-        if (!room) room = torch::stable::new_empty(input, {elements_here});  // no block has more than the first
+        if (!room) room = torch::stable::new_empty(input, {elements_here});  // later blocks are no larger
         params.out = static_cast<uint16_t*>(room->data_ptr());
         kernel.launch(params, stream);
         Tensor rows =

@@ -1,4 +1,4 @@
-// Matmuls of dequantised weights, by PyTorch's own kernels.
+// Multiplies by dequantised weights with PyTorch's own kernels.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,8 +7,8 @@
 
 namespace fastattn {
 
-// out = input · Wᵀ or, where not is_transposed, input · W. Blocks of W that fit into 64 MB are dequantised one after
-// the other, rounded to the dtype, and multiplied; each makes some columns of `out`.
+// Computes out = input · Wᵀ if is_transposed, else input · W. Dequantises W block by block, at most 64 MB of 16-bit
+// floats at a time. Each block gives some columns of `out`.
 void multiply_dequantised(const Int8WeightView& weight, DataType dtype, const torch::stable::Tensor& input,
                           torch::stable::Tensor out, bool is_transposed, Stream stream);
 

@@ -1,4 +1,4 @@
-// fastattn::dequantize_cache: check, fill the params, pick the kernel.
+// Checks the arguments of fastattn::dequantize_cache, fills the params and launches the kernel.
 
 #include "api/dequantize_cache.h"
 
@@ -33,7 +33,7 @@ void dequantize_cache(Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_sc
     const DataType dtype = data_type(kOp, "k_out", k_out);
     const CacheFormat format = check_written(kOp, k_cache, v_cache, "k_out", k_out);
     check(is_8bit(format), kOp, "k_cache must be int8 or float8_e4m3fn, got ", dtype_text(k_cache));
-    // The kernels take any head dim. A cache has at most the one up to which kernels fill it.
+    // The dequantising kernels take any head dim. The limit is that of the kernels that fill a cache.
     const int32_t most_dims = decode_append_kernels(format).largest_head_dim();
     check_head_dim(kOp, "k_cache", k_cache, most_dims);
     check_head_dim(kOp, "v_cache", v_cache, most_dims);

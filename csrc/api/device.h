@@ -1,5 +1,5 @@
-// The device that the native ops run on: a GPU; or the host, in a library for the emulator of the tests, whose CUDA
-// runtime takes CPU tensors. Nothing else in csrc knows the difference but the dispatch key of bindings.cpp.
+// The device that the native ops run on: a GPU, or the host in a library built for the tests' emulator, whose CUDA
+// runtime takes CPU tensors. In csrc only this file and the dispatch key of bindings.cpp know the difference.
 #pragma once
 
 #include <dlfcn.h>
@@ -25,10 +25,9 @@ inline std::string device_text(const torch::stable::Tensor& tensor) {
     return tensor.is_cpu() ? "cpu" : "another device";
 }
 
-// The stream that torch wants work on. The symbol lives in libtorch_cuda, which a torch without CUDA does not have. So
-// it is looked up at the first call, when there is a CUDA tensor, and this library still loads where there is none.
-// Python loads torch's libraries for itself alone, so that the default search finds them only in a program that links
-// them.
+// Returns the stream on which torch wants work. The symbol lives in libtorch_cuda, which a CPU-only torch lacks.
+// Looking it up at the first call lets this library load there too. Python loads torch's libraries with RTLD_LOCAL, so
+// the default search finds the symbol only in a program that links them.
 inline Stream current_cuda_stream(int32_t device_index) {
     using Function = int32_t (*)(int32_t device_index, void** stream);
     static const Function function = [] {
@@ -43,7 +42,7 @@ inline Stream current_cuda_stream(int32_t device_index) {
     return static_cast<Stream>(stream);
 }
 
-// While it lives, the device of the tensor is CUDA's current one. The emulator has one device and no other stream.
+// Makes the tensor's device CUDA's current one while this object lives. The emulator has one device and stream.
 class OnDeviceOf {
   public:
     explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
@@ -52,7 +51,7 @@ class OnDeviceOf {
             stream_ = current_cuda_stream(tensor.get_device_index());
         }
     }
-    Stream stream() const { return stream_; }  // that torch wants work on
+    Stream stream() const { return stream_; }  // on which torch wants work
 
   private:
     std::optional<torch::stable::accelerator::DeviceGuard> guard_;

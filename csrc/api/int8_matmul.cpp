@@ -1,4 +1,4 @@
-// fastattn::int8_matmul and fastattn::int8_matmul_grad_input: check, fill the params, pick the kernels.
+// Checks the arguments of fastattn::int8_matmul and int8_matmul_grad_input, and launches the kernels they need.
 
 #include "api/int8_matmul.h"
 
@@ -44,7 +44,7 @@ void check_beside(const char* op, const char* name, const Tensor& tensor, const 
     check_device(op, name, tensor, input, input_name);
 }
 
-// The sizes of a result [..., columns].
+// Returns the sizes of a result [..., columns] for an input [..., K].
 std::vector<int64_t> with_columns(const Tensor& input, int64_t columns) {
     std::vector<int64_t> sizes;
     for (int64_t dim = 0; dim + 1 < input.dim(); ++dim) sizes.push_back(input.size(dim));
@@ -61,18 +61,18 @@ void check_sizes(const char* op, const char* name, const Tensor& tensor, const s
           shape_text(tensor));
 }
 
-// [..., columns] as [rows, columns]; a copy only where no view has that shape.
+// Returns a tensor [..., columns] as [rows, columns], copied only where no view has that shape.
 Tensor as_matrix(const Tensor& tensor) {
     const int64_t columns = tensor.size(tensor.dim() - 1);
     return torch::stable::reshape(tensor, {columns == 0 ? 0 : tensor.numel() / columns, columns});
 }
 
-// The matrix itself where its rows are contiguous, else a copy.
+// Returns the matrix itself where its rows are contiguous, else a copy.
 Tensor with_contiguous_rows(const Tensor& matrix) {
     return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
 }
 
-// Returns the matrix itself where its rows are aligned, else a copy in rows with room after them.
+// Returns the matrix itself where its rows are aligned, else a copy with rows padded to 16 bytes.
 Tensor with_aligned_rows(const Tensor& matrix) {
     if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
@@ -82,7 +82,7 @@ Tensor with_aligned_rows(const Tensor& matrix) {
     return torch::stable::copy_(copy, matrix);
 }
 
-// From one row to the next; addresses of rows that do not exist are aligned too.
+// Returns the stride between rows; 0 for a single row, so that addresses of rows past the end are aligned too.
 int64_t row_stride(const Tensor& matrix) {
     return matrix.size(0) > 1 ? matrix.stride(0) : 0;
 }
@@ -101,7 +101,7 @@ struct Int8MatmulTensors {
 };
 
 Int8WeightView weight_view(const char* op, Int8MatmulTensors& tensors) {
-    constexpr int64_t kMostColumns = int64_t{1} << 29;  // the kernels count bytes of rows of x in 32 bits
+    constexpr int64_t kMostColumns = int64_t{1} << 29;  // kernels count the bytes of a row of x in 32 bits
     const int64_t rows = tensors.weight.size(0), columns = tensors.weight.size(1);
     const int64_t groups = tensors.scale.size(1), scale_rows = tensors.scale.size(0);
     check(rows <= kMostColumns && columns <= kMostColumns, op, "weight must have at most 2^29 rows and columns, got ",
@@ -139,7 +139,7 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
 }
 
-// Checks what the kernel for int8 activations asks beyond that.
+// Checks what kernels for int8 activations require beyond check_arguments().
 void check_for_int8_activations(const char* op, const Tensor& weight, const MatmulEpilogue& epilogue) {
     const int64_t rows = weight.size(0), columns = weight.size(1);
     check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
@@ -155,7 +155,7 @@ Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulPara
                        params.epilogue.sum_columns(), params.input.columns);
 }
 
-// Divides the work among the kernel's CTAs, and allocates the workspace of what they pass to each other.
+// Fills the schedule, allocates the workspace for partials and arrival counters, and returns the kernel.
 Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& params, Int8MatmulTensors& tensors) {
     MatmulEpilogue& epilogue = params.epilogue;
     const auto& [_, tile, schedule, clocks] = chosen.choice;
@@ -171,7 +171,7 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
     }
     if (params.token_sums.out != nullptr && schedule.m_tiles > 1) {
         const int32_t columns = schedule.n_tiles * tile.cluster_size;
-        const int64_t counted_steps = tile.uses_wgmma ? ceil_div(schedule.steps, columns) : 1;  // of a column in a tile
+        const int64_t counted_steps = tile.uses_wgmma ? ceil_div(schedule.steps, columns) : 1;  // arrivals per m tile
         check(schedule.m_tiles * counted_steps <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
               "too many tokens for the gradient of a bias: ", params.input.rows);
         tensors.token_arrivals = torch::stable::new_empty(tensors.input, {columns}, ScalarType::Long);
@@ -183,18 +183,19 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
     return *chosen.kernel;
 }
 
-// By PyTorch: the sum of dY's rows in its own dtype, whatever autocast says; without elements where it is not wanted.
+// Returns dY summed over its rows by PyTorch, in dY's dtype whatever autocast says; [0] unless is_wanted.
 Tensor bias_gradient(const Tensor& grad_out, bool is_wanted) {
     if (!is_wanted) return torch::stable::new_empty(grad_out, {0});
     return torch::stable::sum(grad_out, std::array<int64_t, 1>{0}, /*keepdim=*/false, grad_out.scalar_type());
 }
 
-// Whether a kernel multiplies tokens that are int8 numbers already. The others make them first.
+// Returns whether the kernel needs int8 tokens from a kernel before it; others quantise tokens themselves.
 bool takes_quantized(const MatmulTile& tile) {
     return tile.uses_wgmma;
 }
 
-// Allocates the tokens as int8 numbers, which a kernel before the matmul makes, or the CTAs of the launch together.
+// Allocates int8 tokens and their scales, for a kernel before the matmul or for all CTAs of the matmul to write.
+// Allocates nothing if each CTA quantises for itself.
 void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulParams& params,
                           Int8MatmulTensors& tensors) {
     const MatrixView<const uint16_t>& input = params.input;
@@ -296,7 +297,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
         return {torch::stable::zero_(tensors.out), torch::stable::new_zeros(grad_out, {bias_grad ? N : 0})};
     }
     const int64_t rows = grad_out.numel() / N;
-    if (columns == 0) {  // no tile of a result, and no CTA that would add up tokens
+    if (columns == 0) {  // no output tile, so no CTA that would sum tokens
         return {tensors.out, bias_gradient(torch::stable::reshape(grad_out, {rows, N}), bias_grad)};
     }
     tensors.input = with_aligned_rows(as_matrix(grad_out));
@@ -311,7 +312,7 @@ std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight
     }
     Tensor grad_bias = torch::stable::new_empty(grad_out, {0});
     if (bias_grad) {
-        // Whole chunks; past the last column of dY there are sums of zeros.
+        // Rounds up to whole chunks; the sums past the last column of dY are zero.
         params.token_sums.columns = ceil_div(params.weight.rows, kEpilogueColumns) * kEpilogueColumns;
         grad_bias = torch::stable::new_empty(grad_out, {params.token_sums.columns});
         params.token_sums.out = static_cast<uint16_t*>(grad_bias.data_ptr());

@@ -11,12 +11,13 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Returns activation(x · dequantize(weight)ᵀ + bias) + residual: x [..., K] to [..., N], or with swiglu to
-// [..., N / 2]. With int8_activations, rows of x are rounded to int8 first.
+// Returns activation(x · dequantize(weight)ᵀ + bias) + residual, [..., N] for x [..., K], or [..., N / 2] with swiglu.
+// With int8_activations, each row of x is quantised to int8 first.
 Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, std::optional<Tensor> residual,
                    std::string activation, bool int8_activations);
 
-// Returns grad_out · dequantize(weight), [..., N] to [..., K], and the bias's gradient [N], empty without bias_grad.
+// Returns the gradient of x, grad_out · dequantize(weight), [..., K] for grad_out [..., N]; and that of the bias, [N],
+// or [0] unless bias_grad.
 std::tuple<Tensor, Tensor> int8_matmul_grad_input(Tensor grad_out, Tensor weight, Tensor scale, bool bias_grad);
 
 }  // namespace fastattn

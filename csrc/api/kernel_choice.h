@@ -1,4 +1,4 @@
-// Which kernel runs a call on a GPU. The ops launch what these functions choose, and Python asks them for its name.
+// Chooses the kernel that runs a call on a GPU. The ops launch it, and Python asks for its name.
 #pragma once
 
 #include <array>
@@ -21,13 +21,13 @@
 
 namespace fastattn {
 
-// Beside head dims and dtype, these decide which forward kernel runs.
+// The traits of a call that, with head dims and dtype, decide which forward kernel runs it.
 struct ForwardTraits {
-    bool changes_scores;  // which are more than scaled and masked by a window
+    bool changes_scores;  // scores are more than scaled and masked by a window
     bool is_paged;
 };
 
-// The kernel with options also computes what the plain one does not have: keys in pages, before Hopper.
+// Returns the forward kernel for a call. Before Hopper, only the kernel with options reads keys in pages.
 inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, KernelSize head_dims,
                                                                 DataType dtype, const ForwardTraits& traits) {
     if (!traits.changes_scores) {
@@ -37,8 +37,7 @@ inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
 }
 
-// The kernels of one backward pass; null where a call does not need one. shared_bytes: how much a CTA can have on the
-// GPU.
+// The kernels of one backward pass; null where a call does not need the kernel.
 struct BackwardKernels {
     using Row = BackwardKernelTable::Row;
     Row *ranges, *rows, *key_value, *query, *bias, *sinks, *slopes, *slope_sums;
@@ -46,17 +45,17 @@ struct BackwardKernels {
     std::array<Row*, 8> in_order() const { return {ranges, rows, key_value, query, bias, sinks, slopes, slope_sums}; }
 };
 
-// Beside head dims and dtype, these decide which kernels run: scores are more than scaled and masked by a window, and
-// there are ranges of keys, which are one of the reasons for that.
+// The traits of a call that, with head dims and dtype, decide which backward kernels run. Ranges of keys change scores.
 struct BackwardTraits {
     bool changes_scores, has_ranges;
 };
 
-// The gradients that a call wants beside those of query, key and value.
+// The gradients that a call wants in addition to those of query, key and value.
 struct BackwardGradients {
     bool bias, sinks, slopes;
 };
 
+// shared_bytes: the most shared memory that a CTA can have on the GPU.
 inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, KernelSize head_dims,
                                         DataType dtype, const BackwardTraits& traits, const BackwardGradients& wanted) {
     BackwardKernels kernels{};
@@ -66,7 +65,7 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     kernels.rows = &attention_backward_rows_kernels().find(compute_capability, 0, dtype, false);
     kernels.key_value = &attention_backward_key_value_kernels().find(compute_capability, head_dims, dtype,
                                                                      traits.changes_scores, shared_bytes);
-    // It reads what that one has written: sums in its own order.
+    // The order of dQ's sums in memory is the key_value kernel's own, so the query kernel has to match that kernel.
     const KernelKey& key = kernels.key_value->key;
     kernels.query = &attention_backward_query_kernels().find(key.architecture, key.size, dtype, false);
     if (wanted.bias) kernels.bias = &attention_backward_bias_kernels().find(compute_capability, 0, dtype, false);
@@ -80,8 +79,8 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
-// Finds flash-decoding's kernel: small tiles where they hold all rows of a KV head, or where large ones do not fit in
-// shared memory.
+// Returns the kernel of flash-decoding for `rows` query rows of a KV head. Its tile has kFewRows rows where these hold
+// all, or where the larger tile does not fit in shared memory.
 inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
                                                      DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
@@ -92,31 +91,32 @@ inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability,
     return kernels.find(compute_capability, widest, dtype, /*variant=*/false);
 }
 
-// How a matmul with int8 weights is computed best: which of our kernels is the fastest, and the predicted clocks of it
-// and of dequantising for cuBLAS, infinity where that does not compute the same.
+// The way in which a matmul with int8 weights is computed: the fastest of our kernels with its predicted clocks, and
+// the predicted clocks of dequantising for cuBLAS, infinity where that cannot compute the call.
 struct Int8Choice {
     Int8KernelTable::Row* kernel;
     MatmulChoice choice;
     double dequantised_clocks;
-    bool dequantises;  // for cuBLAS, instead of the kernel
+    bool dequantises;  // whether cuBLAS on dequantised weights runs instead of the kernel
 };
 
 inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
 
-// By how much dequantising has to be predicted faster: predictions may be so wrong (an assumption), and our kernel
-// needs no memory for weights in 16 bits.
+// Dequantising is chosen only where it is predicted to be faster by this fraction. Predictions may be as wrong as that
+// (an assumption), and our kernel needs no memory for 16-bit weights.
 inline constexpr double kErrorOfPredictions = 0.15;
 
-// Beside its sizes, these decide which kernel computes a matmul.
+// The traits of a matmul that, with its sizes, decide which kernel computes it.
 struct Int8Traits {
     DataType dtype;
-    bool has_groups;           // of scales, along K
-    bool is_plain;             // a product alone, of 16-bit numbers: nothing is added, and no activation follows
-    bool sums_tokens = false;  // sums dY over tokens, too, for the gradient of a bias
+    bool has_groups;           // scales are per group along K
+    bool is_plain;             // 16-bit input, and no bias, activation or residual
+    bool sums_tokens = false;  // also sums dY over tokens, for the gradient of a bias
 };
 
-// Tests and benchmarks compare kernels: only those of this architecture with tiles of so many tokens are chosen, in
-// this process. 0: any. kForcesDequantising: cuBLAS, wherever it can.
+// Restricts the choice of kernels in this process, for tests and benchmarks that compare them: only kernels for
+// `architecture` with tiles of block_m tokens are chosen, where 0 means any. With kForcesDequantising as the
+// architecture, cuBLAS is chosen wherever it can compute the call.
 inline constexpr int32_t kForcesDequantising = -1;
 struct ForcedInt8Tile {
     std::atomic<int32_t> architecture{0}, block_m{0};

@@ -1,4 +1,4 @@
-// Answers what Python asks about the native kernels, with ctypes, by the functions of kernel_choice.h that the ops use.
+// Answers what Python asks through ctypes about the native kernels, with the choices of kernel_choice.h.
 
 #include <cstdint>
 #include <exception>
@@ -28,7 +28,7 @@ DataType dtype_of(int32_t is_bfloat16) {
     return is_bfloat16 != 0 ? DataType::kBFloat16 : DataType::kFloat16;
 }
 
-// nullptr: there is none.
+// Returns the name of the kernel that row_of() returns, or null if it throws because there is none.
 template <typename Function>
 const char* name_or_null(Function&& row_of) {
     try {
@@ -38,32 +38,32 @@ const char* name_or_null(Function&& row_of) {
     }
 }
 
-// Python knows the tables by these numbers.
+// Returns table `which`; Python uses the same numbers.
 Int8KernelTable& int8_kernels(int32_t which) {
     return which == 0   ? int8_matmul_kernels()
            : which == 1 ? int8_matmul_grad_input_kernels()
                         : int8_matmul_s8_kernels();
 }
 
-// How a launch divides its steps among CTAs, and how many slots its workspace has.
+// The division of a launch's steps among CTAs, and the number of its workspace slots.
 struct LaunchSchedule {
     int64_t ctas, longest_steps, block_m, slots;
-    double steps_of_full_gpu;  // of an int8 matmul: see scheduler/choose_stream_k.h
+    double steps_of_full_gpu;  // int8 matmul only: see scheduler/choose_stream_k.h
 };
 
-// The fastest of our kernels, null where there is none, its predicted microseconds, and those of dequantising for
-// cuBLAS.
+// The fastest of our kernels (null if there is none) with its predicted time, and the predicted time of dequantising
+// for cuBLAS.
 struct Int8Ways {
     const char* kernel;
     double kernel_microseconds, dequantised_microseconds;
 };
 
-// What the kernels for int8 activations count exactly: the products of a sum, and what a launch leaves in memory.
+// The largest K whose sums of int8 products are exact, and the count at which a launch's counters overflow.
 struct Int8Limits {
     int64_t sum_depth, launch_count;
 };
 
-// RowSplits, the heads of a group, and the kernel's tile.
+// The fields of RowSplits, heads_per_group, and the kernel's tile.
 struct BackwardSchedule {
     int64_t first_tile, over_heads, over_rows, heads_per_group, block_m, block_n;
 };
@@ -73,7 +73,7 @@ struct BackwardSchedule {
 
 #define FASTATTN_ASKED_BY_PYTHON extern "C" __attribute__((visibility("default")))
 
-// The facts of the current CUDA device; zeros where there is none.
+// Returns the facts of the current CUDA device, or zeros if there is none.
 FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
     try {
         return fastattn::device_facts();
@@ -82,7 +82,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
     }
 }
 
-// Every kernel's tile, {"attention_forward_sm80<64, bfloat16>": {"block_m": …}, …}; null where it has none.
+// Returns the tile of every kernel as JSON, {"attention_forward_sm80<64, bfloat16>": {"block_m": …}, …}, or null.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
     using namespace fastattn;
     static const std::string text = [] {
@@ -95,7 +95,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
     return text.c_str();
 }
 
-// Names of the kernels that run a call. `widest`: the larger one of its two head dims.
+// Returns the name of the kernel that runs a call, or null if none does.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t compute_capability, int32_t head_dim,
                                                                        int32_t value_dim, int32_t is_bfloat16,
                                                                        const fastattn::ForwardTraits* traits) {
@@ -105,7 +105,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
         [&]() -> auto& { return forward_kernel(compute_capability, head_dims, dtype_of(is_bfloat16), *traits); });
 }
 
-// In the order in which they run; returns how many there are, at most 8.
+// Writes the names of the kernels that run a call to `names`, in launch order, and returns their number, at most 8.
 FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t shared_bytes,
                                                                      int32_t head_dim, int32_t value_dim,
                                                                      int32_t is_bfloat16, int32_t changes_scores,
@@ -127,8 +127,8 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
     }
 }
 
-// The splits of the kernel that runs a call without options. total_keys: of packed sequences, else -1.
-// Zeros where the kernel is not persistent, or no kernel runs.
+// Returns the schedule of the key_value kernel of a bf16 call without options, or zeros if that is not for Hopper.
+// total_keys: the keys of all packed sequences, -1 for dense tensors.
 FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_backward_schedule(
     const fastattn::DeviceFacts* facts, int32_t widest, int32_t batch, int32_t heads, int32_t key_heads, int32_t rows,
     int32_t keys, int32_t total_keys, int32_t window_left, int32_t window_right, int32_t is_deterministic) {
@@ -155,7 +155,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_backward_schedule(
     }
 }
 
-// rows: of queries, for each KV head.
+// Returns the kernel of flash-decoding. widest: the larger of its two head dims. rows: the query rows of a KV head.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t shared_bytes,
                                                             int32_t widest, int32_t is_bfloat16, int32_t cache_format,
                                                             int32_t rows) {
@@ -175,9 +175,9 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capa
     });
 }
 
-// The kernel of the matmul, its input gradient, or the matmul with int8 activations (`which` is 0, 1, 2), with sums [M,
-// N] over K. has_groups: the weights' scales are of groups along K; is_plain: nothing follows the product; sums_tokens:
-// beside the input gradient, a bias's is wanted.
+// Returns the name of the kernel of int8_matmul, of its input gradient, or of int8_matmul with int8 activations
+// (`which` is 0, 1, 2), with sums [M, N] over K. has_groups: scales are per group along K. is_plain: nothing follows
+// the product. sums_tokens: with the input gradient, a bias's gradient is wanted.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
                                                                  int32_t num_sms, int32_t is_bfloat16,
                                                                  int32_t has_groups, int32_t is_plain,
@@ -196,7 +196,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Limits fastattn_int8_limits() {
     return {fastattn::kMaxInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
 }
 
-// Returns the predicted time of each way to multiply among which fastattn_int8_matmul_kernel() chooses.
+// Returns the predicted time of each way that fastattn_int8_matmul_kernel() chooses from.
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
                                                                int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
                                                                int32_t is_plain, int32_t sums_tokens, int32_t M,
@@ -213,7 +213,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, in
     }
 }
 
-// The schedule of the kernel that it chooses; 0 CTAs where no kernel runs.
+// Returns the schedule of the fastest kernel for these sizes; 0 CTAs if no kernel runs.
 FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_int8_matmul_schedule(int32_t which,
                                                                                 int32_t compute_capability,
                                                                                 int32_t num_sms, int32_t has_groups,
@@ -237,7 +237,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_int8_matmul_schedule(
     }
 }
 
-// Predicted, of a matmul of 16-bit numbers by cuBLAS.
+// Returns the predicted time of a matmul of 16-bit numbers by cuBLAS.
 FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_capability, int32_t num_sms, int32_t M,
                                                              int32_t N, int32_t K) {
     using namespace fastattn;
@@ -245,14 +245,13 @@ FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_cap
     return cublas_clocks(M, N, K, rates, num_sms) / (1e3 * rates.gigahertz);
 }
 
-// Until the next call, all int8 matmuls are computed by kernels of this architecture with tiles of block_m rows. 0:
-// any.
+// Restricts all int8 matmuls to kernels of this architecture with tiles of block_m rows, until the next call. 0: any.
 FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int32_t block_m) {
     fastattn::forced_int8_tile().architecture = architecture;
     fastattn::forced_int8_tile().block_m = block_m;
 }
 
-// The schedule of flash-decoding, if sequences fill the capacity. rows: of queries, for each KV head.
+// Returns the schedule of flash-decoding for sequences that fill the capacity. rows: the query rows of a KV head.
 FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_decode_schedule(const fastattn::DeviceFacts* facts,
                                                                            int32_t widest, int32_t cache_format,
                                                                            int32_t batch, int32_t kv_heads,

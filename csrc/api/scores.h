@@ -1,4 +1,4 @@
-// The options of the attention ops that decide scores and which of them count, from tensors into params.
+// Converts the options that change or mask scores from arguments of the attention ops to ScoreParams.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace fastattn {
 
-// The options of attention_forward and attention_backward: tensors first.
+// The options of attention_forward and attention_backward that change or mask scores.
 struct ScoreOptions {
     const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed, &key_ranges;
     double scale;
@@ -21,11 +21,11 @@ struct ScoreOptions {
     int64_t first_key, first_head;
     double softcap, dropout_p;
 
-    // Whether scores are more than scaled and masked by a window: then the kernels without options do not compute them.
+    // Returns whether scores are more than scaled and masked by a window: this needs the kernels with options.
     bool change_scores() const { return bias || alibi_slopes || key_ranges || dropout_p > 0 || softcap > 0; }
 };
 
-// Tensors that params point into, and that must live until the kernel has been started.
+// Tensors that params point into; they must live until the kernel is launched.
 struct ScoreTensors {
     std::optional<Tensor> alibi_slopes, sinks, key_ranges;
 };
@@ -47,7 +47,7 @@ inline BiasView::Kind bias_kind(const char* op, const Tensor& bias) {
     }
 }
 
-// [batch | 1, heads | 1, rows | 1, keys | 1], any strides.
+// Returns the view of a bias, [batch or 1, heads or 1, rows or 1, keys or 1] with any strides.
 inline BiasView bias_view(const char* op, const Tensor& bias, std::initializer_list<int64_t> full) {
     check_rank(op, "bias", bias, 4);
     int64_t strides[4];
@@ -62,20 +62,20 @@ inline BiasView bias_view(const char* op, const Tensor& bias, std::initializer_l
     return {bias.data_ptr(), bias_kind(op, bias), strides[0], strides[1], strides[2], strides[3], in_pairs};
 }
 
-// fp32, on the device of query, contiguous.
+// Checks that a tensor is fp32 and on the device of query, and returns it contiguous.
 inline Tensor float_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == ScalarType::Float, op, name, " must be float32, got ", dtype_text(tensor));
     check_device(op, name, tensor, query);
     return torch::stable::contiguous(tensor);
 }
 
-// A side of a window that hides no key is unbounded: one that reaches `farthest` keys.
+// Returns one side of a window, kUnbounded where it hides no key: rows lie at most `farthest` from keys there.
 inline int32_t window_side(int64_t side, int64_t farthest) {
     const bool hides_some = side >= 0 && side < std::min<int64_t>(farthest, ScoreParams::kUnbounded);
     return hides_some ? static_cast<int32_t>(side) : ScoreParams::kUnbounded;
 }
 
-// Where a block stands in a larger call.
+// Sets a block's position in a larger call, and its window, in `params`.
 inline void locate_block(const char* op, const ScoreOptions& options, const AttentionSizes& sizes,
                          ScoreParams& params) {
     constexpr int64_t kMostPositions = 0x7fffffff;
@@ -91,7 +91,8 @@ inline void locate_block(const char* op, const ScoreOptions& options, const Atte
     if (options.first_row) params.query_offset = static_cast<int32_t>(first_row - options.first_key);
     params.dropout_origin = {static_cast<uint32_t>(first_row), static_cast<uint32_t>(options.first_key),
                              static_cast<uint32_t>(options.first_head)};
-    // How far rows may stand behind the first key, and before the last one: lengths of packed sequences are not known.
+    // The largest distance from a row back to the first key, and forward to the last. Without first_row these are
+    // bounds, because lengths of packed sequences are unknown.
     const int64_t behind = options.first_row ? sizes.rows - 1 + params.query_offset : sizes.keys + sizes.rows;
     const int64_t before = options.first_row ? sizes.keys - 1 - params.query_offset : sizes.keys + sizes.rows;
     params.window_left = window_side(options.window_left, behind);

@@ -13,12 +13,12 @@
 
 namespace fastattn {
 
-// Divides one tensor's memory among several arrays, since each allocation costs host time at every call.
+// Divides one tensor's memory among several arrays, because each allocation costs host time at every call.
 class WorkspaceArena {
   public:
     explicit WorkspaceArena(float* memory) : memory_(memory) {}
 
-    // Returns an array of `count` numbers, aligned to 128 bytes; null without memory, and where count is 0.
+    // Returns an array of `count` numbers, aligned to 128 bytes; null if the arena has no memory or `count` is 0.
     template <typename Number = float>
     Number* take(int64_t count) {
         static_assert(sizeof(Number) % sizeof(float) == 0 && alignof(Number) <= 128);
@@ -28,10 +28,10 @@ class WorkspaceArena {
         return reinterpret_cast<Number*>(begin);
     }
 
-    // How many floats all arrays take.
+    // Returns the number of floats in all arrays taken so far.
     int64_t taken() const { return taken_; }
 
-    // The memory of all arrays so far.
+    // Returns the memory of all arrays taken so far.
     WorkspaceMemory taken_memory() const { return {memory_, taken_}; }
 
   private:
@@ -39,8 +39,7 @@ class WorkspaceArena {
     int64_t taken_ = 0;
 };
 
-// Allocates the arrays that take(arena) takes. It is called twice: without memory, which gives the size, and then with
-// it.
+// Allocates the arrays that take(arena) takes. Calls it twice: without memory to learn the size, then with it.
 template <typename Take>
 Tensor make_workspace(const Tensor& query, Take&& take) {
     WorkspaceArena sizes(nullptr);
@@ -51,8 +50,7 @@ Tensor make_workspace(const Tensor& query, Take&& take) {
     return workspace;
 }
 
-// Allocates SeenTiles, `pitch` numbers for each tile of rows. The tensor has to live until the kernels have been
-// started.
+// Allocates `seen`, `pitch` numbers for each tile of rows, in a tensor that must live until the kernels are launched.
 inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, const Tensor& query,
                               const AttentionSizes& sizes, const TileFacts& tile, int32_t num_key_tiles,
                               int32_t pitch) {
@@ -75,8 +73,7 @@ inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, cons
     });
 }
 
-// Allocates partials of `rows` rows, and arrival counters, for one launch. The tensor has to live until the kernel is
-// started.
+// Allocates partials of `rows` rows, and arrival counters, in a tensor that must live until the launch.
 inline Tensor make_partial_workspace(PartialWorkspace& partials, const Tensor& query, int64_t rows, int64_t value_dim,
                                      int64_t counters) {
     partials.launch_id = launch_id();

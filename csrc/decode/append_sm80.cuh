@@ -1,13 +1,13 @@
-// Appends tokens to a paged KV cache, each to the slot that the caller names: what servers do before attention over the
-// cache. Keys come as they are to be stored.
+// Appends tokens to a paged KV cache, each to the slot that the caller names, as servers do before attention. Keys are
+// stored as they come: RoPE is up to the caller.
 //
 //   page, row = divmod(slots[i], page_size)
 //   k_cache[page, :, row] = quantise(k_new[i])     v_cache[page, :, row] = quantise(v_new[i])
 //
-// A row is what a token has of a KV head. kHeadDim / 8 neighbouring lanes take one, 16 bytes each, keys and then
-// values; rows of a token follow each other, so that a warp reads whole lines. An 8-bit cache gets the numbers and
-// scales of decode/new_tokens.cuh. Nothing else limits it than memory. Preconditions: those of HeadsView and CacheView;
-// head dims are multiples of 8 and at most kHeadDim. Of two tokens for one slot, some of both may stay.
+// A row is one token of one KV head. kHeadDim / 8 neighbouring lanes copy a row, 16 bytes each, its key and then its
+// value. The rows of a token are neighbours, so a warp reads whole cache lines. For 8-bit caches, decode/new_tokens.cuh
+// quantises the rows. Memory bandwidth limits the kernel. Preconditions: those of HeadsView and CacheView; head dims
+// are multiples of 8 and at most kHeadDim. If two tokens name one slot, it may end with chunks of both.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace fastattn {
 
 inline constexpr int kAppendThreads = 128;
 
-// Locates token `token`, which is absent unless its slot exists.
+// Returns where to store a token; the location is absent unless the token's slot exists.
 FASTATTN_DEVICE TokenLocation location_of_slot(const SlotsView& slots, int32_t token) {
     const int64_t index = token * slots.stride;
     const int64_t slot = slots.is_int64 ? static_cast<const int64_t*>(slots.data)[index]
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kAppendThreads) decode_append_sm80(const __gri
     constexpr int kLanesOfRow = kHeadDim / kChunkElements, kRowsOfCta = kAppendThreads / kLanesOfRow;
     const int64_t row = int64_t{blockIdx.x} * kRowsOfCta + threadIdx.x / kLanesOfRow;
     const int chunk = threadIdx.x % kLanesOfRow;
-    const bool is_row = row < params.num_rows;  // lanes without one help to quantise
+    const bool is_row = row < params.num_rows;  // lanes without a row take part in the shuffles of quantise_chunk()
     const auto row_or_first = static_cast<uint32_t>(is_row ? row : 0);
     const auto kv_heads = static_cast<uint32_t>(params.k_new.heads);
     const auto token = static_cast<int32_t>(row_or_first / kv_heads);

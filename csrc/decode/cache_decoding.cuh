@@ -1,5 +1,5 @@
-// Decodes 8-bit elements of a cache to pairs of 16-bit floats, exactly but for a factor: the elements are kFactor times
-// what pairs<…>(four) returns.
+// Decodes 8-bit elements of a cache to pairs of 16-bit floats. The elements are exactly kFactor times the floats that
+// pairs<…>(four) returns.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace fastattn {
 
-// Four elements as two pairs, the lower halves first: 0 and 1, 2 and 3, or 0 and 2, 1 and 3.
+// The orders in which four elements become two pairs, lower halves first: (0, 1), (2, 3); and (0, 2), (1, 3).
 inline constexpr uint32_t kNeighbours = 0x3210, kEvenAndOdd = 0x3120;
 
-// kDataType: of the floats, and of what they are multiplied by.
+// kDataType: the dtype of the floats, and of the operand that they are multiplied by.
 template <CacheFormat kFormat, DataType kDataType_>
-struct CacheDecoding {  // of 16 bits: there is nothing to do
+struct CacheDecoding {  // 16-bit elements need no decoding
     static constexpr DataType kDataType = kDataType_;
     static constexpr float kFactor = 1.0f;
 };
@@ -33,7 +33,7 @@ struct CacheDecoding<CacheFormat::kInt8, kDataType_> {
     }
 };
 
-// fp16 has every fp8 number, and the instruction for it.
+// fp8 becomes fp16 for bf16 queries too: fp16 holds every fp8 number, and sm_89 and later have an instruction.
 template <DataType kDataType_>
 struct CacheDecoding<CacheFormat::kFp8, kDataType_> : Fp8Decoding {
     static constexpr DataType kDataType = DataType::kFloat16;

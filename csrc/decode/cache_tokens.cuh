@@ -16,13 +16,13 @@
 
 namespace fastattn {
 
-// The table's entry for a key, 0 <= key < capacity.
+// Returns the block table's entry for a key, 0 <= key < capacity.
 FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
     const int32_t page_idx = layout.by_block_rows.quotient(key);
     return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
 }
 
-// The location of a key. `page` is the table's entry for it, if there is a table; the key is absent if it is negative.
+// Returns the location of a key, absent if its page does not exist. `page`: its block table entry, if there is a table.
 FASTATTN_DEVICE TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key, int32_t page) {
     if (layout.block_table == nullptr) return {batch, key};
     return location_in_page(page, layout.num_blocks, key, layout.by_block_rows.quotient(key), layout.block_rows);
@@ -34,7 +34,6 @@ struct HeadScale {
     float value;
 };
 
-// One head of a cache.
 template <CacheFormat kFormat>
 struct CacheHead {
     const CacheView& cache;
@@ -52,7 +51,7 @@ struct CacheHead {
                           kChunkBytes;
     }
 
-    // Whether every scale is 1, so that the cache has none.
+    // Returns whether every scale is 1, so that no scales are stored.
     FASTATTN_DEVICE bool has_unit_scales() const { return kFormat == CacheFormat::kFp8 && cache.scales == nullptr; }
 
     FASTATTN_DEVICE HeadScale given_scale() const {
@@ -76,15 +75,15 @@ FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t s
 
 inline constexpr int kAdjacentKeys = 16;  // most page sizes are multiples of it
 
-// A tile [kRows, kHeadDim] of 16-bit elements that a warp copies: neighbouring lanes copy neighbouring chunks of a row.
-// The same lanes copy all of kAdjacentKeys rows, so that each looks up one location only.
-// kWholeChunks: whether all rows in memory have a multiple of 16 bytes.
+// A tile [kRows, kHeadDim] of 16-bit elements that a warp copies. Neighbouring lanes copy neighbouring chunks of a row,
+// and the same lanes copy all of kAdjacentKeys rows, so that each lane looks up one location only. kWholeChunks: rows
+// in memory are a multiple of 16 bytes long.
 template <int kHeadDim, int kRows, bool kWholeChunks = true>
 struct WarpTile {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
     static constexpr int kLanesOfAdjacent = kWarpSize * kAdjacentKeys / kRows;
-    static constexpr int kRowStep = kLanesOfAdjacent / Layout::kChunksPerRow;  // from a lane's chunk to its next one
+    static constexpr int kRowStep = kLanesOfAdjacent / Layout::kChunksPerRow;  // rows between a lane's chunks
     static constexpr int kPasses = kAdjacentKeys / kRowStep;
     static_assert(kRows % kAdjacentKeys == 0 && kRowStep >= 1 && kRowStep <= kSwizzleRows,
                   "whole rows, a period at most");
@@ -99,7 +98,8 @@ struct WarpTile {
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
-    // The swizzle is an exclusive or, and a pass's first row shares no bit with the lane's row in the pass.
+    // Returns the offset of the lane's chunk in a pass. The swizzle of the pass's first row and that of the lane's row
+    // in the pass can be applied one after the other, because the rows share no bit and the swizzle is an exclusive or.
     FASTATTN_DEVICE uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowStep;
         const int chunk_xor = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
@@ -119,8 +119,8 @@ struct WarpTile {
         }
     }
 
-    // Does the same with rows that need not be neighbours: lane l passes the address of row l % kRows, null if it is
-    // absent, which becomes zero. The caller writes the rows that are `skipped` (one bit each).
+    // Does the same with rows anywhere in memory. Lane l passes the address of row l % kRows, null for an absent row,
+    // which becomes zero. The caller writes the rows that are `skipped` (one bit each).
     FASTATTN_DEVICE void load_rows(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
 #pragma unroll
@@ -133,8 +133,8 @@ struct WarpTile {
         }
     }
 
-    // Starts to copy this lane's chunk of a row. Where sizes are 16 or 0, machine code has a predicate for them; any
-    // other size takes two more instructions.
+    // Starts to copy this lane's chunk of a row. A size that is 16 or 0 becomes a predicate in machine code; any other
+    // size takes two more instructions.
     FASTATTN_DEVICE void load_chunk(uint32_t sChunk, const char* gChunk, int row_bytes, bool exists) const {
         const int bytes_from_here = row_bytes - chunk * kChunkBytes;
         const int size =

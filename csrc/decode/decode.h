@@ -1,4 +1,4 @@
-// The native kernels of flash-decoding, as the host sees them.
+// The tables of the native kernels of flash-decoding.
 #pragma once
 
 #include <array>
@@ -9,10 +9,10 @@
 
 namespace fastattn {
 
-inline constexpr int32_t kFewRows = 16;  // the rows of a tile if no KV head has more
+inline constexpr int32_t kFewRows = 16;  // rows of the tile that is used if no KV head has more
 
-// The kernels for caches of a format, by head dim. Dims in between run in the next larger kernel, which loads no more
-// than they have. The variant: tiles of more than kFewRows.
+// Returns the kernels for caches of a format, by head dim. Other head dims run in the next larger kernel, which loads
+// only the dims that exist. The variant has tiles of more than kFewRows rows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";
@@ -20,7 +20,7 @@ inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// The kernels that append to caches of a format, by head dim as above.
+// Returns the kernels that append to caches of a format, by head dim as above.
 inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     using Table = KernelTable<AppendParams>;
     constexpr const char* kOperation = "append_to_cache";
@@ -36,7 +36,7 @@ inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat
     return tables[static_cast<int32_t>(format)];
 }
 
-// The last word of a kernel's name, empty where elements have 16 bits.
+// Returns the last word of a kernel's name, empty for 16-bit caches.
 inline const char* name_of(CacheFormat format) {
     return format == CacheFormat::kInt8 ? "int8" : format == CacheFormat::kFp8 ? "fp8" : "";
 }

@@ -1,12 +1,12 @@
-// The two products of attention on keys and values of 8 bits, which become 16-bit floats in registers, exactly
-// (cache_decoding.cuh): both products lack a factor of Decoding::kFactor.
+// Computes the two products of attention on 8-bit keys and values, which are decoded in registers to 16-bit floats,
+// exactly (cache_decoding.cuh). Both results lack a factor of Decoding::kFactor.
 //
-// A row of them is a row of half as many pairs, of 16 bits each, for copies, swizzles and ldmatrix. A lane then
-// receives four neighbouring dims where a matrix of 16-bit elements would give it two. Which dims stand where is free
-// as long as both operands of a product agree:
-//   Q·Kᵀ  of each 16 dims, lane l % 4 holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
-//   P·V   of each 16 dims, one MMA takes the even ones and one the odd ones: a lane's accumulators of the two are dims
-//         4 * (l % 4) + 0 … 3.
+// Copies, swizzles and ldmatrix treat a row as 16-bit elements that hold two neighbouring dims each. So a lane receives
+// four neighbouring dims where a matrix of 16-bit elements would give it two. The order of dims is free as long as both
+// operands of a product agree:
+//   Q·Kᵀ  of each 16 dims, lane l holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
+//   P·V   of each 16 dims, one MMA takes the even ones and another the odd ones: lane l accumulates dims
+//         4 * (l % 4) + 0 … 3 in the two.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@
 
 namespace fastattn {
 
-// Computes rS = sQ · sKᵀ, without the keys' scales. sQ is at ldmatrix_lane, in the order above; sK, [kTilesN * 8,
-// kHeadDim] bytes, is at ldmatrix_lane_b.
+// Computes rS = sQ · sKᵀ, without the keys' scales. sQ has the addresses of ldmatrix_lane and the order above; sK,
+// [kTilesN * 8, kHeadDim] bytes, has those of ldmatrix_lane_b.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                   const SwizzledBlocks<kHeadDim / 2>& sK) {
@@ -46,8 +46,8 @@ FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBloc
     }
 }
 
-// Computes rO += rP · sV, with rP rounded to 16 bits. sV, [kTilesN * 8, kHeadDim] bytes, is at ldmatrix_lane. rO[2 * i]
-// and rO[2 * i + 1] are the even and the odd dims of the i-th 16.
+// Computes rO += rP · sV, with rP rounded to 16 bits. sV, [kTilesN * 8, kHeadDim] bytes, has the addresses of
+// ldmatrix_lane. rO[0][2 * i] and rO[0][2 * i + 1] are the even and the odd dims of 16 * i … 16 * i + 15.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
                                   const SwizzledBlocks<kHeadDim / 2>& sV) {

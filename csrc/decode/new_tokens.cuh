@@ -10,9 +10,9 @@
 
 namespace fastattn {
 
-// Writes the rows of a tile that hold new tokens, `new_keys` (one bit each). gNew is the address that the token of the
-// tile's first row has or would have, and first_position its position. Lane l passes as gRow the address in the cache
-// of row l % kRows, null if the row is not stored.
+// Writes the rows of a tile that hold new tokens, `new_keys` (one bit each), to the tile and to the cache. The token of
+// the tile's first row stands at first_position and is at gNew, or would be if it were new. Lane l passes as gRow the
+// address in the cache of row l % kRows, null if the row is not to be stored.
 template <DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void load_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
                                      int head_dim, uint32_t new_keys, const RotaryParams* rotary,
@@ -38,19 +38,19 @@ struct QuantisedChunk {
     float scale;
 };
 
-// The largest number of the format, to which a row's own scale maps its largest element.
+// The largest number of the format. A row's own scale maps the row's largest element to it.
 template <CacheFormat kFormat>
 inline constexpr float kLargestElement = kFormat == CacheFormat::kFp8 ? kLargestFp8 : 127.0f;
 
-// The byte of x / scale, rounded to nearest even and no larger than the largest number.
+// Returns the byte of ratio = x / scale, rounded to nearest even and clamped to the format's largest number.
 template <CacheFormat kFormat>
 FASTATTN_DEVICE uint32_t quantise(float ratio) {
     if constexpr (kFormat == CacheFormat::kFp8) return encode_fp8(ratio);
     return static_cast<uint32_t>(static_cast<int32_t>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f))) & 0xff;
 }
 
-// Symmetric 8 bits: x = round(x / scale). The scale is given, or the row's own: max|x| divided by the largest number of
-// the format, or 1 for zeros. A row that is not finite then has the scale NaN, so that it stays visible. kLanesOfRow
+// Quantises a chunk symmetrically, round(x / scale). The scale is given, or the row's own: max|x| divided by the
+// format's largest number; 1 for a row of zeros; NaN for a row that is not finite, so that this shows. kLanesOfRow
 // neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
 template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
 FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
@@ -79,8 +79,8 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
     return {{packed[0], packed[1]}, scale};
 }
 
-// Does what load_new_tokens does, and quantises the rows to kHeadDim bytes each. Their scales go to sScales and, unless
-// the caller gave the scale, to gScale, as the rows go to the tile and to gRow.
+// Does load_new_tokens with rows quantised to kHeadDim bytes each. Their scales go to sScales and, unless the scale is
+// given, to the cache: lanes pass their addresses as gScale, like gRow.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
                                          int head_dim, uint32_t new_keys, const RotaryParams* rotary,

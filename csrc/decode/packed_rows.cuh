@@ -1,5 +1,5 @@
-// The rows of a tile, queries times the heads of a group: row = query * group + head in group; and how Q·Kᵀ becomes
-// their scores.
+// The rows of a tile, queries times the query heads of a KV head: row = query * group + head in group. Computes their
+// scores from Q·Kᵀ.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct QueryRow {
 };
 
 struct alignas(16) RowFacts {
-    KeyRange sees;  // empty for rows that do not exist; a tree mask hides some of them
+    KeyRange sees;  // empty for rows that do not exist; a tree mask may hide some of these keys
     int32_t position;
     float slope;
 };
@@ -35,13 +35,13 @@ struct TileMask {
     int32_t batch;
 };
 
-// The 16 rows of a tile that a warp has.
+// The 16 rows of a tile that a warp computes.
 template <int kRows>
 struct PackedRows {
     const DecodeParams& decode;
     const ScoreParams& params;
     const TileMask<kRows>& mask;
-    const RowFacts* upper;  // the lane's; its lower row is kLowerRow rows further
+    const RowFacts* upper;  // the lane's upper row; its lower row is kLowerRow rows further
     KeyRange some;          // existing keys that some row of the tile sees
 
     // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. Called by
@@ -76,8 +76,8 @@ struct PackedRows {
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 
-    // Bits of the kKeys keys that the lane's upper and lower row see. `present`: bits of the keys that exist. Called by
-    // all lanes of the warp.
+    // Returns which of kKeys keys the lane's upper and lower row see, one bit each; `present`: the keys that exist.
+    // Called by all lanes of the warp.
     template <int kKeys>
     FASTATTN_DEVICE uint2 seen(uint32_t present, int32_t first_key, int lane) const {
         const auto row_bits = [&](int half) {
@@ -89,18 +89,18 @@ struct PackedRows {
         return {row_bits(0), row_bits(1)};
     }
 
-    // Whether rows differ in what they see of the keys [first_key, end_key).
+    // Returns whether some row may not see all of the keys [first_key, end_key).
     FASTATTN_DEVICE bool differ(int32_t first_key, int32_t end_key) const {
         return first_key < mask.all.begin || end_key > mask.all.end;
     }
 
-    // Whether every row sees each of kKeys keys.
+    // Returns whether every row sees all of kKeys keys.
     template <int kKeys>
     FASTATTN_DEVICE bool see_all(uint32_t present, int32_t first_key) const {
         return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
     }
 
-    // Makes Q·Kᵀ, each row times its factor, scores in nats, -inf where a row does not see a key.
+    // Turns Q·Kᵀ, each row times its factor, into scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
                                    int32_t first_key, int lane) const {
@@ -131,7 +131,7 @@ struct PackedRows {
   private:
     static constexpr int kLowerRow = kMmaM / 2;
 
-    // Bits of the `keys` that the tree mask lets the row see. Each lane of a row reads some of the mask.
+    // Returns those of `keys` that the tree mask lets the row see. The lanes of a row read alternate bytes of the mask.
     template <int kKeys>
     FASTATTN_DEVICE uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
         const TreeMaskView& tree = decode.tree_mask;

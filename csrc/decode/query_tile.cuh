@@ -1,8 +1,8 @@
-// The query rows of a tile, rotated by RoPE if there is any, in swizzled shared memory.
+// Stages the query rows of a tile in swizzled shared memory, rotated if the call has RoPE.
 //
-// Beside fp8 caches, which are multiplied as fp16, rows of bfloat16 become fp16 too, each divided by a power of two
-// that brings its largest element close to the largest of fp16. Only elements below 2^-32 times that one are rounded,
-// by 2^-39 times it at most.
+// fp8 caches are multiplied as fp16, so rows of bfloat16 become fp16 too. Each row is divided by a power of two that
+// brings its largest element close to the largest fp16 number. Only elements below 2^-32 times the row's largest are
+// rounded, by at most 2^-39 times the largest.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@
 
 namespace fastattn {
 
-// A row's chunk as fp16, and the power of two by which the row is divided. kLanesOfRow neighbouring lanes pass a chunk
-// of a row each.
+// A row's chunk as fp16, and the power of two by which the row is divided.
 struct DividedChunk {
     uint4 bits;
     float power;
 };
 
+// Converts a chunk of bfloat16. kLanesOfRow neighbouring lanes pass a chunk of a row each.
 template <int kLanesOfRow>
 FASTATTN_DEVICE DividedChunk divided_to_float16(const uint4& bits) {
     constexpr uint32_t kBelow = 14 * kExponentStep;  // the row's largest element is then 2^14 to 2^15
@@ -42,8 +42,8 @@ FASTATTN_DEVICE DividedChunk divided_to_float16(const uint4& bits) {
     return {{pair(0), pair(2), pair(4), pair(6)}, power};
 }
 
-// sQ [kRows, kHeadDim] of the dtype of Decoding; rows that do not exist, and dims that queries do not have, become
-// zero. The powers of two [kRows] are written where that is not kDataType. k8BitCache: dims in the order of
+// Writes sQ [kRows, kHeadDim] in Decoding's dtype, with zeros for rows and dims that do not exist. Writes the rows'
+// powers of two, sPowers [kRows], if Decoding's dtype is not kDataType. With k8BitCache, dims are in the order of
 // eight_bit_gemm.cuh. Called by all kThreads threads.
 template <int kRows, int kHeadDim, DataType kDataType, typename Decoding, bool k8BitCache, int kThreads>
 FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodeParams& params, int32_t num_tokens,

@@ -1,5 +1,5 @@
 // Loads keys and values into a ring: a warp looks up the locations of a step's keys, starts to copy the keys, and later
-// their values. New tokens are read from k_new and v_new instead, and are appended to the cache as well.
+// their values. New tokens are read from k_new and v_new instead of the cache, and appended to the cache.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace fastattn {
 
-// One head of one sequence, of which a CTA takes the keys [begin_key, end_key).
+// The keys [begin_key, end_key) of one head of one sequence, which a CTA takes.
 struct HeadKeys {
     int32_t batch, kv_head;
     int32_t begin_key, end_key;
@@ -24,7 +24,7 @@ struct alignas(128) KeyRing {
     char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
     uint32_t present[Config::kStages];                                     // one bit for each key
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    // In shared memory, because registers are scarce: loads read it, and all warps read where their loop ends.
+    // In shared memory because registers are scarce. Loads read it, and all warps read the end of their loop there.
     HeadKeys head;
 
     FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
@@ -51,7 +51,7 @@ class RingLoader {
         next_page_ = page_of(first_key);
     }
 
-    // Starts to load K of the next step.
+    // Starts to load K of the next step, which starts at first_key.
     FASTATTN_DEVICE void load_keys(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
@@ -85,13 +85,13 @@ class RingLoader {
         uint32_t present, new_keys;
     };
 
-    // The key that this lane looks up: where keys are adjacent, the first of them.
+    // Returns the key that this lane looks up: its own, or where keys are adjacent the first of kAdjacentKeys.
     FASTATTN_DEVICE int32_t own_key(int32_t first_key) const {
         const int key = lane_ % kWarpN;
         return first_key + (are_adjacent_ ? key / kAdjacentKeys * kAdjacentKeys : key);
     }
 
-    // The page table's entry for own_key(first_key), -1 if the step does not need it.
+    // Returns the block table's entry for own_key(first_key), -1 if the step does not need it.
     FASTATTN_DEVICE int32_t page_of(int32_t first_key) const {
         const int32_t key = own_key(first_key);
         const bool is_wanted = key < ring_.head.end_key && (are_adjacent_ || key >= ring_.head.begin_key);
@@ -147,7 +147,7 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool are_adjacent_;  // whether each kAdjacentKeys keys lie in one block, in order
+    const bool are_adjacent_;  // whether kAdjacentKeys keys always lie in one block, in order
     Tokens tokens_{};          // of the step that is being loaded
     int32_t next_page_ = -1;   // the next step's entry of the table
 };

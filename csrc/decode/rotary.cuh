@@ -9,14 +9,14 @@
 
 namespace fastattn {
 
-// Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounded to fp32 after each operation, and returns the
-// element in the place of x. y is the other one; is_first: whether x is a.
+// Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounding to fp32 after each operation. (x, y) is (a, b) if
+// is_first, else (b, a). Returns the rotated element in the place of x.
 FASTATTN_DEVICE float rotated_element(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-// The cosines or the sines of one token. Their dtype is asked at run time.
+// The cosines or the sines of one token, whose dtype is known at run time only.
 struct Angles {
     using Kind = RotaryParams::Kind;
 
@@ -33,7 +33,7 @@ struct Angles {
         return from_16_bits(*reinterpret_cast<const uint16_t*>(angle));
     }
 
-    // Four neighbouring angles, which lie at a multiple of their size.
+    // Returns four neighbouring angles, whose address must be a multiple of their size.
     FASTATTN_DEVICE float4 four(int index) const {
         const char* angles = first + index * bytes(kind);
         if (kind == Kind::kFloat32) return *reinterpret_cast<const float4*>(angles);
@@ -56,10 +56,10 @@ struct Angles {
     }
 };
 
-// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row of the tables. If
-// a chunk's angles are neighbours, in tables that begin at a multiple of 16 bytes, loads take 16 bytes (of 16-bit
-// angles, 8) and none waits for another. Other chunks are loaded element by element. It is a call: copies in each place
-// would be a large part of every kernel.
+// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row in the tables. If
+// a chunk's angles are neighbours and the tables 16-byte aligned, each load takes 16 bytes (8 of 16-bit angles), and
+// none waits for another. Otherwise the partners and angles are loaded one by one. The function is not inlined, because
+// its copies would be a large fraction of every kernel.
 template <DataType kDataType>
 __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, int first_dim,
                                       int32_t table_row) {
@@ -72,7 +72,7 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
     if (is_aligned && half_dim % angles_of_chunk == 0) {
         const bool is_first = first_dim < half_dim;
         uint4 partner;
-        int angle, second_angle;  // of elements 0 to 3, and of the others; of pairs, if they are interleaved
+        int angle, second_angle;  // of element 0 and of element 4; interleaved pairs have four angles
         if (rotary.interleaved) {
             const auto swapped = [](uint32_t pair) { return __byte_perm(pair, 0, 0x1032); };
             partner = {swapped(own.x), swapped(own.y), swapped(own.z), swapped(own.w)};
@@ -112,7 +112,7 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
                 bits = pack<kDataType>(
                     rotated_element(x, unpack<kDataType>(gRow[partner]), cos[angle], sin[angle], is_first), 0.0f);
             }
-            half = half >> 16 | uint64_t{bits} << 48;  // after four elements each is back in its place
+            half = half >> 16 | uint64_t{bits} << 48;  // after four steps each element is back in its place
         }
     }
     return {static_cast<uint32_t>(halves[0]), static_cast<uint32_t>(halves[0] >> 32), static_cast<uint32_t>(halves[1]),

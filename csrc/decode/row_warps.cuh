@@ -1,5 +1,5 @@
-// Warps of flash-decoding that take the same keys, each for 16 of a tile's rows: what one of them has loaded, all
-// multiply.
+// A group of flash-decoding's warps that take the same keys, each for 16 of a tile's rows. One of them loads the keys
+// and values, and all multiply by them.
 #pragma once
 
 #include "device/fragment.cuh"
@@ -9,13 +9,13 @@ namespace fastattn {
 
 template <int kCount>
 struct RowWarps {
-    // The warp's group, which decides its keys.
+    // Returns the warp's group, which decides its keys.
     FASTATTN_DEVICE int group() const { return threadIdx.x / (kCount * kWarpSize); }
 
-    // The warp's index in its group, which decides its rows.
+    // Returns the warp's index in its group, which decides its rows.
     FASTATTN_DEVICE int index() const { return threadIdx.x / kWarpSize % kCount; }
 
-    // Returns whether this warp copies for its group, and writes its shared memory.
+    // Returns whether this warp loads for its group, and writes the group's shared memory.
     FASTATTN_DEVICE bool is_first() const { return kCount == 1 || index() == 0; }
 
     FASTATTN_DEVICE void sync() const {
@@ -35,7 +35,7 @@ struct RowWarps {
     }
 
   private:
-    static constexpr int kFirstBarrier = 1;  // 0 is the CTA's
+    static constexpr int kFirstBarrier = 1;  // 0 is that of __syncthreads()
 };
 
 }  // namespace fastattn

@@ -2,24 +2,24 @@
 //
 //   S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     O = P V
 //
-// A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), tile by tile: the rows of a tile are all
-// query heads of a KV head times the queries, so that each key is loaded once for all of them. Its warps take alternate
-// blocks of a few keys, each with a softmax, a sum and a pipeline of its own; no warp waits for another before the end
-// of the tile, where the warps' results are combined. Where several CTAs have splits of a tile, each leaves a
+// A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), one work tile after the other. The rows
+// of a tile are all query heads of a KV head times the queries, so each key is loaded once for all of them. The warps
+// take alternate blocks of a few keys, each with its own softmax, accumulator and pipeline. No warp waits for another
+// before the end of the tile, where their results are combined. If several CTAs have splits of a tile, each leaves a
 // partial (scheduler/combine.cuh).
 //
-//   ring             K0 V0 K1 V1 …   kStages of each; what a product has read is loaded anew at once
+//   ring             K0 V0 K1 V1 …   kStages of each; a stage is loaded anew as soon as its product has read it
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// What waits for memory, one after the other, from the first instruction to the last: lengths → page table → K of the
-// first step … the partial is stored → arrival → partials are loaded → result.
+// The memory accesses that wait for each other, in order: load lengths → block table → K of the first step … store the
+// partial → count the arrival → load partials → store the result.
 //
-// A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows: they read the same ring,
-// which one of them fills, and wait for each other where a single warp waits for its lanes.
+// A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows. One warp fills the ring
+// and all of the group read it. They wait for each other where a single warp waits for its lanes.
 //
 // New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of
-// rows stores it. So one launch does both; RoPE is applied to queries by every CTA for itself. An 8-bit cache has a
-// scale for each token and head: keys' scales multiply scores, values' scales go into P. Preconditions: those of
+// rows stores it. So one launch appends and attends. Every CTA applies RoPE to its own queries. An 8-bit cache has a
+// scale for each token and head: those of keys multiply scores, those of values multiply P. Preconditions: those of
 // HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
 #pragma once
 
@@ -48,7 +48,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     using Tile = DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr CacheFormat kFormat = kFormat_;
-    static constexpr bool k8Bit = is_8bit(kFormat);  // the cache, with a scale for each token and head
+    static constexpr bool k8Bit = is_8bit(kFormat);  // elements of the cache have 8 bits
     static constexpr int kElementBytes = k8Bit ? 1 : 2;
     static constexpr int kCacheDim = kHeadDim * kElementBytes / 2;  // a row of the cache, in elements of 16 bits
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
@@ -61,10 +61,10 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// Describes the CTA's tile, in shared memory, because registers are scarce.
+// The CTA's tile, kept in shared memory because registers are scarce.
 struct CurrentTile {
     TileSplits splits;
-    int64_t first_split;  // the first split of its sequence, on the line
+    int64_t first_split;  // of the sequence, counted over all sequences
     int32_t batch, num_tokens;
     int32_t tile_idx, kv_head, first_row;
     int32_t splits_in_run;
@@ -86,7 +86,7 @@ struct alignas(128) DecodeStorageSm80 {
     TileMask<Config::kBlockM> mask;
 };
 
-// The shared memory that a GPU must give a CTA; 0: any GPU does.
+// Returns the shared memory that a GPU must allow a CTA, 0 if every GPU does.
 template <typename Config>
 constexpr size_t bytes_needed() {
     constexpr size_t kBytes = sizeof(DecodeStorageSm80<Config>);
@@ -98,9 +98,9 @@ struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// The layout of a group's output: [kBlockM, kHeadDim] fp32, swizzled in stretches of the columns of one MMA, or with an
-// 8-bit cache of two. Lanes write eight columns of four rows at a time, of an 8-bit cache 16 columns of two, and read
-// along a row: each covers all banks.
+// The layout of a group's output: [kBlockM, kHeadDim] fp32, swizzled in stretches of kStretch columns, those of one MMA
+// or, with an 8-bit cache, of two. Lanes write 8 columns of 4 rows at a time (16 columns of 2 rows with an 8-bit cache)
+// and read along a row. Both kinds of access cover all banks.
 template <typename Config>
 struct OutputLayout {
     static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
@@ -114,8 +114,8 @@ template <typename Config>
 FASTATTN_DEVICE void store_output_row(float* sO, const float (&rO)[Config::kTilesD][4], float factor, int row, int half,
                                       int lane) {
     using Layout = OutputLayout<Config>;
-    constexpr int kTiles = Layout::kStretch / kMmaN;  // in a stretch: the even dims, and the odd ones between them
-    float* sOwn[Layout::kPeriod];                     // in the first stretches; the others follow in steps
+    constexpr int kTiles = Layout::kStretch / kMmaN;  // MMA tiles in a stretch; two hold the even and the odd dims
+    float* sOwn[Layout::kPeriod];                     // addresses in the first kPeriod stretches
 #pragma unroll
     for (int i = 0; i < Layout::kPeriod; ++i) {
         sOwn[i] = sO + Layout::index(row, i * Layout::kStretch + kTiles * accumulator_column(lane));
@@ -135,8 +135,8 @@ FASTATTN_DEVICE void store_output_row(float* sO, const float (&rO)[Config::kTile
     }
 }
 
-// Combines the groups' results to a partial, and this with the partials to its left that only wait for it. Stores the
-// tile's result if that completes it, else the largest node that the CTA can make so far in its workspace slot.
+// Combines the groups' results into a partial, and this with the partials to its left that wait only for it. If that
+// completes the tile, stores the result; else stores the largest node that the CTA can make so far in a workspace slot.
 template <typename Config, typename Rows>
 FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
                                    const TilePartials& partials, PartialRange own, int32_t partial) {
@@ -163,7 +163,7 @@ FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Con
 #pragma unroll 1
         for (int level = 0; level < node.level; ++level) {
             const int32_t node_idx = partial >> level;
-            if (node_idx % 2 == 0) continue;  // it has no right sibling: its parent is the same
+            if (node_idx % 2 == 0) continue;  // a left child without a right sibling: nothing to combine
             const int64_t slot = slot_of(slots_per_cta, cta, {level, node_idx - 1});
             result = combined(rows.slots().load(slot, row, column), result);
         }
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                                       ldmatrix_lane(lane));
 
     while (work.next_split() < work.end_split()) {
-        // Prologue: which tile, and which of its keys.
+        // Prologue: finds the tile, and the keys of it that this CTA takes.
         const int64_t split = work.next_split();
         const ScheduledSequence sequence = work.sequence_with(split);
         const CachedSequence& tokens = sequence.tokens;
@@ -226,14 +226,14 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys
-        OutputScale output_scale;              // of an 8-bit cache: the output is rO times it
-        // Each step loads the one kStages later. The first kStages of them load alone: loads of their own would be as
-        // much code again, which comes from memory at each launch.
+        OutputScale output_scale;              // with an 8-bit cache, the output is rO times this
+        // Each step loads the step kStages later, and the first kStages steps only load. Loads before the loop would
+        // double their code, which each launch fetches from memory.
 #pragma unroll 1
         for (int step = -kStages, stage = 0;; ++step, next_key += kBlockN) {
             const int32_t first_key = next_key - kStages * kBlockN;
             if (step == 0) {
-                // Waits until shared.tile is complete and every thread has read the split that the scheduler is at.
+                // Waits until shared.tile is complete and every thread has read the scheduler's current split.
                 __syncthreads();
                 if (threadIdx.x == 0) work.advance(current.splits_in_run);
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const float output_factor = k8Bit ? output_scale.value() * Decoding::kFactor : 1.0f;
         for_own_rows<1>(lane, [&](int m, int half, int row_of_warp) {
             const int row = warps.index() * kMmaM + row_of_warp;
-            shared.row_max[warps.group()][row] = softmax.reference[m][half];  // the lanes of a row hold the same
+            shared.row_max[warps.group()][row] = softmax.reference[m][half];  // the same in all lanes of a row
             shared.row_sum[warps.group()][row] = row_reduce_sum(softmax.row_sum[m][half]);
             store_output_row<Config>(sO, rO[m], output_factor, row, half, lane);
         });

@@ -28,7 +28,7 @@ struct TileRows {
 
     FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, value_dim()}; }
 
-    // Writes four columns of a row's result, with the sink.
+    // Finishes four columns of a row, with its sink, and writes them and the lse to the result.
     FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const QueryRow own(params, kv_head, first_row + row);
         const bool has_sink = params.scores.sinks != nullptr;

@@ -5,19 +5,18 @@
 
 namespace fastattn {
 
-// A warp takes 16 keys at a time, 16 rows and all dims: nobody waits for another warp in the loop. Its ring of keys and
-// values is 16 KB, of which at least half is in flight at any time: with two CTAs, 64 KB an SM, which covers the
-// latency of device memory at its full rate.
+// A warp takes 16 keys at a time with 16 rows and all dims, so no warp waits for another in the loop. Its ring of keys
+// and values is 16 KB, at least half of which is in flight at any time. With two CTAs, that is 64 KB per SM, which
+// covers the latency of device memory at its full rate.
 //
-// tests/decode/test_cuda_decode.py says how many instructions are executed for 16 keys. Memory brings 16 keys of an
-// 8-bit cache in half of the time. So with 8 bits a warp takes 32 keys at a time up to 128 dims, over which the
-// instructions of a step are spread, and with 64 dims there are three CTAs, whose rings are 8 KB, 48 KB of them in
-// flight.
+// tests/decode/test_cuda_decode.py counts the instructions that 16 keys take. Memory delivers 16 keys of an 8-bit cache
+// in half the time. So with 8 bits and up to 128 dims a warp takes 32 keys at a time, which spreads the instructions of
+// a step over more keys. With 64 dims an SM holds three CTAs with rings of 8 KB, 48 KB of which are in flight.
 //
-// kBlockM: 16 rows, or 32 where more than 16 share a KV head. Then two warps take the same keys (row_warps.cuh), each
-// for 16 rows and in as many registers as before, so that an SM holds one such CTA instead of two. They execute 1.6
-// times the instructions of one warp; two tiles of 16 rows would execute twice as many, and load twice. With 64 rows,
-// by four warps a ring, nothing would be gained: each warp executes as much for a key, and an SM holds no more warps.
+// kBlockM is 16 rows, or 32 where more than 16 rows read a KV head. Then two warps take the same keys (row_warps.cuh),
+// each for 16 rows with as many registers as before, so an SM holds one such CTA instead of two. The two execute 1.6
+// times the instructions of one warp; two tiles of 16 rows would execute and load twice as much. 64 rows with four
+// warps per ring would gain nothing: a warp would execute as much for a key, and an SM would hold no more warps.
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;

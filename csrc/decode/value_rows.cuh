@@ -1,4 +1,5 @@
-// Applies the scales of 8-bit tokens to scores and probabilities, and separates values that are not finite.
+// Applies the scales of 8-bit tokens to scores and probabilities, and keeps NaN and infinities in values from rows that
+// do not see them.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace fastattn {
 
-// A tile that several warps read, and that only the warp that has copied it changes.
+// A tile that several warps read. Only the warp that copied it changes it.
 template <typename Tile>
 struct SharedTile {
     using Layout = typename Tile::Layout;
@@ -26,8 +27,8 @@ struct SharedTile {
     }
 };
 
-// NaN and infinities in a tile of values [16, kHeadDim] reach the rows that see their key, and no other. All `warps`
-// of the tile call it.
+// Lets NaN and infinities in a tile of values [16, kHeadDim] reach only the rows that see their key. All `warps` of the
+// tile call it.
 template <DataType kDataType, int kTilesD, int kRows, int kRowWarps>
 FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                     const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key, int lane) {
@@ -40,7 +41,7 @@ FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const 
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
 
-// Does the same in a tile of fp8 values [kKeys, kTilesD * 8], where only NaN is not finite. eight_bit_gemm.cuh says
+// Does the same for a tile of fp8 values [kKeys, kTilesD * 8], where only NaN is not finite. eight_bit_gemm.cuh says
 // which dims rO holds.
 template <int kKeys, int kTilesD, int kRows, int kRowWarps>
 FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
@@ -91,9 +92,9 @@ FASTATTN_DEVICE void multiply_columns(float (&rS)[1][kTilesN][4], const float* s
     }
 }
 
-// The scale by which rO has to be multiplied to give the output. P is multiplied by the scales of 8-bit values divided
-// by this scale, because 16 bits may not hold P times the scales alone. It is a power of two, at most twice the largest
-// scale of the last tile of values, and seldom changes.
+// The scale by which rO must be multiplied to give the output. P is multiplied by the scales of 8-bit values divided by
+// this scale, because 16 bits may not hold P times those scales. It is a power of two, 1 to 32 times the largest scale
+// of the tile of values, so that it seldom changes.
 struct OutputScale {
     float inverse = 1.0f;
 
@@ -123,8 +124,8 @@ struct OutputScale {
         }
     }
 
-    // Multiplies P by the scales. The probability of a key that a row does not see stays 0, whatever the key's scale
-    // is.
+    // Multiplies P by the values' scales over this scale. The probability of a key that a row does not see stays 0,
+    // whatever the key's scale is.
     template <int kTilesN, int kRows>
     FASTATTN_DEVICE void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows<kRows>& rows,
                                uint32_t present, int32_t first_key, int lane) const {

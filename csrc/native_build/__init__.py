@@ -1,1 +1,1 @@
-"""Makes the native library from the sources in csrc. setup.py and the tests' emulator build with it."""
+"""Builds the native library from the sources in csrc, for setup.py and the tests' emulator."""

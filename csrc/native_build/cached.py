@@ -1,11 +1,11 @@
-"""Runs a compiler, or takes its result from a cache, which knows it by the contents of all that the compiler reads.
+"""Runs a compiler, or takes its result from a cache whose keys are hashes of all that the compiler reads.
 
     python cached.py OUTPUT ABOUT INPUT … -- compiler option …
 
-A result is known by the command without the repository's own path, by ABOUT (versions of what the command uses outside
-of the repository), and by the contents of the inputs and of every file that they include in quotes, from the folders
-that -I names. The cache's folder is FASTATTN_CACHE, by default fastattn in XDG_CACHE_HOME or ~/.cache. Where a file
-cannot be written there, the compiler's result is what counts.
+The key covers the command without the repository's own path, ABOUT (versions of what the command uses outside of the
+repository), and the contents of the inputs and of every file that they include in quotes, also from the folders that -I
+names. The cache's folder is FASTATTN_CACHE, by default fastattn in XDG_CACHE_HOME or ~/.cache. If the cache cannot be
+written, the output is still made.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODE = {".cpp", ".cu", ".cuh", ".h"}
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
-# The lines of PTX that name its sources (nvcc -lineinfo) have the repository's path: without it results are those of
-# any clone. What follows the name keeps the file's size.
+# Matches the paths by which PTX names its sources (nvcc -lineinfo). The repository's path is removed from them, so that
+# all clones have the same results; spaces take its place, so that the file keeps its size.
 SOURCE = re.compile(rb'"' + re.escape(str(ROOT).encode()) + rb'/([^"\n\0]+)"')
-# What compilers read beside their arguments.
+# Environment variables that compilers read.
 VARIABLES = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 DAYS_UNUSED = 60
 
 
 def folder() -> Path | None:
-    """Returns the cache's folder, or None where nobody names one and there is no home."""
+    """Returns the cache's folder, or None where no variable names one and there is no home."""
     if given := os.environ.get("FASTATTN_CACHE"):
         return Path(given)
     try:
@@ -44,14 +44,14 @@ def folder() -> Path | None:
 
 
 def include_folders(command: Sequence[str]) -> list[Path]:
-    """Returns the folders of -I, in their order."""
+    """Returns the folders that -I names, in order."""
     found = [argument[2:] for argument in command if argument.startswith("-I") and argument != "-I"]
     found += [command[i + 1] for i, argument in enumerate(command[:-1]) if argument == "-I"]
     return [Path(each) for each in found]
 
 
 def read_files(inputs: Sequence[Path], folders: Sequence[Path]) -> dict[Path, bytes]:
-    """Reads the inputs and all that they include in quotes, where that is found: what is not is the system's."""
+    """Returns the contents of the inputs and of all that they include in quotes, except headers of the system."""
     contents: dict[Path, bytes] = {}
     waiting = list(inputs)
     while waiting:
@@ -68,7 +68,7 @@ def read_files(inputs: Sequence[Path], folders: Sequence[Path]) -> dict[Path, by
 
 
 def key(about: str, command: Sequence[str], contents: dict[Path, bytes]) -> str:
-    """Returns the name under which the command's result is kept."""
+    """Returns the key of the command's result, a hash in hexadecimal."""
     digest = hashlib.sha256()
     variables = [os.environ.get(name, "") for name in VARIABLES]
     for text in (about, *variables, *command):
@@ -80,7 +80,7 @@ def key(about: str, command: Sequence[str], contents: dict[Path, bytes]) -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file that other processes see whole or not at all."""
+    """Writes a file atomically: other processes see all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
@@ -89,25 +89,25 @@ def write(path: Path, content: bytes) -> None:
 
 
 def kept(place: Path) -> bytes | None:
-    """Returns the content that ``place`` keeps, or None where there is none, or not all of it."""
+    """Returns the content stored in ``place``, or None if it is missing or damaged."""
     with contextlib.suppress(OSError, zlib.error):
         content = zlib.decompress(place.read_bytes())
-        os.utime(place)  # it was used: see `forget_unused`
+        os.utime(place)  # marks it as used, for `forget_unused`
         return content
     return None
 
 
 def forget_unused() -> None:
-    """Removes results that nobody has used for a long time."""
+    """Removes results that have not been used for ``DAYS_UNUSED`` days."""
     cache = folder()
     for path in cache.glob("objects/*/*") if cache else ():
-        with contextlib.suppress(OSError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process may have removed it
             if path.stat().st_mtime < time.time() - DAYS_UNUSED * 24 * 3600:
                 path.unlink()
 
 
 def run(output: Path, about: str, inputs: Sequence[Path], command: Sequence[str]) -> int:
-    """Makes ``output`` and, where the command has one, the file of its dependencies; returns the exit status."""
+    """Makes ``output`` and, if the command has -MF, its dependency file; returns the exit status."""
     contents = read_files(inputs, include_folders(command))
     name = key(about, command, contents)
     cache = folder()

@@ -33,7 +33,7 @@ def find_nvcc(
     if environ.get("CUDA_HOME"):
         folders.insert(0, str(Path(environ["CUDA_HOME"]) / "bin"))
     for packages in this_site_packages() if site_packages is None else site_packages:
-        # The wheels of CUDA 13 put a whole toolkit here, which nobody has on PATH.
+        # The wheels of CUDA 13 install a whole toolkit here, but not on PATH.
         folders += map(str, sorted(Path(packages).glob("nvidia/cu[0-9][0-9]/bin"), reverse=True))
     found = shutil.which("nvcc", path=os.pathsep.join(filter(None, folders)))
     return Path(found) if found else None
@@ -51,13 +51,13 @@ class CudaToolkit:
     @property
     def compress(self) -> list[str]:
         """Returns nvcc's options for the smallest embedded code that every driver of this toolkit's CUDA can load."""
-        # zstd came with CUDA 12.8, and the drivers of the first CUDA 12 do not know it.
+        # This mode uses zstd, which came with CUDA 12.8: drivers of earlier CUDA 12 cannot read it.
         mode = ["-Xfatbin", "-compress-mode=size"] if int(self.version.partition(".")[0]) >= 13 else []
         return ["-Xfatbin", "-compress-all", *mode]
 
     @classmethod
     def of(cls, nvcc: Path) -> CudaToolkit:
-        """Asks ``nvcc`` for its version and its root: the file may be a link or a script that starts another."""
+        """Asks ``nvcc``, maybe a link or a script, for its version and root; raises BuildError if files are missing."""
         release = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
         version = re.search(r"\bV(\d+\.\d+\.\d+)", release.stdout)
         dryrun = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
@@ -76,7 +76,7 @@ class CudaToolkit:
 
 
 def check_host_compiler(toolkit: CudaToolkit, cxx: str, instances: Sequence[Instance]) -> None:
-    """Compiles an empty kernel: an nvcc supports a certain range of C++ compilers and of architectures."""
+    """Raises BuildError if this nvcc does not support the C++ compiler or an instance's architecture."""
     gencodes = list(dict.fromkeys(each for instance in instances for each in instance.gencodes()))
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cu"

@@ -2,7 +2,7 @@
 
 The folder has one variant for GPUs, where there is an nvcc, and one for torch without CUDA. Each is a copy of the
 package that imports nothing but the standard library, torch and (when a kernel is launched) Triton. Its imports are
-relative, since nobody knows under which name it is imported, and its library's operators have a namespace of their own.
+relative, because the name of its import is not known, and its library's operators have a namespace of their own.
 The library takes its kernels from ``build/native``: only the bindings and the build's description are compiled again.
 """
 
@@ -25,11 +25,11 @@ from native_build.errors import BuildError
 from native_build.library import LIBRARY_NAME, ROOT, TORCH_TARGET_VERSION, NativeBuild, configure
 from native_build.wheel_tag import needed_versions, wheel_platform
 
-# The Hub's version of a kernel's interface, and the first `kernels` that knows all that stands in metadata.json.
+# The version of the interface on the Hub, and the first `kernels` that knows every key of metadata.json.
 VERSION = 1
 KERNELS_MINVER = "0.17.0"
 
-# Not in the copy: the command line, and what imports another package.
+# Not in the copy: the command line, a file that is written anew, and code that imports another package.
 LEFT_OUT = ("__main__.py", "namespace.py", "integrations/transformers")
 
 NAMESPACE_MODULE = '''"""The namespace of this copy's operators, and the name under which it was imported."""
@@ -40,7 +40,7 @@ NAMESPACE = {namespace!r}
 PACKAGE = __name__.rpartition(".")[0]
 '''
 
-# What transformers looks for in a kernel repository that is to stand in for flash-attn.
+# The functions that transformers expects from a kernel repository used in place of flash-attn.
 FLASH_ATTN = """
 from .integrations.flash_attn import (
     flash_attn_func,
@@ -69,7 +69,7 @@ fastattn {version} (`attention`, `attention_varlen`, `attention_with_kv_cache`, 
 
 
 def with_relative_imports(text: str, package: tuple[str, ...]) -> str:
-    """Returns ``text`` of a module in ``package``, ``("ops",)`` for ``fastattn.ops``, with relative imports alone."""
+    """Makes imports of fastattn relative in ``text``, a module of ``package`` (``("ops",)`` for ``fastattn.ops``)."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "fastattn" for alias in node.names):
@@ -82,7 +82,7 @@ def with_relative_imports(text: str, package: tuple[str, ...]) -> str:
 
 
 def modules(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yields the path in the copy and the text of each of its modules but ``namespace.py``."""
+    """Yields the path and the text of each module of the copy except ``namespace.py``."""
     places = {root / "python" / "fastattn": Path(), root / "triton_kernels": Path("triton_kernels")}
     for folder, place in places.items():
         for path in sorted(folder.rglob("*.py")):
@@ -94,7 +94,7 @@ def modules(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
 
 
 def variant_name(build: NativeBuild) -> str:
-    """Returns the name that ``kernels`` expects: oldest torch with our stable ABI, CUDA version, machine."""
+    """Returns the name that ``kernels`` expects, made of: oldest torch with our stable ABI, CUDA version, machine."""
     major, minor = (int(TORCH_TARGET_VERSION[start : start + 2], 16) for start in (2, 4))
     cuda = f"cu{''.join(build.toolkit.version.split('.')[:2])}" if build.toolkit else "cpu"
     return f"torch-stable-abi{major}{minor}-{cuda}-{platform.machine()}-linux"
@@ -121,7 +121,7 @@ def metadata(build: NativeBuild) -> dict[str, object]:
 
 
 def with_own_namespace(build: NativeBuild) -> NativeBuild:
-    """Gives the build a namespace that no other version or variant of the kernel has."""
+    """Returns the build with a namespace that no other version or variant of the kernel has."""
     digest = hashlib.sha256(json.dumps(build.description(), sort_keys=True).encode())
     for path in sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file() and path.suffix != ".pyc"):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Reads which kernels are compiled, and for what, from the table in csrc/instances.json."""
+"""Reads from the table in csrc/instances.json which kernels are compiled, and for which GPUs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 from native_build.errors import BuildError
 from native_build.targets import TARGETS, Target
 
-# A name that is no macro, and its values, always these: a source compiles the kernels of both at once.
+# This key of the table is not a macro, and its values are fixed: a source compiles its kernels for both dtypes at once.
 DTYPE, BOTH_DTYPES = "DTYPE", [["kFloat16", "kBFloat16"]]
 
 
 @dataclass(frozen=True)
 class Instance:
-    """Describes one compilation of a source, of one kernel or several: what csrc/instances.json says of it."""
+    """Describes one compilation of a source, which makes one or several kernels, as csrc/instances.json lists it."""
 
     source: str  # in csrc
     architecture: str
     code: tuple[str, ...]
-    ptx: tuple[str, ...]  # from which that is made: of the architecture, and what the table embeds of later ones
-    values: tuple[tuple[str, str], ...] = ()  # of its macros; values that are compiled at once are one, "16,32"
-    kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # all values of each kernel that it makes
+    ptx: tuple[str, ...]  # from which code is made: the architecture's, then later ones that are embedded
+    values: tuple[tuple[str, str], ...] = ()  # (macro, value); values compiled at once are joined, "16,32"
+    kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # the (name, value) pairs of each kernel
 
     @property
     def name(self) -> str:
-        """Returns, for example, ``split_sm80.HEAD_DIM_64.BLOCK_M_16-32.CACHE_kInt8``."""
+        """Returns the instance's name, for example ``split_sm80.HEAD_DIM_64.BLOCK_M_16-32.CACHE_kInt8``."""
         return self._named(self.values).replace(",", "-")
 
     @property
@@ -44,23 +44,23 @@ class Instance:
 
     @property
     def object_path(self) -> Path:
-        """Returns the object's path in the build folder, which no other instance has."""
+        """Returns the object's path in the build folder; no other instance has the same."""
         return Path(self.source).with_name(f"{self.name}.o")
 
     @property
     def machine_code_path(self) -> Path:
-        """Returns the path of the object that has the instance's code in place of PTX alone."""
+        """Returns the path of the object with the instance's ``code``; that at `object_path` has only PTX."""
         return Path(self.source).with_name(".".join([self.name, *self.code, "o"]))
 
     @property
     def defines(self) -> list[str]:
-        """Returns nvcc's options. It ends a value at a comma, unless a backslash precedes it."""
+        """Returns nvcc's -D options, with backslashes before commas, at which it would end a value."""
         return [f"-DFASTATTN_{name}={value}".replace(",", r"\,") for name, value in self.values]
 
     def gencodes(self, code: Sequence[str] | None = None) -> list[str]:
-        """Returns nvcc's -gencode for ``code``, by default the instance's own.
+        """Returns the values of nvcc's -gencode for ``code``, by default the instance's own.
 
-        Machine code comes from the PTX of its number where that is there, else from that of the architecture.
+        Machine code is made from PTX of the same number if the instance has it, else from the architecture's.
         """
         made: dict[str, list[str]] = {}
         for name in code or self.code:
@@ -70,9 +70,9 @@ class Instance:
 
 
 def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
-    """Returns (name, text in C++) for each value of a key of the instance table, or for each list of several names.
+    """Returns the (name, text in C++) pairs for each value of a key of the instance table; raises BuildError.
 
-    A list under one name is one value, with commas.
+    A key of several names has lists with a value for each. A list under a single name is one value, with commas.
     """
     each = names.split()
     lists = [value if isinstance(value, list) else [value] for value in values]
@@ -87,7 +87,7 @@ def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, s
 
 
 def all_instances(csrc: Path) -> list[Instance]:
-    """Returns every instance in csrc/instances.json with all of its code, in the order of the table."""
+    """Returns every instance in csrc/instances.json with all of its code, in table order; raises BuildError."""
     table = json.loads((csrc / "instances.json").read_text())
     instances: list[Instance] = []
     for row in table["kernels"]:

@@ -2,7 +2,7 @@
 
     python -m native_build.library
 
-builds it in build/native, with csrc/ on the path, as setup.py does.
+builds the library in build/native, as setup.py does; csrc/ must be on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MACHINE_CODE = Path(__file__).with_name("machine_code.py")
 CACHED = Path(__file__).with_name("cached.py")
 NAMESPACE = "fastattn"
 
-# The oldest torch that can load the library, 2.10: one byte for each number, see torch/headeronly/version.h.
+# The oldest torch that can load the library, 2.10, with a byte for each number (torch/headeronly/version.h).
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
 
@@ -47,21 +47,21 @@ def shell(arguments: Iterable[str | Path]) -> str:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Writes ``text`` unless the file holds it already, so that its time stays."""
+    """Writes ``text`` unless the file holds it already, so that its modification time stays."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 @dataclass(frozen=True)
 class NativeBuild:
-    """Decides what a native library becomes. ``toolkit`` is None in a build without CUDA kernels.
+    """Describes a native library to build. ``toolkit`` is None in a build without CUDA kernels.
 
-    Every library takes its kernels and most other objects from the same ``output``, where each is compiled once: an
-    instance's object has PTX alone, with the lines of its source, and a second one has ``code`` of the instance in its
-    place. ``variant`` is the folder in ``output`` of the library and of what it shares with no other.
+    All libraries take their kernels and most other objects from the same ``output``, where each is compiled once. An
+    instance's object has only PTX, with line information; a second object has the instance's ``code`` in its place.
+    ``variant`` is the folder in ``output`` of the library and of objects that it shares with no other.
 
-    With ``emulated_runtime``, a library that stands in for the CUDA runtime, this is a library for the tests' emulator,
-    which runs the PTX. Its ops are registered for CPU tensors, or with ``takes_cuda_tensors`` as in every other build.
+    ``emulated_runtime`` is a library that replaces the CUDA runtime in a build for the tests' emulator, which runs the
+    PTX. Ops are then registered for CPU tensors, unless ``takes_cuda_tensors``.
 
     ``namespace`` is that of the operators in ``torch.ops``.
     """
@@ -80,7 +80,7 @@ class NativeBuild:
 
     @property
     def code(self) -> dict[str, list[str]]:
-        """Maps each architecture to the code that its kernels have, or that some of them have."""
+        """Maps each architecture to all code that any of its kernels has."""
         found: dict[str, dict[str, None]] = {}
         for instance in self.instances:
             found.setdefault(instance.architecture, {}).update(dict.fromkeys(instance.code))
@@ -91,7 +91,7 @@ class NativeBuild:
         return self.output / self.variant / LIBRARY_NAME
 
     def description(self) -> dict[str, object]:
-        """Returns what ``fastattn_build_info()`` of the library returns, before it is JSON."""
+        """Returns the content of the JSON that ``fastattn_build_info()`` of the library returns."""
         nvcc = self.toolkit.version if self.toolkit else None
         return {
             "version": self.version,
@@ -105,8 +105,8 @@ class NativeBuild:
     def ninja_file(self) -> str:
         """Returns build.ninja: one edge per source file, one per instance with machine code, one that links them.
 
-        Its outputs are relative to ``output``. It has an edge for every instance, also of those that the library lacks:
-        ninja would at times forget which headers the others were made from.
+        Its outputs are relative to ``output``. It also has edges for instances that the library lacks: without them,
+        ninja would at times forget which headers their objects were made from.
         """
         include: list[str | Path] = ["-I", self.source]
         cuda_libraries: list[str | Path] = []
@@ -120,16 +120,16 @@ class NativeBuild:
         names = [f"-ffile-prefix-map={folder}/=" for folder in (self.source, self.torch / "include")]
         cxx_flags: list[str | Path] = [
             *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-            # g++ 12 finds torch's own optional tensors uninitialised, where they are destroyed.
+            # g++ 12 warns that torch's own optional tensors are uninitialised where they are destroyed.
             *("-ffunction-sections", "-fdata-sections", "-Wall", "-Wextra", "-Wno-maybe-uninitialized"),
             *("-Werror=return-type", *names),
             *(f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *include, *system_include),
         ]
         link_flags = [
-            # All that is undefined must come from the libraries named here: nothing from Python, and nothing from
+            # Undefined symbols must come from the libraries named here: nothing from Python, and nothing from
             # torch's CUDA libraries, which a CPU-only torch lacks.
             *("-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--strip-all", "-Wl,--gc-sections"),
-            # What is exported is what python/fastattn/native.py asks.
+            # Export only the functions that python/fastattn/native.py calls.
             *("-Wl,--version-script=exports.map", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
         # No run path: at run time torch has loaded its library already, and the soname finds it.
@@ -169,8 +169,8 @@ class NativeBuild:
         if self.toolkit:
             nvcc: list[str | Path] = [self.toolkit.nvcc, "-ccbin", host_compiler(self.cxx)]
             nvcc_flags: list[str | Path] = [
-                # -O1 for the host's code, which only launches. Lines, and no compression: so that the emulator can read
-                # the PTX, and name the lines of what it finds there.
+                # -O1 is enough for host code that only launches. Line information and no compression let the emulator
+                # read the PTX and name source lines in its messages.
                 *("-std=c++20", "-O1", "--expt-relaxed-constexpr", "-lineinfo", "--no-compress"),
                 *("-Xcompiler", ",".join(["-fPIC", "-fvisibility=hidden", "-Wall", names[0]]), *include),
             ]
@@ -211,8 +211,8 @@ class NativeBuild:
     def run(self, quiet: bool = False) -> Path:
         """Compiles what has changed since the last call and returns the library's path.
 
-        Processes that build in ``output`` at the same time wait for the first. With ``quiet``, what the compilers say
-        is shown only where they fail.
+        Processes that build in ``output`` at the same time wait for the first. With ``quiet``, the compilers' output is
+        shown only if they fail. Raises BuildError.
         """
         self.library.parent.mkdir(parents=True, exist_ok=True)
         with open(self.output / "lock", "w") as lock:
@@ -222,7 +222,7 @@ class NativeBuild:
             write_if_changed(ninja_file, self.ninja_file())
             command: list[str | Path] = [find_ninja(), "-C", self.output, "-f", ninja_file, "-j", num_jobs(os.environ)]
             target = self.library.relative_to(self.output)
-            # ninja keeps the lock where this process is killed and it goes on.
+            # ninja inherits the lock, and keeps it if this process is killed.
             result = subprocess.run([*command, target], capture_output=quiet, text=True, pass_fds=[lock.fileno()])
         cached.forget_unused()
         if result.returncode:
@@ -232,7 +232,7 @@ class NativeBuild:
 
 
 def configure(version: str, environ: Mapping[str, str]) -> NativeBuild:
-    """Finds the tools and decides what to compile."""
+    """Finds the tools and returns the build for FASTATTN_ARCHS of ``environ``; raises BuildError."""
     targets = parse_targets(environ.get("FASTATTN_ARCHS", "80;90a"), environ)
     torch = find_torch()
     cxx = find_cxx(environ)

@@ -1,10 +1,10 @@
-"""Gives the object of a CUDA source, which has PTX alone, the code for GPUs in its place.
+"""Replaces the PTX in the object of a CUDA source by the code to embed for GPUs.
 
     python machine_code.py unit.o with_code.o arch=compute_80,code=[sm_80,compute_80] … -- nvcc option …
 
-So each kernel passes the compiler's front end once, whatever libraries it is for. The object's PTX has the lines of its
-source and is not compressed (nvcc -lineinfo --no-compress); what comes out has neither lines nor paths. Where ptxas
-serialises the wgmma of a kernel, which costs most of its speed, the build fails.
+So each kernel passes the compiler's front end once, however many libraries contain it. The object's PTX has line
+information and is not compressed (nvcc -lineinfo --no-compress); the result has neither lines nor paths. The build
+fails if ptxas serialises the wgmma of a kernel, which costs most of its speed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SECTION = ".nv_fatbin"
-# The container that nvcc embeds; tests/emulator/src/runtime/fat_binary.cpp has its layout in words.
+# The container that nvcc embeds; tests/emulator/src/runtime/fat_binary.cpp describes its layout.
 CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of what follows
 ENTRY = struct.Struct("<HHIQIIHHI")  # kind, version, bytes of the header, of what follows, when compressed, …, arch
 MAGIC, PTX = 0xBA55ED50, 1
-# What ptxas says where it waits after each wgmma (C7510 and others: "Potential Performance Loss: wgmma.mma_async
-# instructions are serialized due to …"), or where it adds a warpgroup.arrive that the source lacks (C7519).
+# Matches ptxas's messages that it waits after each wgmma (C7510 and others: "Potential Performance Loss:
+# wgmma.mma_async instructions are serialized due to …"), or adds a warpgroup.arrive that the source lacks (C7519).
 WGMMA_ADVICE = re.compile(r"^.*\(C75\d\d\).*\b(?:serialized|injected)\b.*$", re.MULTILINE)
 
 
 def entries(container: bytes) -> bytes:
-    """Returns the entries of a container, headers and all."""
+    """Returns the entries of a container, with their headers."""
     magic, _, header_bytes, num_bytes = CONTAINER.unpack_from(container)
     if magic != MAGIC:
         raise SystemExit("nvcc wrote device code in a container that fastattn's build does not know")
@@ -62,7 +62,7 @@ def architecture(ptx: str) -> str:
 
 
 def assemble(ptx: Path, code: Path, gencode: str, nvcc: Sequence[str]) -> None:
-    """Writes to ``code`` what nvcc makes of ``ptx``; ends the program where it cannot, or where it serialises wgmma."""
+    """Compiles ``ptx`` to ``code``; raises SystemExit if nvcc fails or serialises wgmma."""
     command = [*nvcc, "-gencode", gencode, "-fatbin", str(ptx), "-o", str(code)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, end="")
@@ -73,7 +73,7 @@ def assemble(ptx: Path, code: Path, gencode: str, nvcc: Sequence[str]) -> None:
 
 
 def replace_code(unit: Path, result: Path, gencodes: Sequence[str], nvcc: Sequence[str], folder: Path) -> None:
-    """Writes ``result``: ``unit`` with what each of nvcc's -gencode makes of its PTX. ``folder`` is for what passes."""
+    """Writes ``result``, ``unit`` with code for ``gencodes`` in place of its PTX; temporary files go to ``folder``."""
     section, ptx, code = folder / "section", folder / "unit.ptx", folder / "unit.fatbin"
     subprocess.run(["objcopy", f"--dump-section={SECTION}={section}", unit, folder / "unit.o"], check=True)
     container = section.read_bytes()

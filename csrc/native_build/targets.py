@@ -14,14 +14,14 @@ from native_build.errors import WITHOUT_CUDA, BuildError
 
 @dataclass(frozen=True)
 class Target:
-    """Names GPUs as FASTATTN_ARCHS does, with the code to embed for them where a kernel has such code."""
+    """Holds a name in FASTATTN_ARCHS, and the code to embed for it from kernels that have such code."""
 
     name: str
     code: tuple[str, ...]
 
 
 TARGETS = (
-    # PTX beside the machine code: GPUs without machine code of their own run it, compiled by the driver.
+    # The driver compiles the PTX for GPUs without machine code of their own.
     Target("80", ("sm_80", "compute_80", "compute_90")),
     # Instructions of "a" targets exist on that GPU alone, so PTX would help no other.
     Target("90a", ("sm_90", "sm_90a")),
@@ -42,7 +42,7 @@ def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
 
 
 def native_target(environ: Mapping[str, str]) -> Target:
-    """Returns the code that this machine's GPUs run, and no more: PTX only where a GPU has no machine code here."""
+    """Returns only the code that this machine's GPUs run, PTX for those without machine code; raises BuildError."""
     code: list[str] = []
     for gpu in compute_capabilities(environ):
         if gpu < 80:
@@ -55,7 +55,7 @@ def native_target(environ: Mapping[str, str]) -> Target:
 
 
 def parse_targets(text: str, environ: Mapping[str, str] = os.environ) -> list[Target]:
-    """Returns the targets that ``text`` (a value of FASTATTN_ARCHS) names, in the order of ``TARGETS``."""
+    """Returns the targets that ``text`` (FASTATTN_ARCHS) names, in the order of ``TARGETS``; raises BuildError."""
     names = [name for name in re.split(r"[;,\s]+", text) if name]
     if names == ["none"]:
         return []

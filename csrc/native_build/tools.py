@@ -28,10 +28,10 @@ def find_cxx(environ: Mapping[str, str]) -> list[str]:
 
 @functools.cache
 def version_of(*command: str) -> str:
-    """Returns the first line of what the compiler says of its version."""
+    """Returns the first line of the compiler's --version, or an empty text if it does not start."""
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    except OSError:  # the build says so
+    except OSError:  # the build will report it
         return ""
     return said.partition("\n")[0]
 
@@ -42,7 +42,7 @@ def host_compiler(cxx: Sequence[str]) -> str:
 
 
 def find_ninja() -> str:
-    """Returns the ninja of this environment's package, else the one on PATH."""
+    """Returns the ninja of this environment's package, else that on PATH; raises BuildError if there is none."""
     found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if not found:
         raise BuildError("ninja is not installed. Run: pip install ninja")
@@ -50,13 +50,13 @@ def find_ninja() -> str:
 
 
 def num_jobs(environ: Mapping[str, str]) -> str:
-    """Returns how many compilers run at once. A kernel's can take 2 GiB, and a machine out of memory helps nobody."""
+    """Returns how many compilers run at once: MAX_JOBS, else one per CPU but at most one per 2 GiB of memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return environ.get("MAX_JOBS") or str(max(1, min(os.cpu_count() or 1, memory // 2**31)))
 
 
 def find_torch() -> Path:
-    """Returns the folder of the installed torch, whose headers and libraries are used without an import."""
+    """Returns the folder of the installed torch without importing it; raises BuildError unless it is >= 2.10."""
     spec = importlib.util.find_spec("torch")
     root = Path(spec.origin).parent if spec and spec.origin else None
     if root is None or not (root / "include" / "torch" / "csrc" / "stable" / "library.h").exists():

@@ -14,7 +14,7 @@ MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11),
 def needed_versions(library: Path) -> dict[str, tuple[int, ...]]:
     """Returns the highest version of each family (GLIBC, GLIBCXX, ...) that a 64-bit little-endian ELF library needs.
 
-    It reads the section .gnu.version_r: System V ABI, symbol versioning (verneed and vernaux entries).
+    Reads the section .gnu.version_r: System V ABI, symbol versioning (verneed and vernaux entries).
     """
     data = library.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
@@ -42,6 +42,6 @@ def needed_versions(library: Path) -> dict[str, tuple[int, ...]]:
 
 
 def wheel_platform(platform: str, needed: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns ``platform`` (such as linux_x86_64), in its manylinux_2_28 form where the needed versions allow that."""
+    """Returns ``platform`` (linux_x86_64, say), as manylinux_2_28 where the needed versions allow it."""
     allowed = all(version <= MANYLINUX_2_28.get(family, ()) for family, version in needed.items())
     return re.sub(r"^linux_", "manylinux_2_28_", platform) if allowed else platform

@@ -1,4 +1,4 @@
-// The append by slots; compiled with FASTATTN_HEAD_DIM, a list, and FASTATTN_CACHE, the cache's format.
+// Instantiates the append to slots, for the list FASTATTN_HEAD_DIM and the cache format FASTATTN_CACHE.
 #include "decode/append_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// 8-bit caches as 16-bit floats; compiled with FASTATTN_CACHE, the caches' format.
+// Instantiates the dequantisation of caches of the format FASTATTN_CACHE.
 #include "decode/dequantize_sm80.cuh"
 
 namespace fastattn {

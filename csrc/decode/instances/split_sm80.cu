@@ -1,5 +1,4 @@
-// Flash-decoding; compiled with FASTATTN_HEAD_DIM, FASTATTN_BLOCK_M, a list of rows of a tile, and FASTATTN_CACHE, the
-// cache's format.
+// Instantiates flash-decoding for FASTATTN_HEAD_DIM, the list FASTATTN_BLOCK_M and the cache format FASTATTN_CACHE.
 #include "decode/split_sm80.cuh"
 
 namespace fastattn {
