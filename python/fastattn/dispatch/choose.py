@@ -1,7 +1,4 @@
-"""Chooses the backend of a call, and with it the kernel; reasons.py says why not another.
-
-It knows no operation: each describes its calls by a ``Request``.
-"""
+"""Chooses the backend and the kernel of a call, which its operation describes by a ``Request``."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def choose(request: Request) -> Choice:
     if forward_ad._current_level >= 0 and request.only_torch is None:  # a kernel would drop the tangents silently
         request = request._replace(only_torch=reasons.FORWARD_MODE)
     key = (request, thread.forced, request.op.has_torch_sdpa and asked().sdpa)
-    if torch.compiler.is_compiling():  # the compiled graph keeps the choice
+    if torch.compiler.is_compiling():  # no cache: the compiled graph keeps the choice
         decided = _decide(*key)
         if decided.detour is not None:
             _announce(decided.detour)
@@ -73,7 +70,7 @@ def _fallback_mode() -> str:
 
 
 def _announce(reason: str) -> None:
-    """Raises or warns about a call that goes to PyTorch, as FASTATTN_FALLBACK says; compiled graphs do not warn."""
+    """Refuses, or warns about, a call that goes to PyTorch, as FASTATTN_FALLBACK says. Compiled graphs do not warn."""
     mode = _fallback_mode()
     if mode == "error":
         raise InputError(f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}")
@@ -118,7 +115,7 @@ def _decide(request: Request, forced: str | None, torch_asked_for: bool) -> Choi
     if instead is not None and reason_against(chosen, instead, device_facts) is None:
         seen = instead
     kernel, tile = seen.op.name, None
-    if not torch.compiler.is_compiling():  # nobody reads them there, and they would tie the graph to a range of sizes
+    if not torch.compiler.is_compiling():  # a graph needs neither, and choosing them would guard on sizes
         kernel, tile = seen.op.kernel(chosen, seen, device_facts)
     dims = seen.head_dim, seen.value_dim
     padded = dims if dims != (request.head_dim, request.value_dim) else None
@@ -127,7 +124,7 @@ def _decide(request: Request, forced: str | None, torch_asked_for: bool) -> Choi
 
 
 def _with_kernel_dims(request: Request, backend: str) -> Request:
-    """Returns the request with the head dims of the kernel, to which the call's own are padded."""
+    """Returns the request with its head dims rounded up to those that the backend's kernels take."""
     support = SUPPORT[request.op.name][backend]
     head_dim, value_dim = (support.kernel_head_dim(dim) for dim in (request.head_dim, request.value_dim))
     assert head_dim is not None and value_dim is not None
@@ -135,5 +132,5 @@ def _with_kernel_dims(request: Request, backend: str) -> Request:
 
 
 def is_watched() -> bool:
-    """Returns whether this thread forces a backend or somebody watches what runs: then every call must be chosen."""
+    """Returns whether this thread's calls must all pass ``choose``: for a forced backend, ``explain`` or ``record``."""
     return thread.forced is not None or thread.explaining or is_recording()

@@ -14,7 +14,7 @@ from fastattn.after_import import after_import
 class DeviceFacts(NamedTuple):
     """Holds the facts about one GPU.
 
-    ``arch`` is the compute capability times ten (80, 90, 100); shared memory is the opt-in limit of one block.
+    ``arch`` is the compute capability times ten (80, 90, 100). ``shared_memory_bytes`` is the opt-in limit of one CTA.
     ``driver_cuda`` is the CUDA version that the driver supports, as 1000 * major + 10 * minor, or None if unknown.
     """
 
@@ -38,7 +38,7 @@ def facts(device: torch.device) -> DeviceFacts | None:
     """Returns the facts of ``device``, or None where no kernel of ours can run on it."""
     if device.type == "cpu":
         return _emulated
-    if torch.compiler.is_dynamo_compiling():  # a graph that read _known would be compiled again once that is filled
+    if torch.compiler.is_dynamo_compiling():  # a graph that reads _known is compiled again when _known changes
         return _named(_look_up(device))
     if device not in _known:
         _known[device] = _named(_look_up(device))
@@ -50,7 +50,7 @@ def _named(numbers: tuple[int, int, int, int | None] | None) -> DeviceFacts | No
 
 
 def _driver_cuda() -> int | None:
-    """Returns the CUDA version that the driver supports; the driver is asked, as no public function of torch tells."""
+    """Asks the driver which CUDA version it supports, or returns None. No public function of torch tells it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int(0)
@@ -72,8 +72,8 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
     return None
 
 
-# Compiled graphs keep what ``_look_up`` returns as a constant, as its calls cannot be traced. The decorator imports
-# torch._dynamo, which takes a second, so it waits until something is compiled.
+# Compiled graphs keep the result of ``_look_up`` as a constant, as its calls cannot be traced. The decorator imports
+# torch._dynamo, which takes a second, so it waits until something else imports that module.
 after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_look_up))
 
 
@@ -82,10 +82,10 @@ _when_emulation_changes: list[Callable[[], None]] = []
 
 
 def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
-    """Declares that CPU tensors are on a GPU with these facts, for the whole process; None ends that.
+    """Makes CPU tensors count as tensors of a GPU with these facts, for the whole process; None ends that.
 
-    It serves tests and tools that run compiled kernels in the host's memory: calls on CPU tensors then go to kernels as
-    on such a GPU, and the caller sees to it that Triton can launch them. Returns the facts that were declared before.
+    Tests and tools use it to run compiled kernels in the host's memory. The caller must make sure that Triton can
+    launch kernels there. Returns the facts that were in force before.
     """
     global _emulated
     before, _emulated = _emulated, device_facts

@@ -1,8 +1,7 @@
-"""Says why a backend does not serve a call: each reason is a sentence that a user can act on.
+"""Words the reasons why a backend does not run a call, as sentences that a user can act on.
 
-``explain`` shows them; the error of a forced backend and the warning about a call that runs in PyTorch quote them.
-support.py lists what the kernels take. Functions that know more about their own arguments word such reasons themselves
-(``Request.only_torch``); layout.py says why a tensor is copied first.
+``explain`` shows the reasons. The error of a forced backend and the warning about a call that runs in PyTorch quote
+them. Public functions word the reasons that concern their own arguments (``Request.only_torch``).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def another_is_forced(forced: str) -> str:
 
 
 def another_comes_first(chosen: str, backend: str) -> str:
-    """Returns the reason against ``backend``, which could run the call as ``chosen`` can, but is tried later."""
+    """Returns the reason against ``backend``, which could run the call but is tried after ``chosen``."""
     return f'{chosen} comes first (no measurement says that {backend} is faster); use_backend("{backend}") selects it.'
 
 
 def each_once(rejected: dict[str, str]) -> dict[str, str]:
-    """Returns each reason once, by the names of the backends against which it stands."""
+    """Returns each reason once; its key lists the backends that it rejects, joined by commas."""
     names: dict[str, list[str]] = {}
     for backend, reason in rejected.items():
         names.setdefault(reason, []).append(backend)
@@ -63,8 +62,8 @@ def reason_against(backend: str, request: Request, device_facts: DeviceFacts | N
 
 
 def lacking_for_cuda(request: Request, device_facts: DeviceFacts) -> str | None:
-    """Returns what this build or the driver lacks to run ``request`` on this GPU by a CUDA C++ kernel, or None if
-    nothing is lacking or no such kernel takes the call."""
+    """Returns what this build or the driver lacks to run ``request`` by a CUDA C++ kernel. Returns None if nothing is
+    lacking, or if no CUDA C++ kernel takes the call anyway."""
     support = SUPPORT[request.op.name].get("cuda")
     if support is None or (request.device.type == "cpu" and not native.TAKES_CPU_TENSORS):
         return None
@@ -106,12 +105,12 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
 
 
 def words_for(op: str, features: frozenset[str]) -> str:
-    """Returns the words of support.py for some features of an operation."""
+    """Returns the descriptions of these features in support.py, joined by commas."""
     return ", ".join(words for feature, words in FEATURES[op].items() if feature in features)
 
 
 def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -> str | None:
-    """Returns why a GPU runs no kernel of ``backend``, whatever the call is, or None if it runs them."""
+    """Returns why no kernel of ``backend`` can run on the device, whatever the call is, or None."""
     if backend == "cuda":
         if device.type == "cpu" and not native.TAKES_CPU_TENSORS:
             return "the GPU is an emulated one, and the library was not built for the emulator."

@@ -10,7 +10,7 @@ import torch
 
 
 class RecordedCall(NamedTuple):
-    """Says what ran a call: an entry in the list of ``fastattn.record()``."""
+    """Names the kernel that ran a call; ``fastattn.record()`` lists these."""
 
     op: str
     backend: str

@@ -1,4 +1,4 @@
-"""An operation describes a call to the dispatcher by a ``Request``, and the dispatcher answers with a ``Choice``."""
+"""Defines ``Request``, by which an operation describes a call to the dispatcher, and ``Choice``, the answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastattn.dispatch.device import DeviceFacts
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """Describes an operation as the dispatcher sees it; ``ops.describe`` lists them.
+    """Describes an operation to the dispatcher; ``ops.describe`` defines all of them.
 
     Attributes:
         name: the operation's name in the tables of support.py.
         kernel: returns the name and the tile of the backend's kernel for a request.
-        refusal: returns why a backend cannot run a request although its table says so, or None.
-        instead: returns a request of another operation, whose kernel computes the same and suits it better, or None.
+        refusal: returns a reason against a backend that the tables of support.py do not express, or None.
+        instead: returns an equivalent request of another operation whose kernel suits the call better, or None.
         has_torch_sdpa: whether ``torch.nn.attention.sdpa_kernel`` governs its calls.
     """
 
@@ -33,7 +33,8 @@ class Op:
 class Request(NamedTuple):
     """Holds everything about a call on which the choice of a backend depends.
 
-    ``details`` is the operation's own. ``only_torch`` says why no kernel can take the arguments at all, or is None.
+    ``details`` has what only this operation needs, such as sizes. ``only_torch`` says why no kernel can take the
+    arguments at all, or is None.
     """
 
     op: Op
@@ -51,7 +52,7 @@ class Choice:
     """Names the backend that runs a call, with its kernel and tile, and says why each of the others does not.
 
     Attributes:
-        op: the operation whose kernel it is, which may be another than the call's.
+        op: the operation that the kernel belongs to; it may differ from the call's.
         detour: why a call on a GPU goes to PyTorch although nobody asked for that, or None.
         padded: the head dim and the value head dim to which query, key and value must be padded, or None.
         lacking: what this build or the driver lacks, if Triton runs a call that a CUDA C++ kernel could take.

@@ -1,4 +1,4 @@
-"""Lists of what each backend's kernels take. The dispatcher asks them, and the README's table is made from them."""
+"""Lists the features, dtypes and head dims that each backend's kernels take, for the dispatcher and the README."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 BACKENDS = ("cuda", "triton", "torch")
-# In the order in which they are tried: CUDA C++ first, as no measurement says that a Triton kernel is faster.
+# The dispatcher tries them in this order: CUDA C++ first, because no measurement shows a faster Triton kernel.
 KERNEL_BACKENDS = ("cuda", "triton")
 
-# Every option that a call can use and a kernel can lack. The words appear in the table and in the reasons.
+# Every option that a call can use and a kernel can lack. The descriptions appear in the table and in the reasons.
 FEATURES: dict[str, dict[str, str]] = {
     "attention": {
         "gradients": "gradients (the backward pass)",
@@ -68,10 +68,10 @@ FEATURES: dict[str, dict[str, str]] = {
     },
 }
 
-# Options of attention that do more to scores than scaling them and hiding some by their distance.
+# Options of attention that change scores in more ways than a scale, a causal mask or a window.
 CHANGES_SCORES = frozenset({"softcap", "alibi", "mask", "bias", "dropout", "key ranges"})
 
-# The feature of a call that uses an 8-bit cache, by the cache's dtype.
+# Dtype of an 8-bit cache → the feature of a call that uses it.
 FEATURE_OF_CACHE = {torch.int8: "int8 cache", torch.float8_e4m3fn: "fp8 cache"}
 
 # The names of the operations in the table's rows.
@@ -88,9 +88,9 @@ FUNCTIONS = {
 class Support:
     """Lists the features, head dims and dtypes that the kernels of one backend take for one operation.
 
-    ``head_dims`` is None where the operation has none. ``pads`` says that other head dims, down to 1, are padded with
-    zeros to the next that the kernels take. ``most_dims_with_gradients`` is the largest head dim with gradients, or
-    None if all have them.
+    ``head_dims`` is None for an operation without head dims. If ``pads``, any head dim from 1 up is padded with zeros
+    to the next one in ``head_dims``. ``most_dims_with_gradients`` is the largest head dim that has gradients, or None
+    if all have them.
     """
 
     features: frozenset[str]
@@ -121,7 +121,7 @@ class Support:
         return self.most_dims_with_gradients or self.head_dims[-1]
 
     def head_dims_text(self) -> str:
-        """Returns ``multiples of 8 from 16 to 256``, or ``up to 256, padded to multiples of 8 from 16``."""
+        """Returns ``multiples of 8 from 16 to 256``, for example, or ``up to 256, padded to multiples of 8``."""
         if self.head_dims is None:
             return "any"
         first, step, last = self.head_dims[0], self.head_dims.step, str(self.head_dims[-1])
@@ -164,7 +164,7 @@ OLDEST_ARCH = min(support.min_arch for backends in SUPPORT.values() for support 
 
 
 def support_table() -> str:
-    """Returns the README's support table in Markdown: all features of each operation, and which backend lacks which."""
+    """Returns the README's support table in Markdown: each operation's features, and those that a backend lacks."""
     lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
     for op in FEATURES:
         cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]

@@ -15,10 +15,10 @@ from fastattn.dispatch.support import BACKENDS
 
 
 class Explained(BaseException):
-    """Carries the choice out of a call that is only explained, not run.
+    """An exception that carries the choice out of a call that ``explain`` explains instead of running it.
 
-    ``explain`` takes any function that leads to one of ours, as ``torch.vmap`` and modules do: nothing but an exception
-    leaves it before it runs or changes something.
+    ``explain`` takes any function that calls fastattn somewhere inside, such as a module. Only an exception can leave
+    it before a kernel runs or a tensor changes.
     """
 
     def __init__(self, choice: Choice) -> None:
@@ -26,16 +26,16 @@ class Explained(BaseException):
 
 
 class Asked(NamedTuple):
-    """Holds what the user asks for at a call: a forced backend, and PyTorch by ``torch.nn.attention.sdpa_kernel``."""
+    """Holds the user's wishes: a forced backend, and whether ``torch.nn.attention.sdpa_kernel`` selects PyTorch."""
 
     forced: str | None
     sdpa: bool
 
 
 class _ThreadState(threading.local):
-    def __init__(self) -> None:  # not class attributes, which torch 2.11's dynamo reads before those of the thread
+    def __init__(self) -> None:  # not class attributes: torch 2.11's dynamo would read those instead
         self.forced: str | None = None
-        self.sdpa: bool | None = None  # None: torch's own switches say it
+        self.sdpa: bool | None = None  # None: torch's own switches decide
         self.explaining = False
 
 
@@ -47,8 +47,8 @@ def use_backend(backend: str) -> Iterator[None]:
     """Forces ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
 
     A call that the backend cannot run raises ``InputError`` with the reason. A backward pass uses the backend of its
-    forward pass, wherever it runs. A checkpoint calls the forward again, on a GPU from autograd's own thread: pass it
-    ``context_fn=lambda: (use_backend(backend), use_backend(backend))`` to force the backend there, too.
+    forward pass, wherever it runs. A checkpoint runs the forward pass again, on a GPU in autograd's own thread. To
+    force the backend there too, pass it ``context_fn=lambda: (use_backend(backend), use_backend(backend))``.
     """
     check_choice("backend", backend, BACKENDS)
     before = thread.forced
@@ -60,9 +60,9 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def asked() -> Asked:
-    """Returns what this thread asks for now.
+    """Returns this thread's current wishes.
 
-    Backward passes that choose again need it, as they run in another thread or after the block.
+    A backward pass that chooses again applies them by ``as_asked``: it runs in another thread, or after the block.
     """
     c = torch._C
     sdpa = not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())
@@ -71,7 +71,7 @@ def asked() -> Asked:
 
 @contextlib.contextmanager
 def as_asked(before: Asked) -> Iterator[None]:
-    """Applies what another thread asked for, ``before``, to this thread's calls inside the block."""
+    """Applies the wishes ``before``, which ``asked`` returned earlier, to this thread's calls inside the block."""
     own = thread.forced, thread.sdpa
     thread.forced, thread.sdpa = before
     try:

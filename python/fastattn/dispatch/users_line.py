@@ -1,4 +1,4 @@
-"""Warns at the line of the user's code, whatever path leads from there to fastattn."""
+"""Warns at the line of the user's code that led to fastattn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import FrameType, ModuleType
 
 import torch
 
-# Torch's frames count as not the user's too: ``nn.Module.__call__`` calls our layers, ``nn.MultiheadAttention`` the
-# drop-in.
+# PyTorch's frames are not the user's either: ``nn.Module.__call__`` calls our layers, and ``nn.MultiheadAttention``
+# calls our replacement of ``scaled_dot_product_attention``.
 _NOT_THE_USERS = tuple(str(Path(path).parent) + os.sep for path in (Path(__file__).parent, torch.__file__))
 
 
@@ -22,9 +22,9 @@ def warn_at_users_line(message: str, category: type[Warning], *packages: ModuleT
     outermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS + others):
         outermost, frame = frame, frame.f_back
-    frame = frame or outermost  # a thread of autograd has no line of the user's
+    frame = frame or outermost  # autograd's threads have no frame of the user's code
     assert frame is not None
-    # warnings.warn counts frames in its own way (skip_file_prefixes needs Python 3.12), so pass the frame's place.
+    # Names the file and line, because warnings.warn cannot skip frames by file before Python 3.12.
     warnings.warn_explicit(
         message,
         category,

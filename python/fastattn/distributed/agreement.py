@@ -1,5 +1,5 @@
-"""Checks with ``FASTATTN_CHECK=1`` that all ranks of a group make the same call. A mistake on one rank is then an error
-on every rank; without the check the others would wait for it."""
+"""Checks with ``FASTATTN_CHECK=1`` that all ranks of a group make the same call. A mistake on one rank then raises on
+every rank; without the check the other ranks would wait for that one."""
 
 from __future__ import annotations
 

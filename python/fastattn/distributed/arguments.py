@@ -23,11 +23,10 @@ STRATEGIES = ("ring", "allgather", "ulysses")
 def prepared(
     call: AttentionCall, strategy: str, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
 ) -> tuple[Inputs, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the inputs of a call over ``[B, H, S, D]``, checked on all ranks, with tensors in the dtype of autocast
-    and one seed for all ranks; and the two groups of ``split_groups``.
+    """Checks a call over ``[B, H, S, D]`` on all ranks, and returns its inputs and the two groups of ``split_groups``.
 
-    ``check`` covers what differs between the dense and the packed call. It either raises or returns by name the values
-    that all ranks must share.
+    The inputs have autocast's dtype, and the same dropout seed on all ranks. ``check`` does the checks that only the
+    dense or only the packed call needs. It raises, or returns by name the values that all ranks must share.
     """
     found: list[AttentionCall] = []
 
@@ -53,13 +52,13 @@ def _checked(call: AttentionCall) -> AttentionCall:
     slopes = call.alibi_slopes
     if isinstance(call.dropout_seed, int):
         seed_tensor(call.dropout_seed, call.query.device)
-    # A row of slopes may be a document's.
+    # The caller checks slopes ``[B, Hq]``, because B may be the number of documents.
     checked, _ = check_call(call._replace(alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else None))
     return checked._replace(alibi_slopes=slopes)
 
 
 def _facts(call: AttentionCall) -> dict[str, Any]:
-    """Returns by name what all ranks must share."""
+    """Returns, by name, the shapes, dtypes and options that all ranks must share."""
     names = ("query", "key", "value", "alibi_slopes", "sinks", "key_ranges")
     tensors = {name: getattr(call, name) for name in names}
     seed = call.dropout_seed
@@ -97,7 +96,7 @@ def split_groups(
 
 
 def _check_heads(call: AttentionCall, by_heads: dist.ProcessGroup | None) -> None:
-    """Checks that the ranks that exchange sequence for heads divide the heads of query and key."""
+    """Checks that the number of ranks in ``by_heads`` divides the heads of query and of key."""
     num_ranks = 1 if by_heads is None else dist.get_world_size(by_heads)
     for name, tensor in (("query", call.query), ("key", call.key)):
         heads = tensor.shape[1]

@@ -1,4 +1,4 @@
-"""Blocks of attention say which rows of one rank see which keys of another, by their places in the whole sequence."""
+"""Describes which rows of one rank attend to which keys of another, by their positions in the whole sequence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_of_rank, parts_per_rank
 
 Found = TypeVar("Found")
-Window = tuple[int, int]  # how many keys a row sees before and after its place; -1: all
+Window = tuple[int, int]  # how many keys a row sees before and after its own position; -1: all
 _ALL, _ALL_KEYS, _CAUSAL = slice(None), (-1, -1), (-1, 0)
-KEYS_OF_A_DRAW = 4  # dropout draws for 4 keys at a time, so blocks begin at a multiple of it
+KEYS_OF_A_DRAW = 4  # dropout draws for 4 keys at a time, so the keys of a block begin at a multiple of 4
 
 
 class Part(NamedTuple):
-    """Rows that lie side by side on a rank.
+    """Holds a range of consecutive rows on a rank.
 
-    ``first`` is the place of the first row in the sequence; packed sequences also have the number of the document.
+    ``first`` is the position of the first row in its sequence. ``document`` numbers that sequence among packed ones.
     """
 
     rows: slice
@@ -33,13 +33,13 @@ class Part(NamedTuple):
         return self.rows.stop - self.rows.start
 
     def moved(self, rows: int) -> Part:
-        """Returns the same part, ``rows`` rows further on."""
+        """Returns the part with its rows shifted by ``rows``."""
         return self._replace(rows=slice(self.rows.start + rows, self.rows.stop + rows))
 
 
 class Block(NamedTuple):
-    """Describes a block of scores: rows and keys as slices of tensors, the places of the first of each in the sequence,
-    and the window, which applies to places. In packed sequences, places count within ``document``."""
+    """Describes a block of scores: the slices of its rows and keys, the positions of the first row and the first key in
+    the sequence (with ``document``, in that packed sequence), and the window over these positions."""
 
     rows: slice
     keys: slice
@@ -50,17 +50,16 @@ class Block(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Holds the slices of another rank's keys that a rank reads, and its blocks over these keys, slice after slice."""
+    """Holds the slices of another rank's keys that a rank reads, and its blocks over the concatenated slices."""
 
     keys: tuple[slice, ...]
     blocks: tuple[Block, ...]
 
 
 class Spread(NamedTuple):
-    """Describes a sequence of which each rank has ``length`` rows and keys.
+    """Describes a sequence that is spread over ranks, each of which has ``length`` rows and keys.
 
-    ``uses_positions`` is true with ALiBi, dropout or ranges of keys: a score then depends on the places of its row and
-    key.
+    ``uses_positions`` is true with ALiBi, dropout or key ranges: scores then depend on the positions of row and key.
     """
 
     layout: str
@@ -70,46 +69,46 @@ class Spread(NamedTuple):
     uses_positions: bool
 
     def reading(self, rank: int, source: int) -> Reading:
-        """Returns which keys of rank ``source`` rank ``rank`` reads: none where its rows see none."""
+        """Returns the keys of rank ``source`` that rank ``rank`` reads; none if its rows see none of them."""
         if not self.uses_positions and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
     def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """Returns ``find(self, *args)``, computed once, as every layer asks for the same."""
+        """Returns ``find(self, *args)`` from a cache, because every layer asks for the same."""
         return cast(Found, _found_for(find, self, *args))
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Returns the blocks of the rows of ``rank`` over all keys, which lie in the order of their places."""
+        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by position."""
         total = self.world_size * self.length
         if not self.uses_positions and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
         return [_block_over_sequence(part, 0, total, self.window) for part in self.parts_of(rank)]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Returns ``x``, ``[W * length, …]`` with one rank's rows after the other's, in the order of places."""
+        """Reorders the rows of ``x [W * length, …]`` from the order of ranks to the order of positions."""
         return in_order_of_parts(x, 0, self.layout, self.world_size)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Returns the inverse of ``in_order``."""
+        """Undoes ``in_order``."""
         return in_order_of_ranks(x, 0, self.layout, self.world_size)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Returns the parts of ``rank``; its keys lie at the same places as its rows."""
+        """Returns the parts of ``rank``; they describe its rows as well as its keys."""
         length = self.length // parts_per_rank(self.layout)
         parts = parts_of_rank(self.layout, rank, self.world_size)
         return [Part(slice(i * length, (i + 1) * length), part * length) for i, part in enumerate(parts)]
 
     def length_of(self, document: int | None) -> int:
-        """Returns the length of the sequence, or of ``document``, that parts belong to."""
+        """Returns the length of the whole sequence, or of ``document`` where sequences are packed."""
         return self.world_size * self.length
 
     def _reading_of_whole_parts(self, rank: int, source: int) -> Reading:
-        """Returns the reading where there is no mask, or a causal one alone: it has at most one block.
+        """Returns the reading without a mask, or with only a causal mask. It has at most one block.
 
-        The block is causal over the rank's own keys. Over those of others it has no mask and consists of whole parts:
-        in zigzag order a rank's second part lies behind the first parts of all ranks, and in front of the second parts
-        of the ranks before it.
+        Over the rank's own keys the block is causal. Over another rank's keys it has whole parts and no mask: in zigzag
+        order, a rank's second part follows the first parts of all ranks and precedes the second parts of the ranks
+        before it.
         """
         is_causal, half = self.window == _CAUSAL, self.length // 2
         rows = keys = slice(0, self.length)
@@ -125,10 +124,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedSpread:
-    """Describes packed sequences, here called documents, whose chunks lie on the ranks.
+    """Describes packed sequences, here called documents, that are spread over ranks.
 
     ``parts`` lists the parts of each rank in the order of its rows. All ranks have ``length`` rows; the last ones may
-    belong to no document. ``lengths`` has the length of each document. Results are kept: every layer asks for the same.
+    belong to no document. ``lengths`` has the length of each document.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -142,29 +141,29 @@ class PackedSpread:
         return len(self.parts)
 
     def reading(self, rank: int, source: int) -> Reading:
-        """Like ``Spread.reading``."""
+        """Returns the same as ``Spread.reading``."""
         return self.kept(PackedSpread._reading, rank, source)
 
     def _reading(self, rank: int, source: int) -> Reading:
         return _reading_of_parts(self.parts[rank], self.parts[source], self.window)
 
     def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """Like ``Spread.kept``, but kept in this object."""
+        """Returns ``find(self, *args)`` from a cache in this object, because every layer asks for the same."""
         call = (find, *args)
         if call not in self._kept:
             self._kept[call] = find(self, *args)
         return cast(Found, self._kept[call])
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
-        """Like ``Spread.parts_of``."""
+        """Returns the same as ``Spread.parts_of``."""
         return self.parts[rank]
 
     def length_of(self, document: int | None) -> int:
-        """Like ``Spread.length_of``."""
+        """Returns the length of ``document``."""
         return self.lengths[document or 0]
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, one document after the other."""
+        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by document and position."""
         first_of: dict[int | None, int] = {}
         num_keys = 0
         for part in in_order_of_documents(self.parts, self.length):
@@ -176,11 +175,11 @@ class PackedSpread:
         ]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Returns ``x``, ``[W * length, …]`` with one rank's rows after the other's, by documents and places."""
+        """Sorts the rows of ``x [W * length, …]`` by document and position; leaves out rows of no document."""
         return x.index_select(0, self._rows_in_order(x.device))
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Returns the inverse of ``in_order``; rows that belong to no document are 0."""
+        """Undoes ``in_order``; rows that belong to no document are 0."""
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
@@ -195,18 +194,18 @@ def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
 
 
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
-    """Returns the parts of all ranks by documents and places. Their rows count through all ranks, ``length`` each."""
+    """Returns the parts of all ranks, sorted by document and position. The rows of rank r begin at ``r * length``."""
     moved = (part.moved(rank * length) for rank, own in enumerate(parts) for part in own)
     return sorted(moved, key=place_of)
 
 
 def place_of(part: Part) -> tuple[int, int]:
-    """Returns the document and the first row of a part, by which parts are sorted."""
+    """Returns the document of a part and the position of its first row in it, by which parts are sorted."""
     return part.document or 0, part.first
 
 
 class Rows:
-    """Keeps row numbers as an int64 tensor on each device that has asked for them."""
+    """Keeps row numbers as an int64 tensor on each device that has needed them."""
 
     def __init__(self, slices: Iterable[slice]) -> None:
         ranges = (torch.arange(of.start, of.stop) for of in slices)
@@ -223,8 +222,7 @@ class Rows:
 
 
 def seen_ranges(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> list[Part]:
-    """Returns the source's keys that at least one of the own parts sees, as ranges of consecutive keys. What one part
-    sees of another is one range."""
+    """Returns the keys of ``source_parts`` that at least one part in ``own`` sees, as ranges of consecutive keys."""
     found = []
     for source in source_parts:
         ranges = (keys_seen(part, source, window) for part in own if part.document == source.document)
@@ -246,7 +244,7 @@ def _merged(ranges: Iterable[range]) -> list[range]:
 
 
 def keys_seen(part: Part, keys: Part, window: Window) -> range:
-    """Returns which keys of the part ``keys`` at least one row of ``part`` sees; both belong to one sequence."""
+    """Returns the range of keys in ``keys`` that at least one row of ``part`` sees; both are parts of one sequence."""
     return _seen(part, keys.first, keys.length, window)
 
 
@@ -264,16 +262,16 @@ def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window:
 
 
 def _block_over_sequence(part: Part, first_key: int, length: int, window: Window) -> Block:
-    """Returns the block of ``part`` over the keys of its whole sequence, which lie from ``first_key`` on."""
+    """Returns the block of ``part`` over its whole sequence, whose keys begin at row ``first_key`` of the tensor."""
     seen = _seen(part, 0, length, window)
     keys = slice(first_key + seen.start, first_key + seen.stop)
     return Block(part.rows, keys, part.first, seen.start, window, part.document)
 
 
 def _seen(part: Part, first_key: int, num_keys: int, window: Window) -> range:
-    """Returns which of ``num_keys`` keys from place ``first_key`` on at least one row of ``part`` sees.
+    """Returns the range of keys that at least one row of ``part`` sees, out of ``num_keys`` from ``first_key`` on.
 
-    The range begins at a multiple of ``KEYS_OF_A_DRAW``.
+    The range counts from ``first_key`` and begins at a multiple of ``KEYS_OF_A_DRAW``.
     """
     left, right = window
     ahead = part.first - first_key

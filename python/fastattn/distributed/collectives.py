@@ -1,6 +1,6 @@
-"""Wraps torch's collectives, which are either under way while kernels run, or waited for at once and differentiable.
+"""Wraps torch's collectives: asynchronous ones, in flight while kernels run, and differentiable ones, which wait.
 
-Each rank's loss is a part of the whole loss, so the gradients that several ranks have for one tensor are added up.
+The loss is the sum of all ranks' losses, so the gradients that several ranks have for one tensor are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattn.errors import InputError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
-# The second names are those until torch 2.12.
+# torch up to 2.12 has the second names.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,20 +44,20 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
     return [found]
 
 
-# --- Under way while kernels run --------------------------------------------------------------------------------------
+# --- Asynchronous -----------------------------------------------------------------------------------------------------
 
 
 class Started:
-    """Stands for a collective that is under way. It keeps alive what it sends until it is waited for.
+    """Holds a collective in flight, and keeps the tensor that it sends alive.
 
-    It uses torch's plain collectives, because two functional gathers at a time crash on gloo (seen with torch 2.13).
+    The collective is a plain one of torch, because two functional gathers in flight crash on gloo (torch 2.13).
     """
 
     def __init__(self, result: Tensor, given: Tensor, work: dist.Work | None) -> None:
         self._result, self._given, self._work = result, given, work
 
     def wait(self, call: str) -> Tensor:
-        """Waits and returns what has arrived; an error names ``call``."""
+        """Waits for the collective and returns its result; an error names ``call``."""
         if self._work is not None:
             with naming(call):
                 self._work.wait()
@@ -71,7 +71,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """Starts to add up every rank's ``[W * n, …]``; each rank gets ``[n, …]``, its chunk of the sums."""
+    """Starts to sum every rank's ``[W * n, …]``; each rank gets ``[n, …]``, its chunk of the sums."""
     scattered = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
     return Started(scattered, x, _reduce_scatter_into(scattered, x, group=group, async_op=True))
 
@@ -82,7 +82,7 @@ def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dis
     return Started(exchanged, x, dist.all_to_all_single(exchanged, x, received, sent, group=group, async_op=True))
 
 
-# --- Waited for at once, and differentiable ---------------------------------------------------------------------------
+# --- Synchronous and differentiable -----------------------------------------------------------------------------------
 
 
 class _AllGather(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends entry r of ``x [W, …]`` to rank r, and returns as entry r what rank r has sent."""
+    """Sends ``x[r]`` of ``x [W, …]`` to rank r, and returns the received tensors as ``[W, …]``, by rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -110,7 +110,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def waited(tensor: Tensor, call: str) -> Tensor:
-    """Waits and returns a plain tensor. The result of an eager collective would wait only where it is first used."""
+    """Waits for a functional collective and returns a plain tensor. By itself an eager one waits at its first use."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(tensor)
     with naming(call):
@@ -129,20 +129,20 @@ def naming(call: str) -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns each rank's ``[n, …]`` as ``[W * n, …]``, by rank. The gradients that all ranks have for x are added."""
+    """Gathers each rank's ``x [n, …]`` as ``[W * n, …]``, by rank. The gradient of x is summed over all ranks."""
     gathered: Tensor = _AllGather.apply(x, group)
     return gathered
 
 
 def to_own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Turns a rank's rows ``[B, H, n, D]`` into ``[B, H / W, W * n, D]``: the rows of all ranks, of its own heads."""
+    """Exchanges a rank's rows of all heads, ``[B, H, n, D]``, for all rows of its heads, ``[B, H / W, W * n, D]``."""
     by_rank = _AllToAll.apply(x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0), group)
     whole: Tensor = by_rank.movedim(0, 2).flatten(2, 3)
     return whole
 
 
 def to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the inverse of ``to_own_heads``."""
+    """Undoes ``to_own_heads``."""
     by_rank = _AllToAll.apply(x.unflatten(2, (dist.get_world_size(group), -1)).movedim(2, 0), group)
     own: Tensor = by_rank.movedim(0, 1).flatten(1, 2)
     return own

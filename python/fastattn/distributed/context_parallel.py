@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import Never, Unpack  # torch brings it
+from typing_extensions import Never, Unpack  # a dependency of torch
 
 from fastattn.call import UNBOUNDED, AttentionCall
 from fastattn.checks import (
@@ -78,29 +78,29 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes this rank's chunk of ``fastattn.attention`` over a sequence that is spread over ranks.
 
-    All ranks of the group call it, each with its parts of query, key and value, as ``shard_sequence`` gives them. It is
-    differentiable: a rank's gradients of its own parts are those of the sum of all ranks' losses, and those of what
-    every rank holds (``alibi_slopes``, ``sinks``) are this rank's share, which DDP adds up. Results over the keys of
-    different ranks are merged in float32, and so are gradients.
+    All ranks of the group call it, each with its parts of query, key and value, as ``shard_sequence`` returns them. The
+    gradients of these parts are those of the sum of all ranks' losses. ``alibi_slopes`` and ``sinks`` are the same on
+    every rank; the sum of their gradients over the ranks is the whole gradient. Results and gradients over the keys of
+    different ranks are merged in float32.
 
     Args:
         query: ``[B, Hq, S / W, D]``; key: ``[B, Hkv, S / W, D]``; value: ``[B, Hkv, S / W, Dv]``, on W ranks.
         group: a process group, a mesh of one dimension, or None for the default group. In a mesh of two dimensions,
             ranks along the second exchange sequence for heads, as with ``"ulysses"``, and ranks along the first follow
             ``strategy``.
-        strategy: ``"ring"``: the keys and values of one rank after the other arrive while a rank attends to those of
-            the rank before (Liu et al., "Ring attention", 2023).
+        strategy: ``"ring"``: each rank attends to the keys and values of one rank at a time, while those of the next
+            rank arrive (Liu et al., "Ring attention", 2023).
             ``"allgather"``: each rank gathers all keys and values, some heads at a time, and attends to them with its
-            own queries. Where a window leaves few keys to see, it gathers those alone.
-            ``"ulysses"``: ranks exchange sequence for heads, so that each attends over the whole sequence with some
-            heads, and exchange the results back (Jacobs et al., "DeepSpeed Ulysses", 2023). W divides Hq and Hkv.
+            own queries. If a window hides most keys, it gathers only the visible ones.
+            ``"ulysses"``: ranks exchange sequence for heads, attend over the whole sequence with some of the heads, and
+            exchange the results back (Jacobs et al., "DeepSpeed Ulysses", 2023). W must divide Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
-        key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: those of this rank's rows, as ``shard_sequence(ranges,
-            2, layout=…)`` gives them; they count the keys of the whole sequence. They save computation and no
-            communication: a rank still receives all keys that the window lets it see.
-        dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on the
+        key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: the ranges of this rank's rows, as
+            ``shard_sequence(ranges, 2, layout=…)`` returns them, in positions of the whole sequence. They save
+            computation but no communication: a rank still receives all keys within the window.
+        dropout_seed: the same on all ranks; if None, the first rank draws one. The dropout mask does not depend on the
             number of ranks.
 
     Returns:
@@ -177,9 +177,9 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
 
 
 def _attend_alone(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Attends over the whole sequence.
+    """Attends over the whole sequence with this rank's heads.
 
-    Dropout numbers the heads through all batch entries. A rank has some heads of each, so it takes one entry at a time.
+    Dropout numbers the heads through all batch entries. A rank with some of the heads takes one entry at a time.
     """
     options, first_head, all_heads, _ = inputs.attention
 
@@ -209,7 +209,7 @@ def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tens
 
 
 def _to_own_rows(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
-    """Returns the inverse: turns ``[B, H / W, S, D]`` into ``[B, H, S / W, D]``."""
+    """Undoes ``_to_whole_sequence``: turns ``[B, H / W, S, D]`` into each rank's ``[B, H, S / W, D]``."""
     return to_all_heads(in_order_of_ranks(x, 2, layout, dist.get_world_size(group)), group)
 
 
@@ -240,7 +240,7 @@ def context_parallel_attention_varlen(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@torch.compiler.disable  # what is sent and computed follows from the lengths: a graph ends before the call
+@torch.compiler.disable  # messages and kernels depend on the lengths, so a graph ends before the call
 def context_parallel_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -261,22 +261,22 @@ def context_parallel_attention_varlen(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``fastattn.attention_varlen`` over packed sequences that are spread over ranks: this rank's part of the result.
+    """Computes this rank's rows of ``fastattn.attention_varlen`` over packed sequences that are spread over ranks.
 
-    A rank attends to its whole sequences by itself; ``strategy`` is about the others alone. Gradients are as in
+    A rank attends to its whole sequences by itself; ``strategy`` applies to the others. Gradients are as in
     ``context_parallel_attention``.
 
     Args:
         query: ``[num_rows, Hq, D]``; key: ``[num_rows, Hkv, D]``; value: ``[num_rows, Hkv, Dv]``: this rank's rows, as
-            ``shards.shard`` gives them. The contents of padding have no influence.
-        shards: how the sequences lie on the ranks of a group, from ``shard_varlen``.
+            ``shards.shard`` returns them. The contents of padding have no influence.
+        shards: the assignment of rows to the ranks of a group, from ``shard_varlen``.
         strategy: as for ``context_parallel_attention``.
         alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences. The other options are those of
             ``fastattn.attention_varlen``.
-        key_ranges: int32 ``[Hq or 1, num_rows, R, 2]``: those of this rank's rows, as ``shards.shard(ranges, 1)`` gives
-            them; keys count from the first one of each sequence.
-        dropout_seed: the same on all ranks, or None: the first rank draws one. What is dropped does not depend on how
-            sequences are spread.
+        key_ranges: int32 ``[Hq or 1, num_rows, R, 2]``: the ranges of this rank's rows, as ``shards.shard(ranges, 1)``
+            returns them; keys are counted from the first key of each sequence.
+        dropout_seed: the same on all ranks; if None, the first rank draws one. The dropout mask does not depend on the
+            assignment of rows to ranks.
 
     Returns:
         ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Padding has 0 and -inf.
@@ -322,7 +322,7 @@ def context_parallel_attention_varlen(
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges[0], query[0].transpose(0, 1), is_packed=True)
         if key_ranges is not None and contents_are_checked(key_ranges):
-            lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # the last one for padding
+            lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # padding has index -1
             check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
@@ -340,9 +340,9 @@ def _attend_to_rows(
     by_keys: dist.ProcessGroup | None,
     over_keys: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of all rows of ``rank``; ``layout`` is that of all ranks with the same heads.
+    """Returns output and lse of all rows of ``rank``; ``layout`` covers all ranks that have the same heads.
 
-    Ranks of ``by_heads`` exchange rows for heads, those of ``by_keys`` keys.
+    Ranks of ``by_heads`` exchange rows for heads; ranks of ``by_keys`` exchange keys.
     """
     found = []
     num_cut = max((part.rows.stop for part in layout.cut_parts[rank]), default=0)
@@ -366,8 +366,8 @@ def _attend_to_rows(
 
 
 def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns the output and lse of padding rows. They depend on all tensors, so that a rank with nothing but padding
-    has gradients too: DDP waits for them."""
+    """Returns output 0 and lse -inf of padding rows. They depend on all tensors, so that a rank with only padding has
+    gradients too: DDP waits for them."""
     query = inputs.query
     shape = (*query.shape[:2], num_rows, inputs.value.shape[3])
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -381,10 +381,10 @@ def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -> tuple[Tensor, Tensor]:
-    """Attends to whole documents in one call.
+    """Attends to whole documents, in one call if there is no dropout.
 
-    Dropout numbers the heads through all documents, so with it each call takes only consecutive documents, or a single
-    one where the rank has some of the heads.
+    Dropout numbers the heads through all documents. With it a call takes consecutive documents if the rank has all
+    heads, and a single document if it has some of them.
     """
     options, first_head, all_heads, _ = inputs.attention
     has_all_heads = inputs.query.shape[1] == all_heads

@@ -1,11 +1,12 @@
-"""Attends with this rank's rows over the keys of all ranks, or over those that it reads, gathered some heads at a time.
+"""Attends with this rank's rows over gathered keys: the keys of all ranks, or only those that the rows see.
 
-The keys of the next heads arrive while the rank attends with the heads before. The backward pass gathers again, so that
-between the two passes a rank holds its own keys alone. It adds up the gradients of keys in float32, and each rank gets
-the sums for its own keys (Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
+Keys are gathered for some heads at a time, and the keys of the next heads arrive while the rank attends with the
+current heads. The backward pass gathers again, so that a rank holds only its own keys between the passes. It sums the
+gradients of keys in float32, and each rank receives the sums for its own keys (Grattafiori et al., "The Llama 3 herd of
+models", 2024, section 3.3.2).
 
-With a window, or where each packed sequence lies on a few ranks, a rank reads a small part of all keys. Then each rank
-sends to every other rank only the keys that this one reads.
+With a window, or where each packed sequence lies on a few ranks, a rank sees few of all keys. Then each rank sends to
+every other rank only the keys that the other rank reads.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _GatheredAttention(torch.autograd.Function):
         query_sum = zeros_of_sums(query, lse.dtype)
         slopes_sum = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
         grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        sent_back = None  # at most one group of heads at a time, as its sums take memory while the next one computes
+        sent_back = None  # one group of heads at most: its sums take memory while the next group computes
         for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, ctx.spread.world_size):
             tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
             key_sum, value_sum = attention.gradients(tensors, heads, gathering.blocks, query_sum, slopes_sum)
@@ -133,18 +134,18 @@ def _finish(
         gradient[:, kv_heads] = gathering.own_sums(started.wait(_CALL)).movedim(0, 2)
 
 
-# --- What travels -----------------------------------------------------------------------------------------------------
+# --- Communication ----------------------------------------------------------------------------------------------------
 
-# If no rank reads more than this share of the other ranks' keys, each rank gets only what it reads. The share is well
-# below one because an NCCL gather brings a key into a node once, and messages bring it once for each GPU that reads it.
+# If every rank reads at most this fraction of the other ranks' keys, a rank receives only the keys that it reads. The
+# fraction is small because an NCCL gather brings a key into a node once, and messages once for each GPU that reads it.
 MOST_READ = 0.25
 
 
 class AllKeys:
-    """Gathers all keys.
+    """Gathers the keys of all ranks.
 
-    The first dimension of the tensors is the keys: this rank's own, or the gathered ones in the order of their places.
-    ``blocks`` are those of this rank's rows over the gathered keys.
+    The first dimension of all tensors counts keys: this rank's own, or the gathered ones, sorted by position.
+    ``blocks`` has the blocks of this rank's rows over the gathered keys.
     """
 
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
@@ -155,20 +156,20 @@ class AllKeys:
         return start_all_gather(own.contiguous(), self._group)
 
     def by_places(self, arrived: Tensor) -> Tensor:
-        """Returns the gathered keys in the order of their places, from what has arrived."""
+        """Sorts the gathered keys by position; they arrive in the order of ranks."""
         return self._spread.in_order(arrived)
 
     def start_back(self, sums: Tensor) -> Started:
-        """Starts to send sums (gradients of the gathered keys) to the ranks that own these keys."""
+        """Starts to send ``sums``, the gradients of the gathered keys, to the ranks that own these keys."""
         return start_reduce_scatter(self._spread.by_rank(sums).contiguous(), self._group)
 
     def own_sums(self, arrived: Tensor) -> Tensor:
-        """Returns the sums of this rank's keys over all ranks, from what has arrived."""
+        """Returns the gradients of this rank's keys, summed over all ranks, from the tensor that has arrived."""
         return arrived
 
 
 class KeysThatAreRead:
-    """Gathers only the keys that this rank reads, by the methods of ``AllKeys``."""
+    """Gathers only the keys that this rank reads. Its methods are those of ``AllKeys``."""
 
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length
@@ -209,15 +210,15 @@ def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gat
     return KeysThatAreRead(spread, group) if spread.kept(reads_little) else AllKeys(spread, group)
 
 
-# --- What a rank reads ------------------------------------------------------------------------------------------------
+# --- The keys that a rank reads ---------------------------------------------------------------------------------------
 
 
 def reads_little(spread: Spread | PackedSpread) -> bool:
     """Returns whether every rank reads at most ``MOST_READ`` of the other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
-        """Returns at most how many keys of other ranks these parts read: the sum of what each part sees, and never more
-        than all keys of a sequence."""
+        """Returns an upper bound on the number of keys that these parts read from other ranks: the sum over the parts,
+        but for each sequence not more than all its keys."""
         seen: dict[int | None, int] = {}
         for part in parts:
             whole = Part(slice(0, spread.length_of(part.document)), 0, part.document)
@@ -226,7 +227,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
-    # With dropout, what is read must begin where a draw does; the parts of packed sequences always do.
+    # With dropout, parts must begin at a multiple of KEYS_OF_A_DRAW. Those of packed sequences always do.
     may_draw = isinstance(spread, Spread) and spread.uses_positions
     begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
     if len(ranks) < 2 or (may_draw and not begin_with_draws):
@@ -235,7 +236,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
 
 
 class Message(NamedTuple):
-    """Ranges of keys in the order in which they are sent or received, and the number of keys for or from each rank."""
+    """Holds ranges of keys in the order in which they are sent or received, and the number of keys of each rank."""
 
     ranges: tuple[Part, ...]
     by_rank: list[int]
@@ -247,10 +248,10 @@ class Message(NamedTuple):
 
 
 class ExchangedKeys(NamedTuple):
-    """Holds the keys that a rank reads from each rank and gives to each.
+    """Holds the keys that a rank receives from each rank (``read``) and sends to each rank (``given``).
 
-    ``ranges`` are the read keys by their places, and ``order`` says in which rows each of them arrives; None: they
-    arrive one after the other. ``blocks`` are those of the rank's rows over ``ranges``.
+    ``ranges`` are the received keys, sorted by position. ``order`` has the rows in which each range arrives, or is None
+    if the ranges arrive sorted. ``blocks`` has the blocks of the rank's rows over ``ranges``.
     """
 
     read: Message
@@ -273,9 +274,9 @@ def exchanged_keys(spread: Spread | PackedSpread, rank: int) -> ExchangedKeys:
 
 
 def _blocks_over(ranges: Sequence[Part], own: Sequence[Part], window: Window) -> list[Block]:
-    """Returns the blocks of the own parts over the keys that they see in ``ranges``, which are sorted by places.
+    """Returns the blocks of the parts ``own`` over the keys that they see in ``ranges``, which are sorted by position.
 
-    One block per part is enough: between two ranges that a part sees, no keys are missing.
+    One block per part is enough: no keys are missing between two ranges that a part sees.
     """
     begins = list(accumulate((keys.length for keys in ranges), initial=0))
     blocks = []

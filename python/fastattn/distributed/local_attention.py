@@ -1,4 +1,4 @@
-"""Computes the attention that a rank has by itself: blocks for some of all heads, and the effect of a sink."""
+"""Computes attention within one rank: blocks for some or all of the heads, and the effect of sinks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastattn.functional.attention_block import BackwardTensors, add_gradients_o
 
 
 class LocalAttention(NamedTuple):
-    """Attention with options that all blocks share, except for the window, for heads from ``first_head`` on of
-    ``all_heads``. The options are a call without tensors, except for slopes, and for the ranges of this rank's rows.
+    """Holds the options that all blocks share, for the heads from ``first_head`` on of ``all_heads``.
 
-    ``asked`` is what the thread of the call has asked of the dispatcher. Gradients follow it too, in autograd's thread.
+    ``options`` is a call whose only tensors are slopes, this rank's key ranges and the seed; each block sets its own
+    window. ``asked`` has the wishes of the calling thread, which gradients follow in autograd's thread.
     """
 
     options: AttentionCall
@@ -62,8 +62,8 @@ class LocalAttention(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of the keys and values of ``heads``.
 
-        The gradients of query and slopes are added to ``query_sum`` and ``slopes_sum``, which have all heads.
-        ``tensors`` has rows of all heads, and keys and values of ``heads`` alone.
+        The gradients of query and slopes are added to ``query_sum`` and ``slopes_sum``, which have all heads. In
+        ``tensors``, keys and values have only the KV heads of ``heads``; the other tensors have all heads.
         """
         key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
         grad_out, grad_lse, query, key, value, out, lse = tensors
@@ -84,9 +84,9 @@ class LocalAttention(NamedTuple):
         return key_sum, value_sum
 
     def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
-        """Returns the batch entries of each call, and the options of the call.
+        """Returns the calls that compute a block: the batch entries and the options of each.
 
-        Dropout numbers the heads through all batch entries, or documents, so a rank with some of the heads takes one
+        Dropout numbers the heads through all batch entries or documents. A rank with some of the heads takes one batch
         entry at a time.
         """
         batch, heads = query.shape[:2]
@@ -113,8 +113,8 @@ class LocalAttention(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Holds the tensors with which a rank attends, query, key and value ``[B, H, rows, D]``, and the options, which
-    have no slopes."""
+    """Holds the tensors with which a rank attends (query, key and value are ``[B, H, rows, D]``), and in ``attention``
+    the options, without slopes."""
 
     query: Tensor
     key: Tensor
@@ -124,7 +124,7 @@ class Inputs(NamedTuple):
     attention: LocalAttention
 
     def exchanged(self, group: dist.ProcessGroup, to_own_heads: Callable[[Tensor], Tensor]) -> Inputs:
-        """Returns the inputs for this rank's share of the heads; the ranks of ``group`` exchange rows for heads."""
+        """Returns the inputs with this rank's heads, after the ranks of ``group`` have exchanged rows for heads."""
         heads = self.query.shape[1] // dist.get_world_size(group)
         own = slice(dist.get_rank(group) * heads, (dist.get_rank(group) + 1) * heads)
         slopes = None if self.slopes is None else self.slopes[..., own]
@@ -132,7 +132,7 @@ class Inputs(NamedTuple):
         query, key, value = map(to_own_heads, self[:3])
         attention, ranges = self.attention.for_heads(own), self.attention.options.key_ranges
         if ranges is not None:
-            if ranges.shape[1] == 1:  # each rank gets a copy as the ranges of its only head
+            if ranges.shape[1] == 1:  # one head per rank, so that each rank receives it
                 ranges = ranges.expand(-1, dist.get_world_size(group), -1, -1, -1)
             attention = attention.with_ranges(to_own_heads(ranges.flatten(-2)).unflatten(-1, (-1, 2)))
         return Inputs(query, key, value, slopes, sinks, attention)
@@ -146,7 +146,7 @@ def no_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | None:
-    """Returns the slopes of a block, or the view of their gradients' sums that belongs to it.
+    """Returns the rows of ``slopes`` (or of the sums of their gradients) that belong to a block, as a view.
 
     ``slopes`` is ``[Hq]``, or ``[B, Hq]`` with a row for each batch entry or document.
     """
@@ -170,12 +170,12 @@ def query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
 
 
 def zeros_of_sums(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns zeros to which gradients of ``[B, H, S, D]`` can be added: contiguous, as the kernels want it."""
+    """Returns zeros for sums of gradients ``[B, H, S, D]``, contiguous as the kernels need them."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns output and lse where each row also sees its head's sink, a logit without a value."""
+    """Returns output and lse after each row has also attended to its head's sink, a logit without a value."""
     if sinks is None:
         return out, lse
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -186,7 +186,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def gradient_of_sinks(
     sinks: Tensor | None, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor
 ) -> Tensor | None:
-    """Returns this rank's share of the sinks' gradient; ``out`` and ``lse`` are the results with sinks."""
+    """Returns the gradient of the sinks from this rank's rows; ``out`` and ``lse`` are the results with sinks."""
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)

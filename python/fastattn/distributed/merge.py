@@ -23,10 +23,10 @@ from fastattn.ops.merge import merge_attention as merge_by_kernel
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two results of attention, over keys a and over keys b, into output and lse over the keys of both.
 
-    The output stays in float32, however often results are merged. If it is rounded once, at the end, it is as exact as
-    that of one call. It is differentiable in all four arguments. A row that sees no key of one set (lse -inf) takes the
-    other set's result and ignores its own output; a row that sees no key of either set stays 0 and -inf. On a GPU one
-    Triton kernel merges and another computes gradients; each reads its arguments once, in any layout.
+    The output is float32, so that any number of merges is as exact as one call if the last result is rounded once. The
+    merge is differentiable in all four arguments. Where a row sees no key of one set (lse -inf), that set's output is
+    ignored. Where it sees no key of either set, the result is 0 and -inf. On a GPU one Triton kernel merges and another
+    computes gradients; each reads its arguments once, in any layout.
 
     Args:
         out_a, out_b: ``[B, Hq, Sq, Dv]``, or packed ``[total, Hq, Dv]``.
@@ -34,7 +34,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
             include a sink.
 
     Returns:
-        Output and lse of the same shapes, float32, or float64 where an argument is.
+        Output and lse of the same shapes, in float32, or in float64 if an argument is float64.
 
     Raises:
         InputError, TypeError: shapes that differ or are none of the above, or devices that differ.
@@ -55,8 +55,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merges a block's results with ``out`` and ``lse``, in place and without gradients.
 
-    This is a step of a larger call, whose backend a user may have forced. Where that backend is not Triton, or no
-    kernel takes the tensors, PyTorch merges; nothing is refused.
+    This is a step of a larger call. If that call's forced backend is not Triton, or no kernel takes the tensors,
+    PyTorch merges instead of raising.
     """
     _, request = _check_once(Merge(out, lse, block_out, block_lse))
     with torch.no_grad():

@@ -1,13 +1,12 @@
-"""Packed sequences, here called documents, on the ranks of a group: which rows each rank has, whole documents or parts
-of them, and how they get there and back.
+"""Assigns the rows of packed sequences, here called documents, to the ranks of a group, and shards and gathers them.
 
-``"balanced"``: all ranks have about as many rows and as much attention to compute. The longest document is dealt first.
-Each stays whole if it fits on a rank, and goes to the rank with the least work so far (Graham, "Bounds on
-multiprocessing timing anomalies", 1969). The others are cut: large ones into 2 W parts in zigzag order, small ones to
-fill ranks up with rows. ``"contiguous"`` and ``"zigzag"`` cut the packed rows as if they were one sequence, wherever
-the cuts fall in documents.
+``"balanced"`` gives all ranks about the same number of rows and the same attention work. It assigns the longest
+document first. A document that fits on a rank stays whole and goes to the rank with the least work so far (Graham,
+"Bounds on multiprocessing timing anomalies", 1969). The others are cut: large ones into 2 W parts in zigzag order,
+small ones wherever ranks have free rows. ``"contiguous"`` and ``"zigzag"`` cut the packed rows as if they were one
+sequence.
 
-Chunks begin at a multiple of four positions, because dropout draws for four keys at a time.
+Parts begin at a multiple of four positions in a document, because dropout draws for four keys at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from fastattn.profiler.work import visible_pairs
 
 LAYOUTS = ("balanced", "contiguous", "zigzag")
 
-# A document is large if each of 2 W parts would have at least this many rows. Only then is it cut to even out work.
+# A document is large if each of its 2 W parts has at least this many rows. Only large ones are cut to balance work.
 _ROWS_OF_A_PART = 16
 # The most work that a rank may have after it takes a large document whole, as a multiple of the ranks' average.
 _MOST_WORK = 1.1
@@ -49,14 +48,14 @@ _MOST_WORK = 1.1
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Holds the parts of packed sequences, here called documents, on the ranks that share some heads.
+    """Holds the parts of documents on each of the ranks that have the same heads.
 
     ``parts`` lists the parts of each rank in the order of its rows: first parts of cut documents, then whole documents.
     """
 
     lengths: tuple[int, ...]  # of each document
     parts: tuple[tuple[Part, ...], ...]
-    _kept: dict[Any, Any] = field(default_factory=dict)  # results, as every layer asks for the same
+    _kept: dict[Any, Any] = field(default_factory=dict)  # cached results: every layer asks for the same
 
     def is_whole(self, part: Part) -> bool:
         return part.length == self.lengths[part.document or 0]
@@ -67,16 +66,16 @@ class PackedLayout:
 
     @functools.cached_property
     def cut_rows(self) -> int:
-        """Returns the largest number of rows of cut documents that a rank has."""
+        """Returns the largest number of rows of cut documents on any rank."""
         return max((part.rows.stop for parts in self.cut_parts for part in parts), default=0)
 
     def spread(self, window: Window) -> PackedSpread:
-        """Returns the cut documents as they are spread over the ranks."""
+        """Returns how the cut documents are spread over the ranks, for attention with ``window``."""
         return self._keep(window, lambda: PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window))
 
     def exchanged(self, num_ranks: int) -> tuple[PackedLayout, list[Rows]]:
-        """Returns the layout over groups of ``num_ranks`` consecutive ranks that pool their rows, and for each group
-        the indices of these rows in the ``cut_rows`` of its ranks, one rank after the other."""
+        """Returns the layout of cut documents over groups of ``num_ranks`` consecutive ranks that pool their rows. For
+        each group it also returns where these rows are in the concatenated ``cut_rows`` rows of its ranks."""
 
         def arranged() -> tuple[PackedLayout, list[Rows]]:
             groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
@@ -103,19 +102,19 @@ class PackedLayout:
 
 @dataclass(frozen=True, eq=False)
 class PackedShards:
-    """Holds the assignment of the rows of packed sequences, ``[total, …]``, to ranks, which ``shard_varlen`` returns.
+    """Assigns the rows of packed sequences, ``[total, …]``, to ranks; ``shard_varlen`` returns it.
 
-    Every rank has ``num_rows`` rows: first those of cut sequences, one sequence after the other by their places, then
-    whole sequences, then padding. Attention is not computed for padding.
+    Every rank has ``num_rows`` rows: first the rows of cut sequences, sorted by sequence and position, then whole
+    sequences, then padding. Attention is not computed for padding.
     """
 
     group: Group
     layout: PackedLayout
-    _sources: Rows  # this rank's, as they are packed
+    _sources: Rows  # the indices of this rank's rows in the packed tensor
 
     @functools.cached_property
     def rank(self) -> int:
-        """Returns the number of this rank, in the order of the group's dimensions."""
+        """Returns this rank's number in the group; the last dimension of a mesh counts fastest."""
         return rank_in(process_groups(self.group))
 
     @functools.cached_property
@@ -124,10 +123,9 @@ class PackedShards:
         return max(parts[-1].rows.stop if parts else 0 for parts in self.layout.parts)
 
     def shard(self, x: Tensor, dim: int = 0, padding: float = 0) -> Tensor:
-        """Returns this rank's rows of ``x``, which all ranks hold whole: ``num_rows`` in ``dim``, filled up with
-        ``padding``.
+        """Returns this rank's rows of ``x``, which all ranks hold whole, and fills ``dim`` up with ``padding``.
 
-        It is differentiable, like ``shard_sequence``.
+        The result has ``num_rows`` rows in ``dim``. It is differentiable, like ``shard_sequence``.
 
         Raises:
             InputError, TypeError: the number of rows in ``dim`` is not that of all sequences together.
@@ -140,7 +138,7 @@ class PackedShards:
         return torch.cat([own, x.new_full(missing, padding)], dim)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Returns the packed sequences on all ranks, of which each gives its rows: the inverse of ``shard``.
+        """Gathers the rows of all ranks into the packed sequences, on all ranks: the inverse of ``shard``.
 
         It is differentiable, like ``gather_sequence``.
 
@@ -160,7 +158,7 @@ class PackedShards:
         return Rows(part.rows for part in in_order_of_documents(self.layout.parts, self.num_rows))
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """Returns the place of each of this rank's rows in its sequence, as RoPE needs it: int64 ``[num_rows]``, 0 for
+        """Returns the position of each of this rank's rows in its sequence, for RoPE: int64 ``[num_rows]``, 0 for
         padding."""
         places = (torch.arange(part.first, part.first + part.length) for part in self.layout.parts[self.rank])
         return self._padded(places, 0).to(device)
@@ -183,17 +181,18 @@ def shard_varlen(
     causal: bool = False,
     window: Window = (UNBOUNDED, UNBOUNDED),
 ) -> PackedShards:
-    """Decides how packed sequences lie on the ranks of a group, for ``context_parallel_attention_varlen``.
+    """Assigns the rows of packed sequences to the ranks of a group, for ``context_parallel_attention_varlen``.
 
-    Sequences that stay whole on a rank cost no communication. The others are cut, and their rows spread.
+    Sequences that stay whole on a rank cost no communication. The others are cut and spread over ranks.
 
     Args:
         cu_seqlens: ``[B + 1]``, the same on all ranks: sequence ``b`` is the rows from ``cu_seqlens[b]`` up to
             ``cu_seqlens[b + 1]``. The host reads it, so a tensor on a GPU makes the host wait, once.
         group: a process group, a mesh of one or two dimensions, or None for the default group.
-        layout: ``"balanced"``: ranks get about as many rows, and about as much attention to compute. ``"contiguous"``:
-            rows in their order, in W parts. ``"zigzag"``: rows in 2 W parts, rank r has parts r and 2 W - 1 - r.
-        causal, window: the mask that attention will have, which decides how much work there is to balance.
+        layout: ``"balanced"``: all ranks get about the same number of rows and the same attention work.
+            ``"contiguous"``: W parts of the rows, rank r has part r. ``"zigzag"``: 2 W parts of the rows, rank r has
+            parts r and 2 W - 1 - r.
+        causal, window: the mask that attention will have; the work of each sequence depends on it.
 
     Raises:
         InputError, TypeError: offsets that do not begin with 0 or that fall, or a group that is not initialised.
@@ -234,7 +233,7 @@ def _checked_offsets(cu_seqlens: Any) -> list[int]:
 def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, ...], tuple[slice, ...]]:
     """Returns the parts of one rank in the order in which it holds them, and the rows of the given parts in that order.
 
-    First come parts of cut documents, then whole documents, both sorted by places. Parts that adjoin in a document
+    Parts of cut documents come first, then whole documents, both sorted by position. Adjacent parts of a document
     become one.
     """
     merged: list[tuple[int, int, int, list[slice]]] = []  # document, first, length; rows
@@ -245,7 +244,7 @@ def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, 
             merged[-1] = (document, first_of_all, length + part.length, [*rows, part.rows])
         else:
             merged.append((document, first, part.length, [part.rows]))
-    merged.sort(key=lambda each: each[2] == lengths[each[0]])  # stable: cut and whole parts each stay sorted by places
+    merged.sort(key=lambda each: each[2] == lengths[each[0]])  # stable: cut and whole parts each stay sorted
     ends = list(accumulate(length for _, _, length, _ in merged))
     arranged = (
         Part(slice(end - length, end), first, document)
@@ -258,7 +257,7 @@ def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, 
 
 
 def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -> list[list[Part]]:
-    """Returns the parts of each rank, in no particular order. Their rows are those of the packed tensor."""
+    """Returns the parts of each rank, in no particular order. Their ``rows`` index the packed tensor."""
     if layout == "balanced":
         return _balanced(lengths, world_size, window)
     begins = [0, *accumulate(lengths)]
@@ -284,8 +283,8 @@ def _cut_in_document(begins: Sequence[int], row: int) -> int:
 
 def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[list[Part]]:
     begins = [0, *accumulate(lengths)]
-    # Each rank gets three rows of room more than its share: so some rank always has room for four more rows, or for all
-    # that are left.
+    # A rank may take three rows more than the average. Some rank can then always take four more rows, or all that are
+    # left.
     room = [-(-begins[-1] // world_size) + KEYS_OF_A_DRAW - 1] * world_size
     work = [0] * world_size
     works = [visible_pairs(length, length, *window, offset=0) for length in lengths]

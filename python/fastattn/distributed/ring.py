@@ -1,10 +1,10 @@
 """Attends over the keys and values of one rank after the other (Liu et al., "Ring attention", 2023).
 
-In step s a rank attends to the keys of the rank s places before it, while the keys of the next step arrive. Results are
-merged in float32. The backward pass goes through the same blocks, with the output and the lse over all keys, and sends
-the gradients of a block's keys in float32 to the rank that owns them. Half of the heads of a rank's own block are left
-to the end, while the last gradients arrive. Keys come directly from their owner, not from hand to hand: that takes as
-many bytes, and no rank waits for another's work. What a window hides is neither sent nor computed.
+In step s, rank r attends to the keys of rank r - s, while the keys of the next step arrive. Results are merged in
+float32. The backward pass repeats the same blocks, with the output and the lse over all keys, and sends the gradients
+of a block's keys in float32 to the rank that owns the keys. It computes half of the heads of a rank's own block last,
+while the last gradients arrive. Keys come directly from their owner instead of from rank to rank: this sends as many
+bytes, and no rank waits for another's work. Keys that a window hides are neither sent nor read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastattn.distributed.merge import merge_into
 from fastattn.functional.attention_block import BackwardTensors
 
 
-@torch.compiler.disable  # messages that are under way while kernels run cannot be traced: a graph ends before the call
+@torch.compiler.disable  # asynchronous messages cannot be traced: a graph ends before the call
 def ring_attention(inputs: Inputs, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Returns output and lse of this rank's rows, differentiable in all tensors."""
     device = inputs.query.device
@@ -101,33 +101,33 @@ class _RingAttention(torch.autograd.Function):
 
 
 def heads_of_own_block(kv_heads: int, world_size: int) -> tuple[slice, slice]:
-    """Returns the KV heads whose gradients of its own block a rank computes while the first keys arrive, and those that
-    it computes while the last gradients arrive."""
+    """Splits the KV heads of a rank's own block in the backward pass: the first heads are computed while the first keys
+    arrive, the others while the last gradients arrive."""
     num_first = (kv_heads + 1) // 2 if world_size > 1 else kv_heads
     return slice(0, num_first), slice(num_first, kv_heads)
 
 
-# The types of device for which a group is connected: it may have a backend for each.
+# Group → the device types on which its ranks are connected; a group may have a backend for each.
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Makes one call with all ranks of a group: NCCL needs all of them in a group's first call, and some ranks may have
-    no message to send.
+    """Runs one collective on all ranks of a group: NCCL needs all of them in a group's first call, but some ranks may
+    have no message to send.
 
-    It does so on every device but the CPU, as the group's name does not tell whether the backend is NCCL ("undefined",
-    "cpu:gloo,cuda:nccl").
+    It does so on every device but the CPU, because a group's backend name does not tell whether it is NCCL
+    ("undefined", "cpu:gloo,cuda:nccl").
     """
     if device.type != "cpu":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     _connected[group].add(device.type)
 
 
-# --- What travels -----------------------------------------------------------------------------------------------------
+# --- Communication ----------------------------------------------------------------------------------------------------
 
 
 class _Transfer:
-    """Messages under way between ranks: ``(peer, tensors)`` to send, and ``(peer, tensors)`` to receive into."""
+    """Holds messages in flight between ranks: ``(peer, tensors)`` to send, and ``(peer, tensors)`` to receive into."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Transfer:
         group: dist.ProcessGroup,
     ) -> None:
         self.received = received[1] if received is not None else []
-        self._sent = sent  # lives until the messages have left
+        self._sent = sent  # keeps the tensors alive while they are in flight
         self._works: list[dist.Work] = []
         messages = []
         for operation, side in ((dist.isend, sent), (dist.irecv, received)):
@@ -162,7 +162,7 @@ _KEYS_TAG, _GRADIENTS_TAG = 0, 2  # each is the tag for keys; the next number is
 def _readings(
     key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, Reading, Tensor, Tensor]]:
-    """Yields each step with its reading, and the keys and values that are read."""
+    """Yields for each step its number, the reading, and the keys and values that are read."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def start(step: int) -> tuple[Reading, _Transfer]:
@@ -175,7 +175,7 @@ def _readings(
             received = source, [_room(tensor, reading, tensor.dtype) for tensor in (key, value)]
         return reading, _Transfer(sent, received, _KEYS_TAG, group)
 
-    under_way = start(1) if world_size > 1 else None  # before the caller has its own block to compute
+    under_way = start(1) if world_size > 1 else None  # in flight while the caller computes its own block
     own = spread.reading(rank, rank)
     yield 0, own, _read(key, own), _read(value, own)
     for step in range(1, world_size):
@@ -188,7 +188,7 @@ def _readings(
 
 
 def _read(tensor: Tensor, reading: Reading) -> Tensor:
-    """Returns the keys, or values, of ``[B, H, S, D]`` that are read."""
+    """Returns the keys (or values) of ``tensor [B, H, S, D]`` that ``reading`` names, concatenated."""
     if len(reading.keys) == 1:
         return tensor[:, :, reading.keys[0]]
     return torch.cat([tensor[:, :, keys] for keys in (slice(0, 0), *reading.keys)], dim=2)
@@ -201,7 +201,7 @@ def _room(like: Tensor, reading: Reading, dtype: torch.dtype) -> Tensor:
 
 
 class _GradientsOfKeys:
-    """Holds the sums of the gradients of this rank's keys and values, from every rank that has read them."""
+    """Sums the gradients of this rank's keys and values from every rank that has read them."""
 
     def __init__(self, sums: tuple[Tensor, Tensor], spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
         self._sums, self._spread, self._group = sums, spread, group
@@ -209,8 +209,8 @@ class _GradientsOfKeys:
         self._under_way: tuple[Reading, _Transfer] | None = None
 
     def exchange(self, step: int, reading: Reading, found: tuple[Tensor, ...]) -> None:
-        """Sends the gradients of the keys that this rank has read to their owner, and starts to receive those of its
-        own keys from the rank that has read them in this step."""
+        """Starts to send the gradients of the keys that this rank has read to their owner, and to receive the gradients
+        of its own keys from the rank that has read them in this step."""
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         wanted = self._spread.reading(reader, self._rank)
         received = (reader, [_room(total, wanted, total.dtype) for total in self._sums]) if wanted.keys else None

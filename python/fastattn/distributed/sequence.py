@@ -1,4 +1,4 @@
-"""Layouts of a sequence on the ranks of a group.
+"""Shards a sequence over the ranks of a group, in one of two layouts, and gathers it.
 
 ``"contiguous"`` cuts it into W parts of equal length, and rank r has part r. ``"zigzag"`` cuts it into 2 W parts, and
 rank r has parts r and 2 W - 1 - r, so that all ranks have equal work under a causal mask (Llama 3, section 3.3.2).
@@ -29,13 +29,13 @@ def parts_of_rank(layout: str, rank: int, world_size: int) -> tuple[int, ...]:
 
 
 def in_order_of_parts(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
-    """Returns ``x``, which has one rank's rows after the other's, in the order of the sequence."""
+    """Reorders ``dim`` of ``x`` from the order of ranks to the order of the sequence."""
     by_rank = _by_rank(layout, world_size)
     return _reordered(x, dim, [by_rank.index(part) for part in range(len(by_rank))])
 
 
 def in_order_of_ranks(x: Tensor, dim: int, layout: str, world_size: int) -> Tensor:
-    """Returns the inverse of ``in_order_of_parts``."""
+    """Undoes ``in_order_of_parts``."""
     return _reordered(x, dim, _by_rank(layout, world_size))
 
 
@@ -54,12 +54,11 @@ def _reordered(x: Tensor, dim: int, order: list[int]) -> Tensor:
 def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
     """Returns this rank's parts of ``x``, which all ranks hold whole.
 
-    It is differentiable: the gradient is zero in the parts of other ranks. So the gradients of all ranks, added as DDP
-    adds them, are that of the whole.
+    It is differentiable. The gradient is zero in other ranks' parts: the sum over all ranks is the whole gradient.
 
     Args:
         x: any tensor, whose ``dim`` is the sequence.
-        group: a process group, None for the default group, or a mesh, whose ranks count in the order of its dimensions.
+        group: a process group, None for the default group, or a mesh, whose last dimension counts fastest.
         layout: ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
@@ -69,7 +68,7 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
     dim, groups = checked_dim(x, dim), process_groups(group)
     parts = parts_per_rank(layout) * math.prod(map(dist.get_world_size, groups))
     expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
-    for dim_group in groups:  # a part of a part in zigzag order is one of the whole
+    for dim_group in groups:  # zigzag within zigzag is the zigzag order of all ranks
         rank, world_size = dist.get_rank(dim_group), dist.get_world_size(dim_group)
         in_order = x.tensor_split(parts_per_rank(layout) * world_size, dim)
         x = torch.cat([in_order[part] for part in parts_of_rank(layout, rank, world_size)], dim)
@@ -77,10 +76,10 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """Returns the whole sequence on all ranks, of which each gives its parts: the inverse of ``shard_sequence``.
+    """Gathers all ranks' parts into the whole sequence, on all ranks: the inverse of ``shard_sequence``.
 
-    It is differentiable: the loss is the sum of all ranks' losses, and ``x`` gets the sum of the gradients that all
-    ranks have for it. Arguments and errors are those of ``shard_sequence``.
+    It is differentiable: the gradient of ``x`` is that of the sum of all ranks' losses. Arguments and errors are those
+    of ``shard_sequence``.
     """
     check_tensor("x", x)
     dim, groups = checked_dim(x, dim), process_groups(group)

@@ -21,17 +21,15 @@ from fastattn.patch import patch_sdpa
 
 @contextlib.contextmanager
 def context_parallel(group: Group = None, *, strategy: str = "allgather", layout: str = "contiguous") -> Iterator[None]:
-    """Makes attention inside the block run over a sequence of which each rank has its part, by
-    ``context_parallel_attention``.
+    """Makes attention inside the block run over a sequence that is spread over ranks (``context_parallel_attention``).
 
-    This holds for every ``F.scaled_dot_product_attention``, and for models of transformers with
-    ``attn_implementation="fastattn"``. Give the model this rank's parts of tokens and of positions
-    (``shard_sequence``), and stay in the block until ``backward()`` is over: activation checkpointing calls attention
-    again there. The switch is one for the whole process: other threads see it too. Blocks nest; the innermost is in
-    force.
+    It covers every ``F.scaled_dot_product_attention``, and models of transformers with
+    ``attn_implementation="fastattn"``. Give the model this rank's parts of tokens and positions (``shard_sequence``).
+    Stay in the block until ``backward()`` is over, because activation checkpointing calls attention again there. The
+    switch applies to all threads of the process. Blocks nest; the innermost is in force.
 
-    ``nn.MultiheadAttention`` is covered with ``need_weights=False`` alone. Packed sequences are refused where positions
-    begin anew within one of a rank's parts; where they begin with a part, they go unnoticed. Call
+    ``nn.MultiheadAttention`` is only covered with ``need_weights=False``. Packed sequences are refused if positions
+    restart within one of a rank's parts, but go unnoticed if they restart where a part begins: call
     ``context_parallel_attention_varlen`` for them.
 
     Args:
@@ -73,7 +71,7 @@ class _Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention`` for ``[..., H, L, E]``: all dimensions before the heads are batches."""
+        """Computes ``F.scaled_dot_product_attention`` for ``[..., H, L, E]``, with any number of batch dimensions."""
         try:
             expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
             expect(

@@ -1,4 +1,4 @@
-"""Tensor parallelism of linear layers that are several layers in one: each rank needs a part of every layer."""
+"""Shards linear layers that fuse several layers, so that each rank has rows of every one of these."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from fastattn.checks import check_int, expect
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """``torch.distributed.tensor.parallel.ColwiseParallel`` that also takes a linear layer that is several in one.
+    """A ``torch.distributed.tensor.parallel.ColwiseParallel`` that also takes a linear layer with several fused layers.
 
-    Such a weight ``[fused * N, K]`` has the rows of one layer below those of another: gate and up of SwiGLU, as in
-    ``int8_linear(..., activation="swiglu")`` and ``gate_up_proj`` of Hugging Face's models. Torch's class gives gates
-    to the first ranks and ups to the last. Here each of W ranks holds N / W rows of every layer and their scales.
-    ``chunk(2, -1)`` of its result are then its gates and ups, and what is computed from them is sharded as torch's
-    ``RowwiseParallel`` expects.
+    A fused weight ``[fused * N, K]`` stacks the rows of its layers, such as gate and up of SwiGLU in
+    ``int8_linear(..., activation="swiglu")`` and in ``gate_up_proj`` of Hugging Face's models. Torch's class gives the
+    gates to the first ranks and the ups to the last. Here each of W ranks holds N / W rows of every layer, with their
+    scales. ``chunk(2, -1)`` of a rank's result are then its gates and ups, and results computed from both are sharded
+    as torch's ``RowwiseParallel`` expects.
 
-    Parameters are DTensor that know the order: ``full_tensor()``, and state dicts with ``full_state_dict=True``
-    (``torch.distributed.checkpoint.state_dict``), have the rows as the whole layer does. Sharded checkpoints
-    (``torch.distributed.checkpoint.save``) refuse them, as rows of a rank are not consecutive.
+    Parameters are DTensors that record this order: ``full_tensor()``, and state dicts with ``full_state_dict=True``
+    (``torch.distributed.checkpoint.state_dict``), have the rows in the order of the whole layer. Sharded checkpoints
+    (``torch.distributed.checkpoint.save``) refuse them, because the rows of a rank are not consecutive.
 
     Args:
-        fused: how many layers of the same size are one: 2 for gate and up. With 1 this is torch's class.
+        fused: the number of layers, of equal size, in the weight: 2 for gate and up. With 1 this is torch's class.
         input_layouts, output_layouts, use_local_output: as for torch's class. Without ``output_layouts``, a result of
-            fused layers that stays a DTensor knows the order of its columns too.
+            fused layers that stays a DTensor records the order of its columns too.
 
     Raises:
         InputError: (``parallelize_module``) the ranks do not divide the rows of each fused layer.

@@ -1,4 +1,4 @@
-"""Integrations for code that was written against other packages. Each imports its package only when it is used."""
+"""Integrates fastattn with code written for other packages. Each integration imports its package on first use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Registers the sharding rules of fastattn's operators for DTensor.
 
-``fastattn.attention``, ``attention_varlen`` and ``scaled_dot_product_attention`` take DTensor without them: each rank
-attends over its own batch entries and heads. The rules are for code that calls the operators themselves
-(``torch.ops.fastattn.attention_forward`` and ``attention_backward``, and those of ``fastattn_triton``): graphs that
-were exported or traced, and autograd functions of your own.
+``fastattn.attention``, ``attention_varlen`` and ``scaled_dot_product_attention`` take DTensor without these rules: each
+rank attends over its own batch entries and heads. The rules serve code that calls the operators directly
+(``torch.ops.fastattn.attention_forward`` and ``attention_backward``, and the same in ``fastattn_triton``): exported or
+traced graphs, and custom autograd functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def register_sharding() -> None:
     """Tells DTensor how the operators of attention may be split: over batch entries, and over heads where the KV heads
     divide evenly.
 
-    Packed sequences are split over heads alone, and calls with dropout not at all. It may be called again.
+    Packed sequences are only split over heads, and calls with dropout are not split. It may be called again.
     """
     from torch.distributed.tensor.experimental import register_sharding as register
 
@@ -65,7 +65,7 @@ def _forward_shardings(*args: Any) -> list[_Sharding]:
 
 
 def _split_keys_shardings(*args: Any) -> list[_Sharding]:
-    """Returns the shardings of the same call of ``attention_forward``."""
+    """Returns the shardings that ``attention_forward`` has with the same arguments."""
     given = attention_split_keys.Arguments(*args)
     not_given = dict.fromkeys(attention_forward.Arguments._fields)
     as_forward = attention_forward.Arguments(**{**not_given, "dropout_p": 0.0, **given._asdict()})
@@ -82,7 +82,7 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
     shardings = []
     for kind in _kinds(given):
         arguments = _argument_placements(kind, given, len(args))
-        placed = dict(zip(given._fields, arguments, strict=False))  # the last ones may have been left out
+        placed = dict(zip(given._fields, arguments, strict=False))  # trailing arguments may be missing
         grads = [placed["query"], placed["key"], placed["value"]]
         bias, slopes = given.bias if given.bias_grad else None, given.alibi_slopes if given.slopes_grad else None
         options = (
@@ -91,16 +91,16 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
             (slopes, NEITHER if slopes is None else _dims("alibi_slopes", given)),
         )
         for option, dims in options:
-            # If all ranks have the same option, each computes a part of the sum that is its gradient.
+            # An option that all ranks hold whole gets a partial gradient on each; their sum is the gradient.
             grads.append(_placement(None, NEITHER) if option is None else _placement(kind, dims, is_sum=True))
         shardings.append((grads, arguments))
     return shardings
 
 
 def _kinds(given: Any) -> list[str | None]:
-    """Returns what may be split: ``"batch"``, ``"heads"``, and None, which means nothing."""
+    """Returns the dimensions over which the call may be split: ``"batch"``, ``"heads"``, and None for no split."""
     kinds: list[str | None] = [None]
-    if given.dropout_p > 0:  # the pattern counts batch entries and heads
+    if given.dropout_p > 0:  # the dropout mask depends on the numbers of batch entry and head
         return kinds
     if given.cu_seqlens_q is None:
         kinds.append("batch")
@@ -110,9 +110,9 @@ def _kinds(given: Any) -> list[str | None]:
 
 
 def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
-    """Returns whether the KV heads divide evenly over any mesh dimensions that DTensor may choose.
+    """Returns whether the KV heads divide evenly over any set of mesh dimensions that DTensor may choose.
 
-    DTensor never makes more parts than there are heads.
+    DTensor never splits over more ranks than there are heads.
     """
     subsets = itertools.chain.from_iterable(
         itertools.combinations(mesh_shape, length + 1) for length in range(len(mesh_shape))
@@ -143,7 +143,7 @@ def _dims(name: str, given: Any) -> Dims:
 
 
 def _placement(kind: str | None, dims: Dims, is_sum: bool = False) -> Placement:
-    """Returns the placement of a tensor; with ``is_sum``, a tensor that is not split is the sum over the ranks."""
+    """Returns the placement of a tensor. With ``is_sum``, a tensor that is not split is a partial sum on each rank."""
     from torch.distributed.tensor.placement_types import Partial
 
     placed = placement(kind, dims)

@@ -21,9 +21,9 @@ Results: TypeAlias = tuple[Tensor, Tensor, Tensor]  # output, lse, largest score
 class AttentionBackward(NamedTuple):
     """Holds a backward pass: the gradients of output and lse, and the arguments and results of the forward pass.
 
-    ``call`` is a checked one, or the arguments of ``attention_forward``. ``bias_grad`` and ``slopes_grad`` say whether
-    the gradients of the bias and of the slopes are wanted. ``attention_backward_add`` adds the gradients of query, key
-    and value to ``grad_query``, ``grad_key`` and ``grad_value``, which are float32.
+    ``call`` is a checked ``AttentionCall``, or the ``Arguments`` of ``attention_forward``. ``bias_grad`` and
+    ``slopes_grad`` say whether the gradients of the bias and of the slopes are wanted. ``attention_backward_add`` adds
+    the gradients of query, key and value to ``grad_query``, ``grad_key`` and ``grad_value``, which are float32.
     """
 
     call: Any
@@ -44,7 +44,7 @@ def differentiable_attention(backend: str, call: AttentionCall) -> Results:
     sinks."""
     arguments = attention_forward.arguments(call)
     out, lse, max_logit = apply(_Attention, backend, is_deterministic(call), *arguments)
-    return out, lse, max_logit.detach()  # under vmap it would need gradients
+    return out, lse, max_logit.detach()  # under vmap it would require gradients
 
 
 def is_deterministic(call: AttentionCall) -> bool:
@@ -58,7 +58,7 @@ def note_backward(backend: str, backward: AttentionBackward) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True  # forward and backward are one op each, which has a vmap rule
+    generate_vmap_rule = True  # forward and backward each call one operator, which has a vmap rule
 
     @staticmethod
     def forward(backend: str, deterministic: bool, *arguments: Any) -> Results:
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
     """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas.
 
-    Triton's kernels that list tiles for ranges of keys are not among them.
+    It leaves out Triton's kernels that list tiles for ranges of keys.
     """
     if backend == "triton":
         asked_for = [("bias", backward.bias_grad), ("slopes", backward.slopes_grad)]
@@ -183,12 +183,12 @@ def _backward_flops(given: Any) -> int:
     return attention_backward_flops(_pairs(given), given.key[-1], given.value[-1])
 
 
-# --- vmap: the mapped dimension joins the heads ---------------------------------------------------------------------
-# Kernels treat all heads alike (``v * Hq + h`` reads KV head ``v * Hkv + h // group``), so a mapped call is one launch.
+# --- vmap: the mapped dimension is folded into the heads ------------------------------------------------------------
+# Head ``h`` of sample ``v`` becomes head ``v * Hq + h`` and reads KV head ``v * Hkv + h // group``: one launch for all.
 
 
 def _fold_shared(tensor: Tensor | None, mapped: int | None, size: int, heads: int, heads_dim: int) -> Tensor | None:
-    """Joins the mapped dimension of a bias or of ranges with the heads; one that all heads share is first repeated."""
+    """Folds the mapped dimension of a bias or of ranges into the heads; repeats a tensor that all heads share."""
     if tensor is None or (mapped is None and tensor.shape[heads_dim] == 1):
         return tensor
     folded = fold_into_heads(tensor, mapped, size, heads_dim)
@@ -202,7 +202,7 @@ def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
     return tensor.shape if mapped is None else tensor.movedim(mapped, 0).shape[1:]
 
 
-# Name → the dimension of the heads in a sample; for the lse, in a dense call.
+# Argument → the dimension of its heads in a sample; that of the lse is for dense calls.
 HEADS_DIM = {"sinks": 0} | dict.fromkeys(
     ("query", "key", "value", "out", "grad_out", "lse", "grad_lse", "alibi_slopes"), 1
 )
@@ -211,7 +211,7 @@ _ONE_FOR_ALL_SAMPLES = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def _folded(given: Any, dims: Any, size: int) -> dict[str, Tensor | None]:
-    """Returns the arguments that have heads, with the mapped dimension joined to the heads."""
+    """Returns the arguments that have heads, with the mapped dimension folded into the heads."""
     packed = given.cu_seqlens_q is not None
     folded = {}
     for name, heads_dim in HEADS_DIM.items():
@@ -284,6 +284,6 @@ _INDEX_OF = {name: index for index, name in enumerate(attention_forward.Argument
 _TENSORS = [_INDEX_OF[name] for name in attention_forward.tensors]
 # The indices of the tensors of the forward pass that the backward pass reads.
 _SAVED = [_INDEX_OF[name] for name in attention_forward.tensors if name in attention_backward.Arguments._fields]
-# Where the arguments of the backward operator are in those of the forward one and the fields of AttentionBackward.
+# The backward operator's arguments are picked by index from the forward arguments and the fields of AttentionBackward.
 _POOL = (*_INDEX_OF, *AttentionBackward._fields[1:])
 _IN_BACKWARD_ORDER = [_POOL.index(name) for name in attention_backward.Arguments._fields]

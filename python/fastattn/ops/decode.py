@@ -41,7 +41,7 @@ def _results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _flops(given: Any) -> int:
-    """Counts as if every sequence filled its cache, as the lengths are on the device."""
+    """Counts FLOPs as if every sequence filled its cache, because the lengths are on the device."""
     batch, heads, num_queries, head_dim = given.query
     blocks_per_sequence = 1 if given.block_table is None else given.block_table[1]
     capacity = blocks_per_sequence * given.k_cache[2]
@@ -54,7 +54,7 @@ def _split_keys_flops(given: Any) -> int:
 
 
 def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
-    """Joins the mapped dimension with the heads, as ``attention_forward`` does."""
+    """Folds the mapped dimension into the heads, as ``attention_forward`` does."""
     folded = {
         name: fold_into_heads(getattr(given, name), getattr(dims, name), size, HEADS_DIM[name])
         for name in HEADS_DIM.keys() & given._fields
@@ -63,8 +63,8 @@ def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, siz
     return (unfold_heads(out, size, HEADS_DIM["out"]), unfold_heads(lse, size, HEADS_DIM["lse"])), (0, 0)
 
 
-# Attention returns output and lse, ``attention_decode_out`` the lse alone; what only writes returns nothing.
-# None is differentiable.
+# ``attention_decode`` and ``attention_split_keys`` return output and lse, ``attention_decode_out`` returns the lse, the
+# others return nothing. None of them is differentiable.
 attention_decode = register(
     "attention_decode",
     DecodeCall,

@@ -21,7 +21,7 @@ from fastattn.dispatch.support import CHANGES_SCORES, FEATURE_OF_CACHE, FEATURES
 
 
 class AttentionDetails(NamedTuple):
-    """Holds the sizes of an attention. ``may_decode`` says that the decoding kernel would apply the same mask."""
+    """Holds the sizes of a call of attention. ``may_decode`` says that the decoding kernel computes the same result."""
 
     batch: int
     heads: int
@@ -54,18 +54,18 @@ def _with_tile(kernel: str | None, request: Request) -> tuple[str, Any]:
     return kernel, native.KERNELS.get(kernel)
 
 
-# Few queries over many keys go to the decoding kernel: a tile of the attention kernels has 128 rows, and few CTAs would
-# each walk over all keys. Both numbers are guesses: 16 queries are those of speculative decoding, and with 1024 keys
-# there is something to split.
+# Few queries over many keys go to the decoding kernel, which splits the keys. The attention kernels have tiles of 128
+# rows, so few CTAs would each loop over all keys. Both numbers are guesses: speculative decoding has up to 16 queries,
+# and 1024 keys are enough to split.
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
-_MOST_KEYS = 2**30  # for flash-decoding, so that sums of positions stay within 32 bits
-_ATTENTION_FEATURES = frozenset(FEATURES["attention"])  # torch 2.11's dynamo intersects no set with keys()
+_MOST_KEYS = 2**30  # for the decoding kernel, so that sums of positions stay within 32 bits
+_ATTENTION_FEATURES = frozenset(FEATURES["attention"])  # torch 2.11's dynamo cannot intersect a set with keys()
 _DECODED = _ATTENTION_FEATURES & frozenset(FEATURES["decode"])
 
 
 def _decoded(request: Request) -> Request | None:
-    """Returns attention with few queries over many keys as a call of the decoding kernel, or None for other calls."""
+    """Turns attention with few queries over many keys into a request for decoding; returns None for other calls."""
     sizes: AttentionDetails = request.details
     if not sizes.may_decode or not request.features <= _DECODED:
         return None
@@ -101,7 +101,7 @@ ATTENTION = Op("attention", _attention_kernel, instead=_decoded, has_torch_sdpa=
 
 
 def describe_attention(call: AttentionCall) -> Request:
-    """Describes a checked call."""
+    """Returns the request for a checked call."""
     query, key, value, bias, slopes = call[:5]
     needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, call[:6]))
     is_paged, (left, right) = call.block_table is not None, call.window
@@ -143,7 +143,7 @@ def request_for_attention(
     details: AttentionDetails | None = None,
     only_torch: str | None = None,
 ) -> Request:
-    """Returns the request of an attention that ``uses`` some features. Without details only PyTorch can take it."""
+    """Returns the request for attention that ``uses`` some features. Without ``details`` only PyTorch can take it."""
     dims = (query.shape[-1], value.shape[-1]) if details is not None else (0, 0)
     return Request(ATTENTION, query.device, query.dtype, _used(uses or {}), *dims, details, only_torch)
 
@@ -154,17 +154,17 @@ def _used(uses: Mapping[str, bool]) -> frozenset[str]:
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
-# Over a cache, the decoding kernel gets at most this many queries of a sequence where there is a choice: more of them
-# fill tiles of the attention kernel. For an 8-bit cache the attention kernel reads a 16-bit copy, which pays from more
-# rows of a KV head on: the decoding kernel reads the 8-bit keys once for every 32 rows, the copy is written and read
-# once for all. No GPU has shown either number.
+# A call over a cache with more queries per sequence than this goes to the attention kernel, whose tiles it fills. As
+# that kernel reads a 16-bit copy of an 8-bit cache, a KV head must then also have more rows than the second number: the
+# decoding kernel reads the 8-bit keys once for every 32 rows, the copy is written and read once for all. No GPU has
+# shown either number.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
 
 
 class DecodeDetails(NamedTuple):
-    """Holds the sizes of a decoding: rows of a KV head (queries times query heads), bytes of a cached element, and page
-    size or 0. ``may_prefill`` says that there are so many queries that the attention kernel suits it better."""
+    """Holds the sizes of decoding: rows of a KV head (queries times its query heads), bytes of a cached element, and
+    the page size or 0. ``may_prefill`` says that there are enough queries for the attention kernel."""
 
     rows: int
     itemsize: int
@@ -187,12 +187,12 @@ def _decode_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[st
 
 
 def _cache_format(features: frozenset[str]) -> str:
-    """Returns the one of ``native.CACHE_FORMATS`` that the features name."""
+    """Returns the member of ``native.CACHE_FORMATS`` that the features name."""
     return next((name for name in native.CACHE_FORMATS if f"{name} cache" in features), "16-bit")
 
 
 def _prefilled(request: Request) -> Request | None:
-    """Returns decoding with many queries as a call of the attention kernel over pages, or None for other calls."""
+    """Turns decoding with many queries into a request for attention over pages; returns None for other calls."""
     if not request.details.may_prefill:
         return None
     return request._replace(op=ATTENTION, features=request.features & _ATTENTION_FEATURES | {"varlen", "paged"})
@@ -202,7 +202,7 @@ DECODE = Op("decode", _decode_kernel, instead=_prefilled, has_torch_sdpa=True)
 
 
 def describe_decode(call: DecodeCall) -> Request:
-    """Describes a checked call."""
+    """Returns the request for a checked call."""
     (batch, heads, queries, head_dim), kv_heads = call.query.shape, call.k_cache.shape[1]
     value_dim, (left, right) = call.v_cache.shape[-1], call.window
     cache = FEATURE_OF_CACHE.get(call.k_cache.dtype)
@@ -245,7 +245,7 @@ APPEND = Op("append", _append_kernel)
 
 
 def describe_append(call: AppendCall) -> Request:
-    """Describes a checked call."""
+    """Returns the request for a checked call."""
     new, dims = call.k_new, (call.k_new.shape[-1], call.v_new.shape[-1])
     cache = FEATURE_OF_CACHE.get(call.k_cache.dtype)
     uses = {"value dim": dims[0] != dims[1], cache or "": cache is not None}
@@ -260,7 +260,7 @@ MERGE = Op("merge", _merge_kernel)
 
 
 def describe_merge(*tensors: Tensor) -> Request:
-    """Describes a merge of the results of attention, dense or packed."""
+    """Returns the request for a merge of attention results, dense or packed."""
     dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else tensors[0].dtype
     needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, tensors))
     uses = {"gradients": needs_grad, "varlen": tensors[0].dim() == 3}
@@ -271,8 +271,8 @@ def describe_merge(*tensors: Tensor) -> Request:
 
 
 class Int8Details(NamedTuple):
-    """Holds the sizes of a matmul, ``[tokens, outputs]`` sums of ``depth`` products, and the group of scales, or 0.
-    ``is_input_gradient`` says that it is the gradient of the input of another, whose K is its outputs."""
+    """Holds the M, N and K of a matmul (``tokens``, ``outputs``, ``depth``), and the group size of its scales, or 0.
+    ``is_input_gradient`` says that it computes the input gradient of a matmul whose K is ``outputs``."""
 
     tokens: int
     outputs: int
@@ -300,13 +300,13 @@ def _int8_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[str,
     return _with_tile(native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms), request)
 
 
-# What the CUDA C++ kernels for int8 activations go with.
+# The features that the CUDA C++ kernels for int8 activations have.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT32 = 2**31 - 1
 
 
 def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | None:
-    """Returns why the CUDA C++ kernels refuse the sizes, or an option beside int8 activations, or None."""
+    """Returns why the CUDA C++ kernels refuse the sizes, or the features of a call with int8 activations, or None."""
     if backend != "cuda":
         return None
     tokens, rows, columns, *_ = request.details
@@ -329,7 +329,7 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         op, has_groups, sizes = "int8_matmul_s8", "group scales" in request.features, (tokens, rows, columns)
         product = native.Int8Product(op, request.dtype, has_groups, False, *sizes)
         kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
-        if kernel is not None and "_sm90" in kernel:  # tokens are rounded before its launch, so it counts none of them
+        if kernel is not None and "_sm90" in kernel:  # another kernel quantises the tokens: no count in this launch
             return None
         ctas = native.int8_matmul_schedule(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
@@ -344,7 +344,7 @@ INT8_MATMUL = Op("int8_matmul", _int8_kernel, refusal=_int8_refusal)
 
 
 def describe_int8(call: Int8Call) -> Request:
-    """Describes a checked call."""
+    """Returns the request for a checked call."""
     x, scale, (rows, columns) = call.x, call.scale, call.weight.shape
     needs_grad = torch.is_grad_enabled() and any(map(needs_gradient, (x, call.bias, call.residual)))
     groups = scale.shape[1]
@@ -365,5 +365,5 @@ def describe_int8(call: Int8Call) -> Request:
 def request_for_int8(
     like: Tensor, uses: Mapping[str, bool], details: Int8Details | None, only_torch: str | None
 ) -> Request:
-    """Returns the request of an int8 matmul that ``uses`` some features. Without details only PyTorch can take it."""
+    """Returns the request for a matmul that ``uses`` some features. Without ``details`` only PyTorch can take it."""
     return Request(INT8_MATMUL, like.device, like.dtype, _used(uses), details=details, only_torch=only_torch)

@@ -29,7 +29,7 @@ class Int8Backward(NamedTuple):
 
 
 def int8_grad_input(backend: str, backward: Int8Backward) -> Tensor:
-    """Returns ``grad_out @ dequantize(weight)`` for a caller that differentiates: a tensor subclass, a DTensor."""
+    """Returns ``grad_out @ dequantize(weight)``, for tensor subclasses and DTensor, which differentiate themselves."""
     grad_input: Tensor = int8_matmul_grad_input(backend, backward)[0]
     _note_backward(backend, backward)
     return grad_input
@@ -107,7 +107,7 @@ def _fake_grad_input(given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _flops(given: Any) -> int:
-    """Counts for both operators, whose first argument is the factor beside the weight."""
+    """Counts the FLOPs of either operator, which multiplies its first argument by the weight."""
     return matmul_flops(math.prod(given[0][:-1]), *given.weight)
 
 
@@ -127,7 +127,7 @@ def _vmap_matmul(overload: torch._ops.OpOverload, given: Any, dims: Any, size: i
 
 
 def _vmap_grad_input(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
-    """Sums the bias's gradient itself, as the operator would add up those of all samples."""
+    """Computes the bias's gradient outside the operator, which would sum it over all samples."""
     refuse_mapped(dims, "weight", "scale")
     grad_out = _in_front(given.grad_out, dims.grad_out, size)
     grad_input, nothing = overload(*given._replace(grad_out=grad_out, bias_grad=False))
@@ -144,7 +144,7 @@ int8_matmul = register(
     flops=_flops,
     vmap=_vmap_matmul,
 )
-# Returns the gradients of ``x`` and of the bias, which is empty unless it is wanted; not differentiable.
+# Returns the gradients of ``x`` and of the bias (empty unless it is wanted); not differentiable.
 int8_matmul_grad_input = register(
     "int8_matmul_grad_input",
     Int8Backward,

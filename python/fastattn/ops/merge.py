@@ -16,7 +16,7 @@ from fastattn.ops.registration import apply, fold_into_heads, register, unfold_h
 
 
 class Merge(NamedTuple):
-    """Holds a call of ``merge_attention``, which is one of ``fastattn.distributed.merge_attention``."""
+    """Holds a call of ``merge_attention``, as ``fastattn.distributed.merge_attention`` documents it."""
 
     out_a: Tensor
     lse_a: Tensor
@@ -69,11 +69,11 @@ def _fake_backward(given: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor) for tensor in (given.out_a, given.lse_a, given.out_b, given.lse_b))
 
 
-# --- vmap: the mapped dimension joins the heads ---------------------------------------------------------------------
+# --- vmap: the mapped dimension is folded into the heads ------------------------------------------------------------
 
 
 def _vmap(*results: str) -> Callable[..., Any]:
-    """Makes a rule by which the mapped dimension joins the heads.
+    """Returns a vmap rule that folds the mapped dimension into the heads.
 
     ``results`` names for each result an argument that has the same dimensions.
     """
@@ -100,7 +100,7 @@ merge_attention = register(
     fake=_fake,
     vmap=_vmap("out_a", "lse_a"),
 )
-# Takes the gradients of the results, and the merged tensors.
+# Takes the gradients of the results and the forward pass's arguments, and returns the gradients of these arguments.
 merge_attention_backward = register(
     "merge_attention_backward",
     None,

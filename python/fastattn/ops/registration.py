@@ -1,8 +1,8 @@
 """Registers kernels as operators of PyTorch in two namespaces, with shape functions, vmap rules and FLOP counts.
 
-The schemas come from C++ (``csrc/bindings.cpp``), and the Triton kernels have the same ones. An operator without a
-native kernel has its schema in this package, and is in Triton's namespace alone. Each operator has a file in this
-package, which registers it and holds the functions that differentiate it.
+The schemas come from C++ (``csrc/bindings.cpp``), and the Triton kernels have the same schemas. An operator without a
+native kernel has its schema in this package, and is only in Triton's namespace. The other files of this package
+register the operators and have the functions that differentiate them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operator:
     """Calls an operator in the namespaces of the backends that have it.
 
     Attributes:
-        Arguments: the named tuple of its arguments, in the order of its schema and with the defaults of that.
+        Arguments: the named tuple of its arguments, with the order and the defaults of its schema.
         tensors: the names of the arguments that are tensors.
     """
 
@@ -44,7 +44,7 @@ class Operator:
         self.Arguments: Any = namedtuple(name, names, defaults=defaults)  # type: ignore[misc]
         self.tensors = tuple(argument.name for argument in schema if "Tensor" in str(argument.type))
         record = record or self.Arguments
-        # A record of a backward pass holds that of the forward call.
+        # The record of a backward pass holds the record of the forward call in its field ``call``.
         paths = tuple((name,) if hasattr(record, name) else ("call", name) for name in names)
         for in_record, *inner in paths:
             is_there = hasattr(record, in_record) and all(hasattr(AttentionCall, field) for field in inner)
@@ -52,20 +52,20 @@ class Operator:
         self._paths, self._take = paths, operator.attrgetter(*map(".".join, paths))
 
     def arguments(self, call: Any) -> Any:
-        """Returns the arguments that the record has for the operator, in the order of the schema."""
+        """Returns the operator's arguments from the record ``call``, in the order of the schema."""
         if not torch.compiler.is_compiling():
             return self._take(call)
         return [getattr(call, path[0]) if len(path) == 1 else getattr(call.call, path[1]) for path in self._paths]
 
     def __call__(self, backend: str, call: Any) -> Any:
-        """Calls the operator with the arguments that the record has for it, without gradients."""
+        """Calls the operator with its arguments from the record ``call``, without gradients."""
         if torch.compiler.is_compiling():
             return self._overloads[backend](*self.arguments(call))
-        with torch._C._AutoDispatchBelowAutograd():  # spares the Python kernel of _refuse_gradients
+        with torch._C._AutoDispatchBelowAutograd():  # skips the Python kernel of _refuse_gradients
             return self._overloads[backend](*self._take(call))
 
     def run(self, backend: str, arguments: Iterable[Any]) -> Any:
-        """Calls the operator itself, without gradients."""
+        """Calls the operator with ``arguments``, without gradients."""
         overload = self._overloads[backend]
         if torch.compiler.is_compiling():
             return overload(*arguments)
@@ -73,7 +73,7 @@ class Operator:
             return overload(*arguments)
 
     def run_in_backward(self, backend: str, arguments: Iterable[Any]) -> Any:
-        """Calls the operator itself in a backward pass."""
+        """Calls the operator with ``arguments`` in a backward pass, which may itself be recorded."""
         if torch.is_grad_enabled():
             return apply(_Once, backend, self.name, *arguments)
         return self.run(backend, arguments)
@@ -95,7 +95,7 @@ def register(
     """Registers the operator ``name`` in both namespaces, or in Triton's alone.
 
     Args:
-        record: the type of the calls that have its arguments as attributes of the same names; None: its ``Arguments``.
+        record: the type of a call, which has the operator's arguments as attributes; None: ``Operator.Arguments``.
         triton_module: the module of ``triton_kernels`` whose function ``name`` launches it, given its ``Arguments``.
         fake: a function from its arguments, by name, to empty results of the right shapes; the default is for an
             operator that only writes.
@@ -150,7 +150,7 @@ def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int])
 def _triton_launcher(module: str, op: Operator) -> Callable[..., Any]:
     """Returns a launcher that imports Triton at its first call.
 
-    Triton launches on the current device, so the launcher makes that the device of the tensors.
+    Triton launches on the current device, so the launcher sets it to the device of the tensors.
     """
 
     def launch(*args: Any) -> Any:
@@ -169,7 +169,7 @@ _on_cpu: list[torch.library.Library] = []
 
 @when_emulation_changes
 def _register_on_cpu() -> None:
-    """Makes the Triton ops take CPU tensors while these are declared to be on an emulated GPU, and only then."""
+    """Makes the Triton operators take CPU tensors while a GPU is emulated, and only then."""
     while _on_cpu:
         _on_cpu.pop()._destroy()
     if is_emulated():
@@ -183,7 +183,7 @@ def _register_on_cpu() -> None:
 
 
 def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns a kernel that makes a raw op raise on tensors that need gradients: only our functions differentiate."""
+    """Returns an autograd kernel that raises if a tensor requires gradients, which only public functions compute."""
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = itertools.chain(args, kwargs.values())
@@ -199,9 +199,9 @@ def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 class _Once(torch.autograd.Function):
-    """Runs an op in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
+    """Runs an operator in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
 
-    It may be recorded, but differentiating it raises.
+    It can be recorded, but its own gradient, a second derivative, raises.
     """
 
     generate_vmap_rule = True
@@ -231,7 +231,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _distinct(arguments: Iterable[Any]) -> list[Any]:
-    """Makes two tensors of one that is given twice: torch.compile takes no autograd.Function with equal inputs."""
+    """Replaces repeated tensors by views: torch.compile takes no autograd.Function with the same input twice."""
     result: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
@@ -253,7 +253,7 @@ def refuse_mapped(dims: Any, *names: str) -> None:
 
 
 def fold_into_heads(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
-    """Joins the mapped dimension with dimension ``heads_dim`` (counted without it); repeats a tensor that has none."""
+    """Folds the mapped dimension into dimension ``heads_dim`` of a sample; repeats a tensor that is not mapped."""
     if tensor is None:
         return None
     tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)

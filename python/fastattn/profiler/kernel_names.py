@@ -1,10 +1,10 @@
-"""Tells fastattn's kernels from others by the name that the profiler shows."""
+"""Recognises and shortens the kernel names that the profiler shows."""
 
 from __future__ import annotations
 
 import re
 
-# The names of fastattn's Triton kernels: in the replay of a CUDA graph, no operator tells whose kernel it is.
+# fastattn's Triton kernels: in the replay of a CUDA graph, only the name tells that a kernel is fastattn's.
 _TRITON_KERNEL = re.compile(
     r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|dequantize|forward|grad_input|merge"
     r"|merge_attention(_backward)?|tile_states|list_tiles)_kernel"
@@ -17,7 +17,7 @@ def is_fastattn_kernel(kernel: str) -> bool:
 
 
 def base_name(kernel: str) -> str:
-    """Returns ``attention_forward_sm80`` for ``void fastattn::attention_forward_sm80<64, …>(…)``."""
+    """Returns the bare name, ``attention_forward_sm80`` for ``void fastattn::attention_forward_sm80<64, …>(…)``."""
     before_template = re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0]
     return before_template.rpartition("::")[2]
 

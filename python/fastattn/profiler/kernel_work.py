@@ -1,7 +1,7 @@
 """Counts the work of each fastattn kernel, from the arguments of the operator that launched it.
 
 An operator launches one kernel or several. Recomputation (the backward kernels recompute the scores) counts as work, so
-that a kernel is judged by what it really executes.
+that a kernel is judged by what it executes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastattn.profiler.work import Work
 
 
 def _pairs(call: OperatorCall) -> tuple[int, bool]:
-    """Returns the pairs of a query and a key over all batches and query heads, and whether it is an upper bound."""
+    """Returns the number of query-key pairs over batch entries and query heads, and whether it is an upper bound."""
     query, key = call["query"].shape, call["key"].shape
     window = call.number("window_left"), call.number("window_right")
     offset = None if call["first_row"].text in ("", "None") else call.number("first_row") - call.number("first_key")
@@ -25,14 +25,14 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
-    has_ranges = "key_ranges" in call.arguments and call["key_ranges"].is_tensor  # whose numbers are on the device
+    has_ranges = "key_ranges" in call.arguments and call["key_ranges"].is_tensor  # on the device, so unknown
     return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), has_ranges
 
 
 def _forward(call: OperatorCall) -> Work:
     pairs, is_upper_bound = _pairs(call)
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    if call["block_table"].is_tensor:  # count only the pages that the sequences may have, not the whole pool
+    if call["block_table"].is_tensor:  # count the pages that the sequences may use, not all pages
         batch, max_pages = call["block_table"].shape
         tokens = batch * min(max_pages * key[2], call.number("max_seqlen_k"))
         key, value = (tokens, key[1], key[3]), (tokens, value[1], value[3])
@@ -41,8 +41,8 @@ def _forward(call: OperatorCall) -> Work:
 
 
 def _backward_part(query_products: int, value_products: int, written: Sequence[str]) -> Callable[[OperatorCall], Work]:
-    """Returns the work of a kernel of the backward pass, from how many of its products have the query's head dim, and
-    how many the value's."""
+    """Returns a function that counts the work of a backward kernel that writes the gradients ``written``. The kernel
+    computes ``query_products`` matrix products with the query's head dim and ``value_products`` with the value's."""
 
     def part(call: OperatorCall) -> Work:
         pairs, is_upper_bound = _pairs(call)
@@ -50,7 +50,7 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
         rows = math.prod(call["query"].shape[:-1])
         read = sum(call[name].nbytes for name in ("query", "key", "value", "grad_out"))
         read += call["bias"].nbytes if "bias" in call.arguments else 0
-        read += 3 * rows * work.LSE_BYTES  # the two halves of the lse, and rowsum(dO O)
+        read += 3 * rows * work.LSE_BYTES  # the lse as two floats, and rowsum(dO O)
         return Work(
             2 * pairs * (query_products * query_dim + value_products * value_dim),
             read + sum(_gradient_bytes(call, name) for name in written),
@@ -61,30 +61,30 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
 
 
 def _gradient_bytes(call: OperatorCall, name: str) -> int:
-    """Returns the bytes of a gradient, which is written in its tensor's dtype, or read and written as float32 sums."""
+    """Counts the bytes of a gradient, which is written in its tensor's dtype, or added to float32 sums."""
     sums = f"grad_{name}"
     return 2 * call[sums].nbytes if sums in call.arguments else call[name].nbytes
 
 
 def _sums_bytes(call: OperatorCall) -> int:
-    """Returns the bytes of the query's gradient in float32, in which its parts are added up."""
+    """Returns the bytes of the query's gradient while it is summed in float32."""
     return 4 * math.prod(call["query"].shape)
 
 
 def _native_key_value(call: OperatorCall) -> Work:
-    """Counts all five products; the sums are read and written at least once."""
+    """Counts all five products, and one read and one write of the query gradient's sums, at least."""
     products = _backward_part(3, 2, ("key", "value"))(call)
     return products._replace(bytes=products.bytes + 2 * _sums_bytes(call))
 
 
 def _native_query(call: OperatorCall) -> Work:
-    """Counts the kernel that rounds the sums, or adds them to others."""
+    """Counts the kernel that rounds the query gradient's sums, or adds them to ``grad_query``."""
     return Work(0, _sums_bytes(call) + _gradient_bytes(call, "query"))
 
 
 def _native_rows(call: OperatorCall) -> Work:
-    """Counts rowsum(dO O), and zeros for the query's gradient. The kernel also recomputes scores near finfo.min, of
-    which the host does not know."""
+    """Counts rowsum(dO O), and zeros written for the query gradient's sums. It leaves out scores near finfo.min, which
+    the kernel recomputes, because the host does not know them."""
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
     return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES + _sums_bytes(call))
@@ -96,7 +96,7 @@ def _native_sinks(call: OperatorCall) -> Work:
 
 
 def _native_slope_sums(call: OperatorCall) -> Work:
-    """Counts the sum of one number for each 64 rows of a head."""
+    """Counts reads of one partial sum for every 64 rows of a head, and writes of the slopes' gradient."""
     return Work(0, call["lse"].nbytes // 64 + call["alibi_slopes"].nbytes)
 
 
@@ -111,7 +111,7 @@ def _backward_rows(call: OperatorCall) -> Work:
 
 
 def _decode(call: OperatorCall) -> Work:
-    """Counts as if every sequence filled its cache, as the lengths are on the device."""
+    """Counts as if every sequence filled its cache, because the lengths are on the device."""
     query, cache = call["query"].shape, call["k_cache"].shape
     table = call["block_table"]
     tokens = math.prod(table.shape) * cache[2] if table.is_tensor else cache[0] * cache[2]
@@ -141,14 +141,14 @@ def _append(call: OperatorCall) -> Work:
 
 
 def _dequantise(call: OperatorCall) -> Work:
-    """Counts as if every sequence filled its cache, as the lengths are on the device."""
+    """Counts as if every sequence filled its cache, because the lengths are on the device."""
     outs = [call["k_out"], call["v_out"]]
     read = sum(math.prod(out.shape) * call["k_cache"].itemsize for out in outs)
     return Work(0, sum(out.nbytes for out in outs) + read, is_upper_bound=True)
 
 
 def _decode_with_append(call: OperatorCall) -> Work:
-    """Counts the kernel that does both: it attends over tokens that it has just stored, too."""
+    """Counts the kernel that appends new tokens to the cache and attends over it."""
     decode, append = _decode(call), _append(call)
     return decode._replace(bytes=decode.bytes + append.bytes)
 
@@ -184,8 +184,8 @@ def _bytes_of_all(call: OperatorCall) -> int:
     return sum(argument.nbytes for argument in call.arguments.values())
 
 
-# A part of a kernel's name → the function that computes its work, or None where this depends on numbers that the
-# operator's arguments do not tell. The first match counts.
+# Substring of a kernel's name → the function that counts its work, or None if the operator's arguments do not determine
+# the work. The first match counts.
 _WorkOf: TypeAlias = dict[str, Callable[[OperatorCall], Work] | None]
 
 _DECODING: _WorkOf = {
@@ -194,7 +194,7 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
-# What lists tiles for ranges of keys.
+# Kernels that list tiles for ranges of keys.
 _LISTS: _WorkOf = dict.fromkeys(("key_ranges", "backward_ranges", "tile_states", "list_tiles"))
 _BACKWARD: _WorkOf = {
     **_LISTS,
@@ -230,7 +230,7 @@ _WORK: dict[str, _WorkOf] = {  # by operator
 
 
 def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
-    """Returns the work of the kernel of that name that ``call`` launched, or None where it cannot be told."""
+    """Returns the work of ``kernel``, which ``call`` launched, or None if it is unknown."""
     if not call.arguments:
         return None
     for part, work_of in _WORK[call.name].items():

@@ -21,8 +21,8 @@ class KernelProfile:
             CUDA graph, None for kernels that are not fastattn's.
         launches: the number of launches.
         seconds: the time that they took on the GPU.
-        share: their share of the time of all kernels.
-        flops, bytes: their work, see ``fastattn.profiler.work``; None where it cannot be told.
+        share: their fraction of the time of all kernels.
+        flops, bytes: their work, see ``fastattn.profiler.work``; None if it is unknown.
         is_upper_bound: whether lengths that only the device knows were counted at their largest.
         fraction: the least time that the machine's limits allow, divided by the time taken.
         resource: the limit that binds: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
@@ -63,7 +63,7 @@ def _kernel_profile(
     fraction = resource = None
     dtypes = [launch.call.dtype for launch in launches if launch.call is not None]
     if limits is not None and all(dtype in limits.flops_per_s for dtype in dtypes):
-        # The kernel's own time has no launch in it, so a short kernel is compared with the least time of any kernel.
+        # A kernel's time excludes its launch, so its lower limit is the time of an empty kernel inside a graph.
         bounds = [bound(work, limits, dtype, limits.graph_launch_s) for work, dtype in zip(known, dtypes, strict=True)]
         fraction = sum(each.least_s for each in bounds) / seconds if seconds else None
         resource = max(bounds, key=lambda each: each.least_s).resource

@@ -34,9 +34,9 @@ def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limit
     """Measures copy bandwidth, matmul throughput in each of ``dtypes`` and launch times of a CUDA device, in about a
     second.
 
-    The copy moves 1 GiB (less where memory is short) and counts reads and writes. The matmul is 8192 x 8192 x 8192 on
-    random numbers, as a GPU slows down under load that zeros do not cause. Raises ``InputError`` for a device that is
-    not CUDA.
+    The copy moves 1 GiB (less if memory is short) and counts reads and writes. The matmul is 8192 x 8192 x 8192 on
+    random numbers, because a GPU computes zeros faster than real data. Raises ``InputError`` for a device that is not
+    CUDA.
     """
     if device.type != "cuda":
         raise InputError(f"device: expected a CUDA device, whose limits can be measured, got {device}")
@@ -52,7 +52,7 @@ def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limit
 
 
 def known_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limits:
-    """Returns ``measure_limits``, measured once per device and set of dtypes."""
+    """Returns the result of ``measure_limits``, measured once per device and set of dtypes."""
     key = (device, frozenset(dtypes))
     if key not in _known:
         _known[key] = measure_limits(*key)

@@ -1,4 +1,4 @@
-"""``fastattn.profile()`` says which kernels ran, their cost, how near they came to the machine's limits, and memory."""
+"""Defines ``fastattn.profile()``, which reports kernels, how near they came to the machine's limits, and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": t
 
 
 def profile(trace: str | Path | None = None, *, limits: Limits | None = None) -> Profile:
-    """Profiles the ``with`` block: kernels, their share of the roofline, and memory.
+    """Profiles the ``with`` block: kernels, how near they came to the roofline, and memory.
 
     ::
 
@@ -101,7 +101,7 @@ class Profile:
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """Names a part of the block, whose memory is reported separately. Regions may be nested and repeated."""
+        """Names a region of the block, whose memory is reported separately. Regions may be nested and repeated."""
         with torch.profiler.record_function(_REGION + name):
             yield
 

@@ -21,7 +21,7 @@ _DEVICES = {0: "cpu", 1: "cuda"}
 
 
 class KernelLaunch(NamedTuple):
-    """Describes a kernel that ran. ``call`` is the operator that launched it, None for others and CUDA graphs."""
+    """Describes a kernel that ran. ``call`` is the fastattn operator that launched it, or None if none is known."""
 
     name: str
     seconds: float
@@ -37,9 +37,9 @@ class CpuOperator(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """Holds the bytes that are allocated on ``device`` from ``time_s`` on, and the change of them at that time.
+    """Holds the bytes that are allocated on ``device`` from ``time_s`` on, and their change at that time.
 
-    For a GPU they are all bytes that torch holds, for the CPU those allocated since the profile began.
+    On a GPU they are all bytes that torch has allocated, on the CPU those allocated since the profile began.
     """
 
     time_s: float
@@ -77,7 +77,7 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
 
 
 class _OperatorCalls:
-    """Finds the operator of fastattn within which an event happened on the same thread."""
+    """Finds the fastattn operator that was running on an event's thread when the event happened."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self._by_thread: dict[Any, list[tuple[float, float, OperatorCall]]] = defaultdict(list)

@@ -35,9 +35,9 @@ class Work(NamedTuple):
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, offset: int | None = None
 ) -> int:
-    """Returns the number of pairs of a query and a key that it sees; a window of -1 is unbounded.
+    """Returns the number of pairs of a query and a key that the query sees; -1 makes a side of the window unbounded.
 
-    Query ``i`` stands at key ``i + offset``; if that is None, the last query stands at the last key.
+    Query ``i`` is at key ``i + offset``; if ``offset`` is None, the last query is at the last key.
     """
     if window_left < 0 and window_right < 0:
         return seqlen_q * seqlen_k
@@ -66,7 +66,7 @@ def attention_forward(
 ) -> Work:
     """Returns the work of the forward pass over dense or packed shapes.
 
-    ``pairs`` is the number of pairs of a query and a key that it sees, over all batches and query heads.
+    ``pairs`` is the number of pairs of a query and a key that it sees, over all batch entries and query heads.
     """
     out = math.prod(query[:-1])
     return Work(
@@ -114,8 +114,8 @@ def int8_matmul(
 ) -> Work:
     """Returns the work of ``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient.
 
-    ``extra_elements`` are those of a bias and a residual. ``columns`` is the number of columns of the result, if it is
-    not ``n`` but half of it, as with SwiGLU.
+    ``extra_elements`` counts the elements of bias and residual. ``columns`` is the number of the result's columns if it
+    differs from ``n``: SwiGLU halves it.
     """
     elements = m * (k + (n if columns is None else columns)) + extra_elements
     return Work(matmul_flops(m, n, k), elements * itemsize + n * k + 4 * num_scales)

@@ -1,16 +1,16 @@
-"""flash-attn's interface (2.8), computed by fastattn: ``import fastattn.integrations.flash_attn as flash_attn``.
+"""Provides flash-attn's interface (2.8): ``import fastattn.integrations.flash_attn as flash_attn``.
 
 Names, argument order, defaults, layouts and conventions are flash-attn's, even where fastattn's own differ:
 
 - layouts are ``[B, S, H, D]`` and ``[total, H, D]``, pages ``[num_pages, page_size, H, D]``; any page size works;
 - the lse of a row without keys is +inf; with ALiBi under a causal mask without a left window, the lse lacks
-  ``-slope * (i + Sk - Sq)``, since flash-attn adds ``slope * j`` there;
-- ``rotary_interleaved`` is True by default; without a causal mask or window all new queries are rotated like the token
-  at ``cache_seqlens``, otherwise query ``i`` like the token at ``cache_seqlens + i``, with ``cache_leftpad`` too;
-- ``S_dmask`` is ``exp(score - largest score of the row)`` with a minus sign where dropout hit, its rows and columns
-  rounded up to multiples of 128; each row is one block (``flash_attn_interface._get_block_size_n``).
+  ``-slope * (i + Sk - Sq)``, because flash-attn adds ``slope * j`` to the scores instead of ``-slope * distance``;
+- ``rotary_interleaved`` is True by default; without a causal mask or window, all new queries are rotated by position
+  ``cache_seqlens``; otherwise query ``i`` is rotated by ``cache_seqlens + i``, also with ``cache_leftpad``;
+- ``S_dmask`` is ``exp(score - largest score of the row)``, negative where dropout removes the weight; its rows and
+  columns are padded to multiples of 128; each row is one block (``flash_attn_interface._get_block_size_n``).
 
-It does more than flash-attn: float32 and float64 (in PyTorch), head dims that are no multiple of 8, values of another
+Beyond flash-attn it supports float32 and float64 (in PyTorch), head dims that are no multiple of 8, values of another
 head dim, dropout with every option, gradients through the lse, and the keywords ``learnable_sink``, ``seqused_q``,
 ``seqused_k`` and ``page_table`` of FlashAttention-3 and -4. Their keywords that only steer launches (``num_splits``,
 ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are accepted without effect; their other keywords raise.
@@ -46,5 +46,5 @@ __all__ = [
     "uninstall_as_flash_attn",
 ]
 
-# The version of the interface: programs ask for it before they choose the arguments that they pass.
+# The version of the interface, by which programs choose the arguments that they pass.
 __version__ = "2.8.3"

@@ -26,11 +26,11 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Packs the rows that ``attention_mask [B, S]`` or ``unused_mask`` (room for later tokens) marks.
+    """Packs the rows that ``attention_mask [B, S]`` or ``unused_mask`` (rows for later tokens) marks.
 
     Returns:
         ``(packed [total, ...], indices [total], cu_seqlens int32 [B + 1], max_seqlen, seqused int32 [B])``. The indices
-        are into the flattened batch; ``seqused`` counts ``attention_mask`` alone.
+        are into the flattened batch; ``seqused`` counts only the rows of ``attention_mask``.
     """
     taken = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = taken.sum(dim=-1, dtype=torch.int32)
@@ -47,7 +47,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Packs rows that each hold several sequences; their lengths come first in ``attention_mask_in_length [B, S]``.
+    """Packs rows of several sequences each; a row of ``attention_mask_in_length [B, S]`` begins with their lengths.
 
     Returns:
         ``(packed, indices, cu_seqlens, max_seqlen)`` for all sequences of all rows.
@@ -61,5 +61,5 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undoes `unpad_input`: ``[batch, seqlen, ...]``, with zeros for padding."""
+    """Undoes `unpad_input`: returns ``[batch, seqlen, ...]``, with zeros for padding."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -1,4 +1,4 @@
-"""Makes a call of fastattn from a call of flash-attn, for the public functions and the private pairs alike."""
+"""Turns calls of flash-attn's functions, public and private, into calls of fastattn."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Results(NamedTuple):
 def forward_dense(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, return_softmax: bool
 ) -> Results:
-    """Attends over dense tensors, ``q [B, Sq, H, D]`` and alike."""
+    """Attends over dense tensors ``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]`` and ``v [B, Sk, Hk, Dv]``."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     seed = _seed(options, q.device)
     if return_lse:
@@ -103,7 +103,7 @@ def forward_packed(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Results:
-    """Attends over packed sequences, ``q [total_q, H, D]`` and alike.
+    """Attends over packed sequences ``q [total_q, H, D]``, ``k [total_k, Hk, D]`` and ``v [total_k, Hk, Dv]``.
 
     With a ``block_table`` k and v are pages ``[num_pages, page_size, H, D]``. ``seqused_q`` and ``seqused_k``, int32
     ``[B]``, say how many rows at the beginning of each sequence are used.
@@ -148,7 +148,7 @@ def backward(
 ) -> Tensor:
     """Writes the gradients of q, k and v into ``grads``, and returns ``rowsum(dout * out)`` for every row.
 
-    ``out`` and ``softmax_lse`` may be over more keys than k has.
+    ``out`` and ``softmax_lse`` may be results over more keys than k has.
     """
     if options.dropout_p > 0 and rng_state is None:
         raise InputError("rng_state: expected the one of the forward pass, since there was dropout, got None")
@@ -179,7 +179,7 @@ def _seed(options: Options, device: torch.device) -> Tensor | None:
 
 
 def _rng_state(seed: Tensor | None, device: torch.device) -> Tensor:
-    """Returns int64 ``[2]``, seed and offset like flash-attn's; fastattn needs no offset, which is 0."""
+    """Returns int64 ``[2]``: seed and offset, as in flash-attn. The offset is 0, because fastattn needs none."""
     state = torch.zeros(2, dtype=torch.int64, device=device)
     if seed is not None:
         state[0] = seed

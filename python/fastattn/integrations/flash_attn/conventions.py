@@ -20,7 +20,7 @@ _ROUNDED_TO = 128
 
 
 def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
-    """Returns ``(left, right)`` from any two integers, even those of a tensor; FlashAttention-4 has None for -1."""
+    """Returns ``(left, right)`` from any two integers, also of a tensor; None means -1, as in FlashAttention-4."""
     try:
         left, right = (_bound(side) for side in window_size)
     except (TypeError, ValueError):
@@ -43,7 +43,7 @@ def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, i
 
 
 class Alibi(NamedTuple):
-    """Holds ``-slope * position``, which flash-attn leaves out of scores under a causal mask, and so of the lse."""
+    """Holds the factors of ``-slope * position``, which flash-attn leaves out of causal scores and thus of the lse."""
 
     slopes: Tensor
     position: Tensor
@@ -56,7 +56,7 @@ class Alibi(NamedTuple):
 def alibi_of_dense(
     slopes: Tensor | None, window: tuple[int, int], num_queries: int, num_keys: int | Tensor, most_keys: int
 ) -> Alibi | None:
-    """Returns what a dense call leaves out, or None for nothing; ``num_keys`` is an int or ``[B]``."""
+    """Returns the term that a dense call leaves out, or None; ``num_keys`` is an int or ``[B]``."""
     if slopes is None or not _adds_columns(window, most_keys):
         return None
     row = torch.arange(num_queries, device=slopes.device)
@@ -96,14 +96,14 @@ def from_flash_lse(lse: Tensor, alibi: Alibi | None) -> Tensor:
 
 
 def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Returns the sequence of each packed row and its place there; rows beyond all sequences continue the last one."""
+    """Returns each packed row's sequence and position in it; rows beyond all sequences continue the last one."""
     row = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=cu_seqlens.shape[0] - 2)
     return sequence, row - cu_seqlens[sequence]
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Returns the offsets of packed sequences of these ``lengths [B]``, int32 ``[B + 1]``."""
+    """Returns the offsets, int32 ``[B + 1]``, of packed sequences with these ``lengths [B]``."""
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
@@ -112,8 +112,8 @@ def used_keys(
 ) -> tuple[Tensor, Tensor, Any]:
     """Returns keys, values and their offsets as ``attention_varlen`` takes them.
 
-    They come packed, or with a ``block_table`` as pages ``[num_pages, page_size, H, D]``. ``seqused``, int32 ``[B]``,
-    says how many keys at the beginning of each sequence are used. Beside both, ``cu_seqlens`` does not count.
+    The given keys and values are packed, or with a ``block_table`` pages ``[num_pages, page_size, H, D]``. ``seqused``,
+    int32 ``[B]``, is the number of keys used at the beginning of each sequence. With both, ``cu_seqlens`` is ignored.
     """
     if block_table is not None:
         key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -128,8 +128,8 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """Packs the first ``used [B]`` rows of each sequence.
 
     Returns:
-        the order in which to take the rows, their new offsets, and which rows are used. The order ends with the unused
-        rows. Where offsets are checked it leaves them out, as offsets must then end where the rows do.
+        the order in which to take the rows, their new offsets, and a mask of the used rows. The order ends with the
+        unused rows. It leaves them out where offsets are checked, because checked offsets must end at the last row.
     """
     sequence, row = rows_of(cu_seqlens, total)
     lengths = torch.minimum(cu_seqlens.diff(), used.to(torch.int32)).clamp(min=0)
@@ -145,7 +145,7 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
 
 
 def signed_exponentials(query: Tensor, key: Tensor, seed: Tensor, packed: Packed | None, **options: Any) -> Tensor:
-    """Returns ``S_dmask``: ``exp(score - largest score of the row)``, with a minus sign where dropout hit.
+    """Returns ``S_dmask``: ``exp(score - largest score of the row)``, negative where dropout removes the weight.
 
     flash-attn's kernel subtracts the largest score so far, which is that of the whole row if one block holds the row.
     The result is dense over all pairs, and meant for tests. ``query``, ``key`` and ``options`` are as for
@@ -165,7 +165,7 @@ def signed_exponentials(query: Tensor, key: Tensor, seed: Tensor, packed: Packed
             sequence, row = rows_of(packed.cu_seqlens_q, query.shape[0])
             batch = packed.cu_seqlens_q.shape[0] - 1
             longest = packed.max_seqlen_q
-            padded = rows.new_zeros(batch, longest + 1, *rows.shape[1:])  # the last row takes rows of no sequence
+            padded = rows.new_zeros(batch, longest + 1, *rows.shape[1:])  # one row more, for rows of no sequence
             padded = padded.index_put((sequence, row.clamp(max=longest)), rows)
             probabilities = padded[:, :longest].transpose(1, 2)
         batch, heads, num_queries, num_keys = probabilities.shape

@@ -1,4 +1,4 @@
-"""Defines flash-attn's functions, by name and order of arguments; the package's docstring lists its conventions.
+"""Defines flash-attn's functions, with its names and order of arguments; the package's docstring lists conventions.
 
 In all of them ``dropout_p`` is the probability with which an attention weight becomes 0, ``softmax_scale`` is
 ``1 / sqrt(D)`` by default, ``window_size`` counts the keys before and after a query, ``softcap`` bounds the scores if
@@ -55,7 +55,7 @@ _LONGEST_ROW = 2**31 - 1
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Returns the number of keys in a block, for readers of S_dmask: here each row is one block, of any length."""
+    """Returns the number of keys in a block of S_dmask, for code that reads it: here each row is one block."""
     return _LONGEST_ROW
 
 
@@ -94,7 +94,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Does `flash_attn_func` with ``kv [B, Sk, 2, Hk, D]``."""
+    """Runs `flash_attn_func` on ``kv [B, Sk, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -111,7 +111,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Does `flash_attn_func` with ``qkv [B, S, 3, H, D]``."""
+    """Runs `flash_attn_func` on ``qkv [B, S, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=2)
     return flash_attn_func(q, k, v, *options)
@@ -177,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Does `flash_attn_varlen_func` with ``kv [total_k, 2, Hk, D]``."""
+    """Runs `flash_attn_varlen_func` on ``kv [total_k, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
@@ -196,7 +196,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """Does `flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
+    """Runs `flash_attn_varlen_func` on ``qkv [total, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(dim=1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)

@@ -38,6 +38,6 @@ def uninstall_as_flash_attn() -> None:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Removes every module of the name from ``sys.modules``, so that it is imported anew, and returns them."""
+    """Removes ``flash_attn`` and its submodules from ``sys.modules``, so that they are imported anew; returns them."""
     names = [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]
     return {name: sys.modules.pop(name) for name in names}

@@ -1,4 +1,4 @@
-"""Says what the keywords that FlashAttention-3 and -4 added mean here, or why they are refused."""
+"""Translates the keywords that FlashAttention-3 and -4 added, and says why others are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 class Keywords(NamedTuple):
-    """Lists the extra keywords that change a result."""
+    """Holds the values of the added keywords that change a result."""
 
     sinks: Tensor | None = None
     seqused_q: Tensor | None = None
@@ -45,7 +45,7 @@ _MEANINGS = {
 
 
 def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ...]) -> Keywords:
-    """Returns the meaning of the keywords ``given``; ``served`` lists the fields of `Keywords` that ``function`` has.
+    """Translates the keywords ``given``; ``served`` lists the fields of `Keywords` that ``function`` supports.
 
     Raises:
         InputError: a keyword asks for something that fastattn does not have.

@@ -48,17 +48,17 @@ def flash_attn_with_kvcache(
         k, v: new tokens, ``[B, S_new, Hk, D]``.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: they rotate the query and the new keys, token ``j`` by
             position ``cache_seqlens + j``.
-        cache_seqlens: an int, or int32 ``[B]``: the tokens before this call; by default the cache is full.
+        cache_seqlens: an int, or int32 ``[B]``: the number of tokens before this call; by default the cache is full.
         cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
-        cache_leftpad: int32 ``[B]``: the place in its row where each sequence begins. Windows and ALiBi count from
-            there, rotary positions from the beginning of the row.
+        cache_leftpad: int32 ``[B]``: the index in its cache row at which each sequence begins. Windows and ALiBi count
+            from there, rotary positions from the beginning of the row.
         s_aux: attention sinks, ``[H]``.
 
     Returns:
         ``[B, Sq, H, Dv]``, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong.
+        InputError, TypeError: an argument is wrong, as far as the host can tell.
     """
     keywords = read_keywords("flash_attn_with_kvcache", {"s_aux": s_aux, **newer}, served=("sinks", "block_table"))
     if keywords.block_table is not None:
@@ -82,7 +82,7 @@ def flash_attn_with_kvcache(
 
     if contents_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
         _check_rows(k_cache, cache_seqlens, num_new, cache_batch_idx, cache_leftpad)
-    new_place = cache_seqlens  # the place of new tokens in the cache's rows, by which flash-attn also rotates
+    new_place = cache_seqlens  # the first new token's index in its cache row, and its rotary position
     if cache_leftpad is not None:  # make each token a page
         key_pages, value_pages = (_pages_of_a_token("k_cache", k_cache), _pages_of_a_token("v_cache", v_cache))
         block_table = _tokens_from(cache_leftpad, cache_batch_idx, capacity)
@@ -132,7 +132,7 @@ def flash_attn_with_kvcache(
 def _check_rows(
     k_cache: Tensor, cache_seqlens: Tensor, num_new: int, batch_idx: Tensor | None, leftpad: Tensor | None
 ) -> None:
-    """Checks the rows under the names that the user knows, before a block table takes the place of both arguments."""
+    """Checks ``cache_batch_idx`` and ``cache_leftpad`` under their own names, before a block table replaces both."""
     rows, capacity = k_cache.shape[:2]
     for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
         expect(0 <= row < rows, "cache_batch_idx", f"rows from 0 to {rows - 1}", f"{row} for sequence {sequence}")
@@ -162,7 +162,7 @@ def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
 
 
 def _tokens_from(leftpad: Tensor, batch_idx: Tensor | None, capacity: int) -> Tensor:
-    """Returns the pages of `_pages_of_a_token` that hold each sequence, int32 ``[B, capacity]``; -1 beyond its row."""
+    """Returns a block table of the pages of `_pages_of_a_token`, int32 ``[B, capacity]``; -1 beyond a cache row."""
     row = torch.arange(leftpad.shape[0], device=leftpad.device) if batch_idx is None else batch_idx
     token = leftpad[:, None] + torch.arange(capacity, device=leftpad.device)
     return torch.where(token < capacity, row[:, None] * capacity + token, -1).to(torch.int32)

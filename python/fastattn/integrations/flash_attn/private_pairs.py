@@ -1,7 +1,7 @@
-"""Defines flash-attn's private functions, with forward and backward apart, as ring attention and diffusers call them.
+"""Defines flash-attn's private forward and backward functions, which ring attention and diffusers call.
 
-They record nothing for autograd. ``out`` and ``softmax_lse`` of a backward call may be over more keys than it gets, as
-a ring merges its blocks by their lse.
+They record nothing for autograd. A backward call may get ``out`` and ``softmax_lse`` over more keys than ``k`` has, as
+ring attention merges its blocks first.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """Writes ``dq``, ``dk`` and ``dv``; returns ``softmax_d``, float32 ``[H, total_q + 128 B]``.
 
-    In it, sequence ``b`` begins at ``cu_seqlens_q[b] + 128 b``.
+    Sequence ``b`` begins at column ``cu_seqlens_q[b] + 128 b`` of ``softmax_d``.
     """
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
@@ -145,7 +145,7 @@ def _flash_attn_varlen_backward(
     return softmax_d.index_copy(1, row + _ROWS_OF_A_TILE * sequence, rows)
 
 
-# flash-attn also calls them as operators of torch, under these names.
+# flash-attn also has these names, for the same functions as operators of torch.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

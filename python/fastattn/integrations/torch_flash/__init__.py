@@ -1,10 +1,10 @@
-"""torch's own flash attention, computed by fastattn: ``torch_flash.enable()``.
+"""Makes torch's own flash attention run fastattn's kernels: ``torch_flash.enable()``.
 
-It puts fastattn's kernels behind the CUDA implementations of ``aten::_scaled_dot_product_flash_attention`` and
+This replaces the CUDA implementations of ``aten::_scaled_dot_product_flash_attention`` and
 ``aten::_flash_attention_forward`` and their backward operators, through torch's registry
-(``torch.nn.attention.activate_flash_attention_impl("fastattn")`` does the same). So they get every call that torch
-sends there: from functions imported by name, ``nn.MultiheadAttention``, ``varlen_attn``, nested tensors, context
-parallel.
+(``torch.nn.attention.activate_flash_attention_impl("fastattn")`` does the same). fastattn then gets every call that
+torch sends to these operators: from functions imported by name, ``nn.MultiheadAttention``, ``varlen_attn``, nested
+tensors, context parallel.
 """
 
 from __future__ import annotations

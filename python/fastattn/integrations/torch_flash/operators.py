@@ -3,14 +3,14 @@
 They follow torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and its own
 alternative implementations (``torch/nn/attention/_fa3.py``):
 
-- ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` ``[B, S, H, D]`` or
+- ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` takes ``[B, S, H, D]`` or
   packed ``[total, H, D]``. Fewer KV heads mean grouped-query attention; causal masks and windows align to the bottom
   right.
 - Results and gradients have the strides of ``torch.empty_like`` of the query, key or value.
-- The lse is float32 ``[B, H, Sq]``, packed ``[H, total_q]``. Under a causal mask, ALiBi leaves a constant of each row
-  out of it (``fastattn.integrations.flash_attn``). For a row without keys it is -inf, as in the alternatives; torch's
-  own kernels have +inf, which is wrong in a merge.
-- ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a mark that says that it is ours.
+- The lse is float32 ``[B, H, Sq]``, packed ``[H, total_q]``. With ALiBi under a causal mask it lacks a constant of each
+  row (see ``fastattn.integrations.flash_attn``). For a row without keys it is -inf, as in the alternatives; torch's own
+  kernels have +inf, which is wrong in a merge.
+- ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a constant that marks fastattn's states.
 - The backward operators get neither ALiBi slopes nor ``seqused_k`` nor a ``block_table``.
 """
 
@@ -34,24 +34,24 @@ from fastattn.functional.autocast import without_autocast
 from fastattn.functional.dropout_seed import draw_seed
 from fastattn.integrations.flash_attn.conventions import Alibi, alibi_of_dense, alibi_of_packed, bounds, used_keys
 
-_OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn"; torch's own offset is a small number
-# The places of these in the arguments of both backward operators.
+_OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn" in ASCII; torch's own states have a small number here
+# The indices of these arguments in both backward operators.
 _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 
-# If results are not ours, torch's unused tensor gets this storage offset in elements, by which the host sees that the
-# backward pass is not ours either.
+# If another implementation ran the forward pass, torch's unused result gets this storage offset in elements, by which
+# the host sees that the same implementation must run the backward pass.
 _NOT_OURS_OFFSET = 2
-# If results are ours, its offset tells the backend that was forced, which the backward pass uses too. At even offsets
-# of 8-byte elements it stays aligned: Inductor copies tensors that are not.
+# If fastattn ran the forward pass, the offset tells which backend was forced; the backward pass uses it too. Even
+# offsets of 8-byte elements keep the tensor aligned: Inductor copies unaligned tensors.
 _FORCED_OFFSETS = {None: 0, "cuda": 4, "triton": 6}
 
-# Forward operators are not told whether a backward pass follows, and no kernel has gradients for more dims.
+# No kernel has gradients for larger head dims, and a forward operator is not told whether a backward pass follows.
 _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for support in SUPPORT["attention"].values())
 
 
 class Override:
-    """Replaces an operator by our function; where that returns None, as no kernel of ours takes the call, runs the
-    implementation before it."""
+    """Replaces an operator by a function of fastattn. If the function returns None, because no kernel takes the call,
+    the previous implementation runs."""
 
     def __init__(self, name: str, function: Callable[..., Any], dispatch_key: str) -> None:
         self._name, self._function = name, function
@@ -62,7 +62,7 @@ class Override:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensor: Tensor = args[0]
         wish = _asked_of_forward(args[_UNUSED]) if self._is_backward else asked()._replace(sdpa=False)
-        if wish is not None:  # torch has followed sdpa_kernel already
+        if wish is not None:  # sdpa=False, because torch has obeyed sdpa_kernel already
             with without_autocast(tensor.device.type), as_asked(wish):
                 results = self._function(*args, **kwargs)
             if results is not None:
@@ -79,7 +79,7 @@ class Override:
 
 
 def _asked_of_forward(unused: Tensor) -> Asked | None:
-    """Returns what the forward pass asked for, or None if it was not ours."""
+    """Returns the wishes of the thread of the forward pass, or None if another implementation ran that."""
     offset = unused.storage_offset()
     if offset == _NOT_OURS_OFFSET:
         return None
@@ -88,9 +88,9 @@ def _asked_of_forward(unused: Tensor) -> Asked | None:
 
 
 def _marked(results: Any) -> tuple[Any, ...]:
-    """Returns results of another implementation's forward pass, marked as not ours.
+    """Marks the results of another implementation's forward pass.
 
-    The mark is the offset of the last but one, which torch's kernels for CUDA do not use.
+    The mark is the storage offset of the second to last result, which torch's CUDA kernels do not use.
     """
     *others, unused, debug_mask = results
     if isinstance(unused, Tensor) and unused.dim() == 0:
@@ -99,7 +99,7 @@ def _marked(results: Any) -> tuple[Any, ...]:
 
 
 def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns a backward operator's arguments for torch's own kernel, where the lse of a row without keys is +inf."""
+    """Returns a backward operator's arguments for torch's own kernel, whose lse of a row without keys is +inf."""
     lse, dropout_p, rng_state = (arguments[index] for index in (_LSE, _DROPOUT_P, _RNG_STATE))
     if dropout_p > 0 and rng_state.numel() == 2:
         _check_whose(rng_state.view(torch.int64), is_ours=False)
@@ -147,7 +147,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...] | None:
-    """Computes the gradients. It ignores ``max_q`` and ``max_k``, as context parallel passes those of the whole."""
+    """Ignores ``max_q`` and ``max_k``: torch's context parallel passes the lengths of the whole sequence."""
     seed = _seed_of(philox_seed, dropout_p)
     call = AttentionCall(query, key, value, causal=is_causal, dropout_p=dropout_p, scale=scale, dropout_seed=seed)
     grads = attention_backward(call, grad_out, out, logsumexp.contiguous(), by_kernel_only=True)
@@ -345,7 +345,7 @@ def _given(cum_seq_k: Tensor | None) -> Tensor:
 def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Tensor] | None:
     """Returns output and lse, without gradients, or None where no kernel takes the call.
 
-    It refuses calls that fastattn's functions would take but torch's operators may not, and a debug mask.
+    It raises for a debug mask, and for a value head dim that differs from the query's: torch's operators have none.
     """
     head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
     if head_dim > _MOST_DIMS_WITH_GRADIENTS:
@@ -390,8 +390,8 @@ def _seed_of(rng_state: Tensor, dropout_p: float) -> Tensor | None:
 
 
 def _check_whose(rng_state: Tensor, is_ours: bool) -> None:
-    """Checks on the device that ``rng_state`` is fastattn's (``is_ours``) or another's; if not, an assertion stops the
-    device."""
+    """Asserts on the device that ``rng_state`` is fastattn's (``is_ours``) or another implementation's. A failed
+    assertion stops the device."""
     torch._assert_async(
         (rng_state[1] == _OUR_RNG_STATE) == is_ours,
         "rng_state: the forward pass with dropout ran in another implementation of flash attention than its backward "

@@ -1,4 +1,4 @@
-"""Puts the operators in place through torch's registry of flash attention implementations, and takes them out again."""
+"""Switches fastattn's operators on and off through torch's registry of flash attention implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _active_before: str | None = None
 
 
 def enable() -> None:
-    """Puts fastattn's kernels behind torch's flash attention on CUDA, for the whole process; it may be called again.
+    """Makes torch's flash attention on CUDA run fastattn's kernels, for the whole process. It may be called again.
 
     Calls that no kernel takes go on to torch's own kernels. Switch between training steps: a backward pass with dropout
     must run in the same implementation as its forward pass.
@@ -37,7 +37,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restores what ``enable()`` replaced. It does nothing without one, or if another was activated since."""
+    """Undoes ``enable()``. It does nothing if that was not called, or if another implementation is active by now."""
     global _active_before
     registry = _registry()
     with _lock:
@@ -49,7 +49,7 @@ def disable() -> None:
 
 
 class Overrides:
-    """Keeps our implementations under one dispatch key, until ``remove()``; torch's registry calls this a handle."""
+    """Registers fastattn's functions under one dispatch key until ``remove()``; torch's registry calls it a handle."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)

@@ -36,11 +36,11 @@ def varlen_attn(
         query: ``[total_q, Hq, D]``.
         key, value: ``[total_k, Hkv, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hkv, D]`` of any
             size.
-        cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None beside ``seqused_k`` and a ``block_table``.
+        cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None with both ``seqused_k`` and ``block_table``.
         return_aux: ``torch.nn.attention.varlen.AuxRequest``: with ``lse=True`` the lse is returned, too.
         enable_gqa: whether Hkv may be less than Hq.
-        seqused_k: int32 ``[B]``: how many keys at the beginning of each sequence are used. Without pages the call
-            copies the keys, and has gradients.
+        seqused_k: int32 ``[B]``: the number of keys used at the beginning of each sequence. Without a ``block_table``
+            the call copies the keys, and is differentiable.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence.
         num_splits: 1 gives a sequence the same bits whatever else is in the batch; other numbers have no effect.
 
@@ -48,7 +48,7 @@ def varlen_attn(
         ``[total_q, Hq, D]``, and with ``return_aux`` the lse, float32 ``[Hq, total_q]``, as torch's operator has it.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong.
+        InputError, TypeError: an argument is wrong, as far as the host can tell.
     """
     check_tensor("query", query)
     check_rank("query", query, "[total_q, Hq, D]")

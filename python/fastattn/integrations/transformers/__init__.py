@@ -5,14 +5,14 @@
     fastattn.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fastattn")
 
-attention.py has the function that models call, and masks.py decides what a model's mask becomes: patterns.py finds out
-which mask transformers means, and marks.py puts it into a few numbers instead of a mask ``[B, 1, Sq, Sk]``.
-model_code.py reads from a model's code what transformers does not say, and model_setup.py refuses models by it.
-cache.py has a cache for ``generate``, also an 8-bit one, and eight_bit_cache.py attends over that.
+attention.py has the function that models call, and masks.py decides what a model's mask becomes: patterns.py recognises
+the mask that transformers means, and marks.py encodes it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``.
+model_code.py reads a model's source for what transformers does not say, and model_setup.py refuses models by it.
+cache.py has a cache for ``generate``, 8-bit or not, and eight_bit_cache.py attends over an 8-bit one.
 
 int8_config.py has the config that makes a model's linear layers int8 while it is loaded: int8_layers.py chooses the
 layers, int8_loading.py makes their weights, and int8_quantizer.py has the class that transformers calls. Importing this
-package makes them known to transformers, so that int8 checkpoints load.
+package registers them with transformers, so that int8 checkpoints load.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def register(name: str = "fastattn") -> None:
     """Makes ``attn_implementation=name`` and ``model.set_attn_implementation(name)`` run attention in fastattn.
 
     It serves decoders, encoders and encoder-decoders, with causal masks, sliding windows, softcap, sinks (``s_aux``),
-    position biases with their gradient, grouped queries (keys and values keep their few heads), dropout, padding on
-    either side, packed sequences, masks of the user's own, and generation over any ``Cache``. Padding and causality
-    alone never become a mask ``[B, 1, Sq, Sk]``. It may be called again.
+    position biases with their gradient, grouped queries (keys and values are not repeated), dropout, padding on either
+    side, packed sequences, the user's own masks, and generation over any ``Cache``. Padding and causality alone never
+    become a mask ``[B, 1, Sq, Sk]``. It may be called again.
 
-    An ``InputError`` refuses attention weights (``output_attentions=True``), continuous batching (``generate_batch``),
-    and arguments of a model's attention that fastattn does not know. Models whose layers do not use transformers'
-    ``AttentionInterface`` (BLOOM) are refused when they are made or set to ``name``.
+    Models raise ``InputError`` for attention weights (``output_attentions=True``), continuous batching
+    (``generate_batch``), and arguments of their attention that fastattn does not know. Models whose layers do not use
+    transformers' ``AttentionInterface`` (BLOOM) are refused when they are made or set to ``name``.
 
     Raises:
         InputError: ``name`` means something else to transformers.

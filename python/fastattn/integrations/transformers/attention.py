@@ -1,4 +1,4 @@
-"""Defines the attention function, which turns what a model of transformers passes into calls of fastattn."""
+"""Defines the attention function, which turns the arguments of a transformers model into calls of fastattn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REFUSED = {
 
 
 class _Options(NamedTuple):
-    """Holds the options that every function of fastattn takes alike."""
+    """Holds the options that ``attention`` and ``attention_varlen`` share."""
 
     softcap: float
     sinks: Tensor | None
@@ -60,11 +60,11 @@ def attend(
 
     Args:
         query: ``[B, Hq, Sq, D]``.
-        key, value: ``[B, Hkv, Sk, D]`` with their own few heads.
-        attention_mask: a mark (marks.py), or a complete bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]``, or
-            None: then the layer itself knows whether it is causal, and the last query stands at the last key.
+        key, value: ``[B, Hkv, Sk, D]``, not repeated for grouped queries.
+        attention_mask: a mark (marks.py), or a whole bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]``, or None.
+            With None the layer itself decides whether it is causal, and the last query is at the last key.
         sliding_window: how many keys a causal query sees, itself included.
-        s_aux: ``[Hq]``: a logit in each row's denominator.
+        s_aux: ``[Hq]``: sinks, a logit in the softmax denominator of each head's rows.
         position_bias: ``[B or 1, Hq or 1, Sq, Sk]``: added to the scores. Differentiable.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the offsets and longest lengths of packed sequences.
             They take precedence over ``attention_mask``.
@@ -141,12 +141,9 @@ def _spread_window(
     sees_all: bool,
     others: tuple[Tensor | None, ...],
 ) -> tuple[int, int]:
-    """Returns the window over the whole sequence, of which a rank has a part.
-
-    Raises where a window does not describe the mask.
-    """
+    """Returns the window over a sequence that is spread over ranks; raises if no window describes the mask."""
     mark = None if attention_mask is None else read(attention_mask)
-    # Positions that jump from one of a rank's parts to the next look like packed sequences of the parts' length.
+    # Positions jump from one of a rank's parts to the next, which looks like packed sequences of the parts' length.
     is_one_sequence = (
         isinstance(mark, Offsets)
         and len(mark.cu_seqlens) - 1 <= spread.num_parts * query.shape[0]
@@ -176,7 +173,7 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
 
 
 def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[str, Any]:
-    """Returns the options for attention over a cache; raises for an option that it lacks."""
+    """Returns the options for attention over a cache; raises for an option that such attention lacks."""
     if position_bias is not None:
         raise InputError(
             "position_bias: expected None over an 8-bit cache, got a tensor; use a cache of the model's dtype"
@@ -250,7 +247,7 @@ def _kernel_reads_cache(
 
 
 def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
-    """Returns the keys of a static cache that the last of ``lengths`` tokens sees, bool ``[B, 1, 1, Sk]``."""
+    """Returns the mask of a static cache for the last of ``lengths [B]`` tokens: bool ``[B, 1, 1, Sk]``."""
     column = torch.arange(num_keys, device=lengths.device)
     is_there = column < lengths[:, None]
     if left >= 0:
@@ -259,7 +256,7 @@ def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Returns one bias for mask and position bias, no longer than the keys, in a dtype that goes with the query."""
+    """Combines mask and position bias into one bias, cut to the number of keys, in a dtype that attention takes."""
     mask, position_bias = (None if part is None else part[..., : key.shape[2]] for part in (mask, position_bias))
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}")

@@ -18,15 +18,15 @@ _SERVED = ("full_attention", "sliding_attention", "dummy")
 
 
 class Cache(transformers.Cache):
-    """Keys and values of ``batch_size`` sequences of up to ``max_length`` tokens, for a model and ``generate``.
+    """Holds keys and values of ``batch_size`` sequences of up to ``max_length`` tokens, for a model and ``generate``.
 
     >>> cache = Cache(model.config, batch_size=2, max_length=4096, dtype="int8")
     >>> model.generate(**inputs, cache=cache, max_new_tokens=100)  # before 5.24: past_key_values=cache
 
-    With ``dtype="int8"`` or ``"fp8"`` every token's head has a scale, and attention reads 8 bits: nothing is
-    dequantised in memory. Attention over the prompt that fills an empty cache runs in the model's own dtype. Only
-    models whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a ``batch_size`` of
-    batch times beams.
+    With ``dtype="int8"`` or ``"fp8"`` each head of a token has a scale, and attention reads the 8-bit values without a
+    dequantised copy. Attention over the prompt that fills an empty cache runs in the model's own dtype. Only models
+    whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a ``batch_size`` of batch times
+    beams.
 
     The memory is allocated at the first token and never moves. Layers with a sliding window keep all tokens, too. For
     encoder-decoders pass ``EncoderDecoderCache(Cache(…), DynamicCache())``.
@@ -64,7 +64,7 @@ class _Layer(CacheLayerMixin):
     """Holds the cache of one layer: ``keys`` and ``values`` are ``[B, Hkv, capacity, D]``, with scales if they are
     8-bit.
 
-    In memory they are ``[B, capacity, Hkv, D]``: a token's heads lie together, so that each token can be a page
+    In memory they are ``[B, capacity, Hkv, D]``: a token's heads are adjacent, so that each token can be a page
     (eight_bit_cache.py).
     """
 
@@ -116,7 +116,7 @@ class _Layer(CacheLayerMixin):
         return caches if self.eight_bit is None else caches + [scale_of(cache) for cache in caches]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends and returns the keys and values for attention: the new ones if the cache was empty, else all."""
+        """Appends keys and values, and returns those to attend to: the new ones if the cache was empty, else all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_new = key_states.shape[2]
@@ -164,7 +164,7 @@ class _Layer(CacheLayerMixin):
             self.tokens_seen = max(self.tokens_seen + tokens_to_remove, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders in place, so that the memory of a compiled step does not move."""
+        """Reorders the sequences in place, so that a compiled step finds its memory at the same address."""
         if not self.is_empty:
             for tensor in self._tensors():
                 numbers = as_numbers(tensor)
@@ -177,7 +177,7 @@ class _Layer(CacheLayerMixin):
         self._select(indices)
 
     def _select(self, indices: Tensor) -> None:
-        """Selects sequences; the batch gets another size, and new memory."""
+        """Replaces the batch by the sequences ``indices``, in new memory."""
         before, scales = (self.keys, self.values), self._tensors()[2:]
         self.batch_size = indices.numel() if indices.dtype != torch.bool else int(indices.sum())
         if not self.is_initialized:

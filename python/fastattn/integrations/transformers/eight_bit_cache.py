@@ -23,8 +23,8 @@ def attend_8bit(
 ) -> Tensor:
     """Returns ``[B, Hq, Sq, Dv]`` for ``key`` and ``value`` int8 or fp8 ``[B, Hkv, capacity, D]``, with scales.
 
-    Where keys are masked out, each token becomes a page, and the table names the remaining tokens in order. If the gaps
-    are padding on the left, the distances between these and the queries do not change.
+    If keys are masked out, each token becomes a page, and the block table lists the remaining tokens in order. If the
+    masked keys are padding on the left, the distances between the remaining keys and the queries do not change.
     """
     batch, _, capacity, _ = key.shape
     mark = None if attention_mask is None else read(attention_mask)
@@ -52,9 +52,9 @@ def attend_8bit(
 
 
 def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Returns the tokens that ``is_there [B, keys]`` leaves, int32 ``[B, keys]``, and their numbers, int32 ``[B]``.
+    """Returns the block table, int32 ``[B, keys]``, of the tokens in ``is_there [B, keys]``, and their counts ``[B]``.
 
-    Every layer gets the same mask, so the first layer's result is kept with the mask until somebody writes to it.
+    Every layer gets the same mask, so the first layer's result is an attribute of the mask until the mask changes.
     """
     may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # inference tensors have no version
     if may_keep:

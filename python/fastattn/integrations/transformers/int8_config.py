@@ -1,4 +1,4 @@
-"""Defines ``Int8Config``, which ``from_pretrained(quantization_config=…)`` takes and ``config.json`` keeps."""
+"""Defines ``Int8Config``, which ``from_pretrained(quantization_config=…)`` takes and ``config.json`` stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUANT_METHOD = "fastattn_int8"
 
 
 class Int8Config(QuantizationConfigMixin):
-    """Gives the linear layers of a model of transformers int8 weights::
+    """Makes the linear layers of a transformers model int8::
 
         model = AutoModelForCausalLM.from_pretrained(path, quantization_config=Int8Config())
         model.save_pretrained(path_of_int8)
@@ -24,7 +24,7 @@ class Int8Config(QuantizationConfigMixin):
 
     Each ``nn.Linear`` becomes a ``fastattn.nn.Int8Linear`` when its weight is loaded from the checkpoint, on the
     weight's device. These layers stay as they are: the head (everything outside ``model.base_model``, the output
-    embedding), layers that share a weight with others or that the model keeps in float32, and layers that are no
+    embedding), layers that share a weight with others or that the model keeps in float32, and layers that are not
     ``nn.Linear`` (GPT-2's ``Conv1D``, experts whose weights are one 3-D parameter). ``model.hf_quantizer.stays`` lists
     each with its reason.
 
@@ -64,7 +64,7 @@ class Int8Config(QuantizationConfigMixin):
 
 
 def _names(argument: str, names: Iterable[str] | None) -> list[str] | None:
-    """Checks names and returns them as a list, which JSON keeps."""
+    """Checks names and returns them as a list, which JSON can store."""
     if names is None:
         return None
     listed = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)

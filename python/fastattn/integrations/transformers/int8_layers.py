@@ -17,7 +17,7 @@ from fastattn.nn.quantize_model import check_granularity_of_layer, choose_layers
 def layers_to_convert(
     model: Any, config: Int8Config, names_must_exist: bool
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """Returns the layers of ``model`` that ``config`` makes int8, with their names, and by name why others stay.
+    """Returns the layers of ``model`` that ``config`` makes int8, with their names, and for other names why they stay.
 
     Raises:
         InputError: ``config`` names a module that cannot be int8, or (if ``names_must_exist``) one that the model does
@@ -78,7 +78,7 @@ def _experts(model: nn.Module) -> dict[str, str]:
 
 
 def _tied(model: Any, layers: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
-    """Returns the layers whose weight is also another parameter, with its name: the same object, or declared so."""
+    """Returns the layers whose weight is tied to another parameter, as one object or by declaration, and its name."""
     declared: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         declared[target] = source

@@ -1,4 +1,4 @@
-"""Makes an int8 layer's weight from a checkpoint, as transformers asks: quantises it, or assembles it."""
+"""Makes an int8 layer's weight while transformers loads a checkpoint: quantises it, or assembles it from int8 data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Assemble(ConversionOps):
     Attributes:
         problems: collects what is wrong with the checkpoint. A wrong parameter is left out, and the quantizer reports
             all of them at the end: an exception would only reach transformers' log.
-        dtype: the dtype that floating weights get, and for which the int8 weight stands.
+        dtype: the dtype that floating weights get, and that an int8 weight reports as its own.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -76,7 +76,7 @@ class Assemble(ConversionOps):
         self.dtype: torch.dtype | None = None
 
     def __deepcopy__(self, memo: Any) -> Assemble:
-        """Copies it for transformers, which gives each parameter a copy; all copies share ``problems``."""
+        """Returns a copy that shares ``problems``. transformers makes a copy for each parameter."""
         return Assemble(self.problems)
 
     def convert(
@@ -126,7 +126,7 @@ def _dtypes_in(file: str) -> dict[str, str]:
     """Returns the dtypes of the tensors in a checkpoint's file, in safetensors' terms, without reading their data."""
     if file.endswith(".safetensors"):
         with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  # it is no dict
+            return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118  # no dict
     state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
     return {name: _SHORT.get(t.dtype, str(t.dtype)) for name, t in state.items() if isinstance(t, Tensor)}
 
@@ -134,8 +134,8 @@ def _dtypes_in(file: str) -> dict[str, str]:
 def concerns(converter: Any, model: nn.Module) -> bool:
     """Returns whether ``converter``, one of the model's own, makes the weight of an int8 layer.
 
-    It may split one weight of a file into q, k and v, say. That cannot be undone for int8 weights, so files have these
-    under the model's own names.
+    A converter may split one weight of a file into q, k and v, for example. This cannot be undone for int8 weights, so
+    files have them under the model's own names.
     """
     if not isinstance(converter, WeightConverter):
         return False

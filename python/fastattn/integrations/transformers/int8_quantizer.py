@@ -30,9 +30,9 @@ from fastattn.nn.quantize_model import replace_modules
 
 
 class Int8Quantizer(HfQuantizer):
-    """Puts an ``Int8Linear`` in the place of each chosen layer before the checkpoint is read.
+    """Replaces each chosen layer by an ``Int8Linear`` before the checkpoint is read.
 
-    Until its weight is loaded, such a layer has the model's own floating parameter on the meta device, so that
+    Until its weight is loaded, the new layer has the model's own floating parameter on the meta device, so that
     transformers plans memory, reports and initialises as for any model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Int8Quantizer(HfQuantizer):
     # --- before the weights are loaded -------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses offloading. transformers passes the given ``device_map``, then the one that ``"auto"`` became."""
+        """Refuses offloading. transformers passes the given ``device_map`` first, then the one that "auto" became."""
         devices = set(device_map.values()) if isinstance(device_map, dict) else set()
         kinds = {"gpu" if isinstance(device, int) else str(device).partition(":")[0] for device in devices}
         if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
@@ -173,7 +173,7 @@ class Int8Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Is true, since adapters and biases can be trained."""
+        """Returns True, because adapters and biases can be trained."""
         return True
 
     @property
@@ -198,7 +198,7 @@ class Int8Quantizer(HfQuantizer):
 
 
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
-    """Warns about layers that look linear but stay as they are, since they are no plain ``nn.Linear``."""
+    """Warns about layers that look linear but stay as they are because they are not plain ``nn.Linear``."""
     for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
         warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 

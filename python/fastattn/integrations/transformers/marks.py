@@ -1,19 +1,19 @@
-"""Marks, by which the mask function describes a mask to the attention function without a mask ``[B, 1, Sq, Sk]``.
+"""Defines marks, by which the mask function describes a mask to the attention function in a few numbers.
 
-transformers passes the result of a mask function on to the attention function, unchanged, if it is None or has four
-dimensions; `generate` makes it contiguous where the cache is static. A mask of the user's own comes the same way, bool
-or floating. So a mark is a tensor of four dimensions and an integer dtype. Facts that the host needs are in its shape,
-as it would have to wait for values on a GPU.
+transformers passes the result of a mask function to the attention function unchanged if it is None or has four
+dimensions (`generate` makes it contiguous for a static cache). A user's own mask, bool or floating, comes the same way.
+Therefore a mark is a tensor of four dimensions and an integer dtype. Facts that the host needs are in its shape,
+because the host would have to wait for values on a GPU.
 
 ======  =====================  =======================================================================================
 dtype   shape                  meaning
 ======  =====================  =======================================================================================
 int8    ``[B or 0, R, 1, N]``  the first N keys take part where the mark is not 0 (``B = 0``: all do). ``R = 1``: the
                                queries are the last of them, and causal. Otherwise a query sees ``R - 2`` keys on
-                               either side, or all keys where that is N or more
+                               either side, or all keys if that is N or more
 int32   ``[B, 1, 1, 1]``       the only query of each sequence is the last of this many keys of a static cache
 int32   ``[1, 1, N + 1, M]``   N packed sequences of at most M tokens: N + 1 offsets, each repeated M times
-int16   ``[B, 4 R, 1, Sq]``    R ranges of keys for each query: their int32 bounds, in halves
+int16   ``[B, 4 R, 1, Sq]``    R ranges of keys for each query: their int32 bounds, each as two int16
 ======  =====================  =======================================================================================
 
 Repeated values are expanded views, which take no memory.
@@ -30,11 +30,10 @@ _CAUSAL = 1
 
 
 class Keys(NamedTuple):
-    """Holds the keys that take part: those of the first ``num_keys`` that are ``present``, bool ``[B, 1, 1,
-    num_keys]``.
+    """Holds the keys that take part: those of the first ``num_keys`` for which ``present`` is true.
 
-    All are if ``present`` is None. ``reach`` is the number of keys that a query sees on either side, -1 for all, or
-    None if it sees the keys up to its own.
+    ``present`` is bool ``[B, 1, 1, num_keys]``, or None if all take part. ``reach`` is the number of keys that a query
+    sees on either side, -1 for all, or None if it sees the keys up to its own.
     """
 
     num_keys: int
@@ -43,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Holds the numbers of keys in a static cache, int32 ``[B]``. The only query of a sequence is the last of them."""
+    """Holds the numbers of keys in a static cache, int32 ``[B]``. The only query of a sequence is at its last key."""
 
     lengths: Tensor
 
@@ -96,7 +95,7 @@ def mark_ranges(ranges: Tensor) -> Tensor:
 
 
 def read(mark: Tensor) -> Keys | Lengths | Offsets | Ranges | None:
-    """Returns the meaning of a mark, or None for a mask."""
+    """Decodes a mark; returns None for a mask."""
     if mark.dtype == torch.int8:
         rows, reach, _, count = mark.shape
         present = mark[:, :1].view(torch.bool) if rows else None

@@ -1,7 +1,7 @@
 """Defines the mask function, which returns a mark instead of a mask where kernels handle causality, windows, lengths
 and packed sequences themselves.
 
-It never relies on the layers' own ``is_causal``, which is wrong in some models, as eager code only reads masks.
+It never relies on the layers' own ``is_causal``: eager code only reads masks, and some models set it wrongly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastattn.integrations.transformers.model_code import (
 from fastattn.integrations.transformers.patterns import Pattern, recognise, recognise_traced
 from fastattn.masks import from_bool
 
-MOST_MASKED_AT_ONCE = 2**24  # pairs of a query and a key, of which ranges are made together
+MOST_MASKED_AT_ONCE = 2**24  # pairs of a query and a key in one mask, from which ranges are made
 
 
 def make_mask(
@@ -51,8 +51,8 @@ def make_mask(
     """Returns a mark where a few numbers describe the mask (marks.py), else a mask ``[B, 1, Sq, Sk]``, or None if a
     single query sees every key.
 
-    It is registered as an ``AttentionMaskInterface``: the arguments are those that transformers passes. Query ``i``
-    stands at ``q_offset + i``, key ``j`` at ``kv_offset + j``; ``attention_mask`` is the padding, ``[B, positions]``.
+    It is registered as an ``AttentionMaskInterface``: the arguments are those that transformers passes. Query ``i`` is
+    at position ``q_offset + i``, key ``j`` at ``kv_offset + j``; ``attention_mask`` is the padding, ``[B, positions]``.
 
     Raises:
         InputError: the model's layers do not call the attention function.
@@ -134,8 +134,10 @@ def make_mask(
 def _as_ranges(
     whole_mask: Callable[..., Any], batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor
 ) -> Any:
-    """Returns the mark of a mask by which each query sees few ranges of keys, made of some queries' masks at a time, or
-    else the whole mask. It waits for the GPU."""
+    """Returns the mark of the ranges of keys that each query sees, or the whole mask if these are too many.
+
+    It makes the masks of some queries at a time, and waits for the GPU.
+    """
     found, step = [], max(1, MOST_MASKED_AT_ONCE // max(1, batch_size * kv_length))
     try:
         for first in range(0, q_length, step):

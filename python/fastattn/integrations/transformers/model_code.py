@@ -1,7 +1,7 @@
-"""Reads from a model's source what its layers do with masks and attention, as transformers says it nowhere else.
+"""Reads from a model's source how its layers use masks and attention, because transformers tells it nowhere else.
 
-transformers reads the source for the same purpose (``PreTrainedModel._can_set_attn_implementation``). It is in a module
-beside that of the config: ``modeling_…`` beside ``configuration_…``.
+transformers reads the source for the same purpose (``PreTrainedModel._can_set_attn_implementation``). The source of the
+model is in ``modeling_…``, next to its config in ``configuration_…``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fastattn.errors import InputError
 
 
 def check_uses_interface(config: Any) -> None:
-    """Raises where the layers would take a mark for a mask of their own, and attend to keys that they must not see."""
+    """Raises if the model's layers would read a mark as a mask, and attend to keys that they must not see."""
     if _ignores_interface((_beside(type(config).__module__),)):
         raise _refusal(config.model_type, config._attn_implementation, 'Set attn_implementation="eager"')
 
 
 def check_model(model: PreTrainedModel, implementation: str) -> None:
-    """Raises where no layer of the model would call ``implementation``, which is ours.
+    """Raises if no layer of the model would call ``implementation``, a name of fastattn's attention function.
 
-    One call is enough, in the code of its class, of a class that it inherits from, or of its config's model. A model
-    whose code cannot be read is accepted.
+    One call is enough, in the module of the model's class, of a base class, or in the one next to its config. A model
+    whose source cannot be read is accepted.
     """
     bases = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
     modules = dict.fromkeys([*(base.__module__ for base in bases), _beside(type(model.config).__module__)])
@@ -49,26 +49,23 @@ def _refusal(name: str, implementation: str, instead: str) -> InputError:
 
 
 def has_attention_of_its_own(config: Any) -> bool:
-    """Returns whether some layers do not use the interface: these add their mask to their scores."""
+    """Returns whether some layers do not use the interface but add the mask to their scores themselves."""
     return _has_own_softmax(type(config).__module__)
 
 
 def tells_its_window(config: Any) -> bool:
-    """Returns whether the layers pass their ``sliding_window`` to the attention function.
-
-    Some only put it into the mask. Then there has to be a mask.
-    """
+    """Returns whether layers pass their ``sliding_window`` to the attention function; if not, only masks have it."""
     return _contains(type(config).__module__, "sliding_window=")
 
 
 def wants_whole_masks(config: Any) -> bool:
-    """Returns whether the model works on its masks, and asks for whole ones by ``allow_is_causal_skip=False``."""
+    """Returns whether the model changes its masks, and asks for whole ones by ``allow_is_causal_skip=False``."""
     module = type(config).__module__
     is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
     return is_indexed or not _contains(module, "") or _contains(module, "allow_is_causal_skip")
 
 
-# Without this, torch.compile would trace the cached function.
+# Without this decorator, torch.compile would trace the cached function.
 @torch.compiler.assume_constant_result
 def _contains(config_module: str, words: str) -> bool:
     code = _model_code(config_module)

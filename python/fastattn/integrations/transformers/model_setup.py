@@ -1,7 +1,7 @@
 """Refuses models whose layers would never call the attention function, when they are made or later set to it.
 
-transformers refuses "sdpa" and "flex_attention" there by flags of each model, but does not check names that others
-registered. So two of its methods are wrapped here; other names pass through them as before.
+transformers checks "sdpa" and "flex_attention" at these times by flags of each model, but not names that others
+registered. So this module wraps two of its methods; other names pass through them as before.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fastattn.integrations.transformers.model_code import check_model
 
 @cache
 def check_models_at_setup() -> None:
-    """Wraps the two methods for the rest of the process. A second call changes nothing."""
+    """Wraps two methods of ``PreTrainedModel`` for the rest of the process. A second call changes nothing."""
     choose, set_later = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
 
-    # Every model calls it while it is made, and so do the parts of a model that is set to another implementation.
+    # Every model calls this method when it is made, as do the submodels of a model that changes its implementation.
     @wraps(choose)
     def get_correct_attn_implementation(self: PreTrainedModel, *arguments: Any, **options: Any) -> str:
         implementation: str = choose(self, *arguments, **options)
         _check(self, implementation)
         return implementation
 
-    # transformers' own method warns about a model that cannot be set, leaves it as it is, and never calls the above.
+    # For a model that cannot change, transformers' own method only warns and never calls the method above.
     @wraps(set_later)
     def set_attn_implementation(
         self: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any

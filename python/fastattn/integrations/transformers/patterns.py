@@ -1,7 +1,7 @@
-"""Recognises the mask that transformers means, which comes as a function of indices, nested from a few known ones.
+"""Recognises the mask that transformers means: it passes a function of indices, composed of a few known functions.
 
-Functions made by the same ``def`` share their code, and their closures hold their parameters. A function that is not
-recognised becomes a whole mask.
+Functions made by the same ``def`` share their ``__code__``, and their closures hold their parameters. A function that
+is not recognised becomes a whole mask.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _AND, _WINDOW, _WINDOW_BOTH_SIDES, _CHUNK, _PACKED, _REMAPPED = (
 
 
 def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern | None:
-    """Returns the pattern of ``mask_function``, or None; ``last_position`` is that of the keys.
+    """Returns the pattern of ``mask_function``, or None; ``last_position`` is the position of the last key.
 
-    It cannot read the function while a graph is traced: `recognise_traced` is for that.
+    It reads closures, which is impossible while a graph is traced: `recognise_traced` serves that case.
     """
     if mask_function is _CAUSAL:
         return Pattern(causal=True)
@@ -57,7 +57,7 @@ def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern 
     if len(parts) != 2:
         return None
     overlay, inner = parts
-    if inner.__code__ is _PACKED:  # from transformers 5.24 on
+    if inner.__code__ is _PACKED:  # the order from transformers 5.24 on
         overlay, inner = inner, overlay
     if overlay.__code__ is _PACKED and inner.__code__ is _REMAPPED:
         within = recognise(_closure(inner)["mask_function"], last_position)
