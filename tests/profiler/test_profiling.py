@@ -1,4 +1,4 @@
-"""fastattn.profile(): whose a kernel is, what it had to do, how near to its limit it came, and memory by region."""
+"""Tests fastattn.profile(): a kernel's operator, its work, how near it came to its limit, and memory by region."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(bytes_per_s=1e12, flops_per_s={"float16": 1e14}, eager_launch_s=
 
 
 def call_of(name: str, **arguments: Any) -> OperatorCall:
-    """A call as the profiler tells it: shapes of float16 tensors (or a dtype and a shape), texts of scalars."""
+    """Returns a call as the profiler reports it: shapes of float16 tensors (or dtype and shape), scalars as texts."""
     schema = getattr(torch.ops.fastattn_triton, name).default._schema
     shapes, dtypes, texts = [], [], []
     for argument in schema.arguments:
@@ -70,11 +70,11 @@ def attention_call(name: str = "attention_forward", **changes: Any) -> OperatorC
     return call_of(name, **(arguments | changes))
 
 
-# --- whose kernels, and their work ------------------------------------------------------------------------------------
+# --- the operators of kernels, and their work -------------------------------------------------------------------------
 
 
 def launched_triton_kernels() -> list[tuple[str, str]]:
-    """(operator's module, kernel) for every kernel of triton_kernels that is launched on its own."""
+    """Returns (operator's module, kernel) for every kernel of triton_kernels that is launched on its own."""
     found = []
     for path in sorted((ROOT / "triton_kernels").glob("*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -154,7 +154,7 @@ def test_backward_kernels_count_what_they_execute() -> None:
 
 
 def test_gradients_that_are_added_are_read_and_written_in_float32() -> None:
-    """Beside the tensors of 16 bits that ``attention_backward`` reads, too."""
+    """They come on top of the 16-bit tensors that ``attention_backward`` reads."""
     of = {"query": (2, 4, 64, 32), "key": (2, 2, 64, 32), "value": (2, 2, 64, 32)}
     sums = {f"grad_{name}": ("float", shape) for name, shape in of.items()}
     call = attention_call("attention_backward_add", **sums)
@@ -170,7 +170,7 @@ def test_gradients_that_are_added_are_read_and_written_in_float32() -> None:
 
 
 def test_native_backward_kernels_count_what_they_execute() -> None:
-    """All five products in one kernel, which adds the query's gradient up in fp32."""
+    """One kernel computes all five products, and sums the query's gradient in fp32."""
     call = attention_call("attention_backward", sinks=("float", (4,)))
     pairs, rows, sums = 2 * 4 * 64 * 64, 2 * 4 * 64, 2 * 4 * 64 * 32 * 4
     query = sums // 2
@@ -218,7 +218,7 @@ def test_decode_and_int8_kernels() -> None:
     tensors = {"x": (35, 64), "weight": ("signed char", (96, 64)), "scale": ("float", (96, 1))}
     for int8_activations, dtype in ((False, "float16"), (True, "int8")):
         call = call_of("int8_matmul", **tensors, activation="none", int8_activations=int8_activations)
-        assert call.dtype == dtype  # of the products, whose peak is the limit
+        assert call.dtype == dtype  # the products' dtype, whose peak is the limit
         assert kernel_work.kernel_work("int8_matmul_s8_sm80", call) == work.int8_matmul(35, 96, 64, 2, 96)
     call = call_of(
         "int8_matmul_grad_input", grad_out=(35, 96), weight=("signed char", (96, 64)), scale=("float", (96, 1))
@@ -276,6 +276,13 @@ def test_shares_fractions_and_resources() -> None:
     assert tiny.resource == LAUNCH
     (without,) = profile_kernels(launches[:2], None)
     assert without.flops == 2 * least.flops and without.fraction is None
+
+
+def test_work_without_flops_needs_no_measured_dtype() -> None:
+    partial = {"out_a": ("float", (2, 4, 64, 32)), "lse_a": ("float", (2, 4, 64))}
+    call = call_of("merge_attention", **partial, out_b=(2, 4, 64, 32), lse_b=("float", (2, 4, 64)))
+    (row,) = profile_kernels([KernelLaunch("merge_attention_kernel", 1e-3, call)], LIMITS)
+    assert row.flops == 0 and row.resource in (MEMORY, LAUNCH) and row.fraction is not None
 
 
 def test_a_long_list_is_cut_and_says_so() -> None:
@@ -377,7 +384,7 @@ def test_on_the_cpu_operators_and_memory_are_told(tmp_path: Path) -> None:
     query = torch.randn(1, 2, 32, 16)
     with fastattn.profile(path) as profile:
         with profile.region("attention"):
-            out = fastattn.attention(query, query, query, causal=True, softcap=5.0)  # by the reference
+            out = fastattn.attention(query, query, query, causal=True, softcap=5.0)  # the reference runs
         with profile.region("outer"), profile.region("kept"):
             kept = torch.zeros(1000)
             del_me = torch.zeros(5000)
@@ -397,7 +404,7 @@ def test_on_the_cpu_operators_and_memory_are_told(tmp_path: Path) -> None:
 
 
 def test_the_operators_shapes_reach_the_trace(tmp_path: Path) -> None:
-    """What kernels are traced to, from a call on tensors without memory."""
+    """A call on tensors without memory has the shapes that kernels are traced to."""
     path = tmp_path / "trace.json"
     query = torch.empty(1, 2, 16, 32, dtype=torch.float16, device="meta")
     with fastattn.profile(path):

@@ -62,7 +62,8 @@ def _kernel_profile(
         return KernelProfile(name, operator, len(launches), seconds, share)
     fraction = resource = None
     dtypes = [launch.call.dtype for launch in launches if launch.call is not None]
-    if limits is not None and all(dtype in limits.flops_per_s for dtype in dtypes):
+    needed = {dtype for work, dtype in zip(known, dtypes, strict=True) if work.flops}
+    if limits is not None and needed <= limits.flops_per_s.keys():
         # A kernel's time excludes its launch, so its lower limit is the time of an empty kernel inside a graph.
         bounds = [bound(work, limits, dtype, limits.graph_launch_s) for work, dtype in zip(known, dtypes, strict=True)]
         fraction = sum(each.least_s for each in bounds) / seconds if seconds else None

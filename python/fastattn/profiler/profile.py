@@ -114,7 +114,7 @@ class Profile:
         if self.limits is None and torch.cuda.is_available():
             used = {launch.call.dtype for launch in launches if launch.call is not None}
             dtypes = [dtype for name, dtype in _TORCH_DTYPES.items() if name in used]
-            if dtypes:
+            if used:
                 self.limits = known_limits(torch.device("cuda", torch.cuda.current_device()), dtypes)
         self.kernels = profile_kernels(launches, self.limits)
         self.operators = cpu_operators(events)

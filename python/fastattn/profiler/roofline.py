@@ -52,12 +52,12 @@ def bound(work: Work, limits: Limits, dtype: str, launch_s: float) -> Bound:
 
     Compute or memory binds, depending on the arithmetic intensity and the machine's balance. Launch overhead binds
     where both would take less time than a kernel that does nothing. Raises ``KeyError`` for a dtype without a measured
-    limit.
+    limit; work without FLOPs needs none.
     """
-    compute_s = work.flops / limits.flops_per_s[dtype]
+    compute_s = work.flops / limits.flops_per_s[dtype] if work.flops else 0.0
     memory_s = work.bytes / limits.bytes_per_s
     if max(compute_s, memory_s) < launch_s:
         return Bound(LAUNCH, launch_s)
-    if work.intensity >= limits.balance(dtype):
+    if work.flops and work.intensity >= limits.balance(dtype):
         return Bound(COMPUTE, compute_s)
     return Bound(MEMORY, memory_s)
