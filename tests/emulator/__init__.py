@@ -1,6 +1,6 @@
-"""Runs the PTX that nvcc and Triton compile, as it is, on the CPU: see README.md.
+"""Runs the PTX of nvcc and Triton on the CPU, see README.md.
 
-The names here import the C++ part, and build it if need be; `emulator.build`, `toolkit` and `static_facts` do not.
+The names here build and import the C++ library. The modules `build`, `toolkit` and `static_facts` work without it.
 """
 
 from __future__ import annotations

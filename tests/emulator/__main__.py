@@ -9,13 +9,13 @@ from emulator import build, native_library
 
 
 def build_all(arguments: argparse.Namespace) -> None:
-    """Build the emulator and fastattn's library for it, and show how far that is."""
+    """Builds the emulator and fastattn's library for it, and shows the progress."""
     if native_library.build(kernels=arguments.kernels, quiet=False) is None:
         print("no nvcc here: the emulator runs Triton's kernels alone")
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["build"]:  # the other commands' modules build it when they are imported, and show nothing
+    if sys.argv[1:2] == ["build"]:  # before the imports below, which would build it without showing anything
         build.build(quiet=False)
     from emulator import profiling, run
 

@@ -1,11 +1,12 @@
-"""Tracking of what torch allocates on the CPU, with red zones, so that launches know what they may touch.
+"""Tracks torch's CPU allocations and puts red zones around them, so that launches know which memory they may touch.
 
     with allocations.tracked():
         x = torch.randn(100)
         module.launch("kernel", args=[x.data_ptr(), …], tracked=True)
 
-Within, the memory of every new tensor lies between two red zones, and fresh and freed memory is NaN. An access of a
-launch with ``tracked=True`` outside of all live tensors is an error that names the nearest, also if it was freed.
+Within the block, the memory of every new tensor lies between two red zones, and fresh and freed memory is NaN. A launch
+with ``tracked=True`` that accesses memory outside of live tensors fails; the error names the nearest one, even if
+freed.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _tracked = native.allocations
 
 @contextlib.contextmanager
 def tracked() -> Iterator[None]:
-    """Within, torch's CPU allocator tracks, in every thread. May be nested. Verifies at its end.
+    """Tracks torch's CPU allocations of all threads within the block, and calls `verify` at its end. May be nested.
 
-    Tensors made earlier stay as they are and are not known to launches: see `allow`. Tensors made within may outlive
-    it, and are known for as long as they live. Memory that torch does not allocate (of numpy, of mapped files) is not
-    known either. Enter and leave while no other thread runs torch operations.
+    Launches do not know tensors made earlier, nor memory that torch does not allocate (numpy's, mapped files): see
+    `allow`. Tensors made within the block may outlive it, and stay known until they are freed. No other thread may run
+    torch operations while the block is entered or left.
     """
     library = load_torch_allocator()
     library.start_tracking(*_tracked.functions())
@@ -42,7 +43,7 @@ def tracked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allow(array: Any, name: str) -> Iterator[None]:
-    """Within, launches with ``tracked`` may touch the memory of a CPU tensor or numpy array that is not tracked."""
+    """Lets launches with ``tracked`` touch an untracked CPU tensor or numpy array within the block."""
     from emulator.module import span
 
     serial = _tracked.allow(*span(array), name)
@@ -53,21 +54,21 @@ def allow(array: Any, name: str) -> Iterator[None]:
 
 
 def label(tensor: torch.Tensor, name: str) -> None:
-    """Messages call the allocation of a tracked tensor so, not by its number."""
+    """Names the allocation of a tracked tensor in messages. Raises ValueError if the tensor is not tracked."""
     if tensor.numel() > 0 and not _tracked.label(tensor.data_ptr(), name):
         raise ValueError(f"{name} is not tracked: it was made outside of tracked()")
 
 
 def live() -> list[tuple[int, int, str]]:
-    """(address, bytes, name) of each live allocation, to the byte as it was asked for."""
+    """Returns (address, bytes, name) of each live allocation; ``bytes`` is the size that was requested."""
     found: list[tuple[int, int, str]] = _tracked.live()
     return found
 
 
 def verify() -> None:
-    """Raise if somebody (a kernel launched without checks, code of the host) has written to red zones or freed memory.
+    """Raises an `EmulatorError` of kind ``"out-of-bounds"`` if red zones or freed memory have been overwritten.
 
-    Raises `EmulatorError` of the kind ``"out-of-bounds"``.
+    Kernels launched without checks or host code can do that.
     """
     damages = _tracked.verify()
     if damages:

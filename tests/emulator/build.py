@@ -1,6 +1,6 @@
-"""Builds the emulator's C++ parts with ninja and loads them. Needs a C++17 compiler, ninja, pybind11 and torch.
+"""Builds the emulator's C++ libraries with ninja and loads them. Needs a C++17 compiler, ninja, pybind11 and torch.
 
-Where CUDA's headers are, the emulated CUDA runtime (src/runtime) is a part of it.
+The emulated CUDA runtime (src/runtime) is built only if CUDA's headers are found.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from native_build.library import CACHED, shell, write_if_changed
 from native_build.tools import version_of
 
 SOURCES = Path(__file__).parent / "src"
-TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # a library of its own: the rest knows nothing of torch
-BINDINGS = SOURCES / "bindings.cpp"  # glue that takes long to optimise
+TORCH_SOURCE = SOURCES / "torch_allocator.cpp"  # becomes a separate library: nothing else uses torch's headers
+BINDINGS = SOURCES / "bindings.cpp"  # compiled with -O1, because it takes long to optimise and is not critical
 RUNTIME = SOURCES / "runtime"
-PRECOMPILED = "precompiled.h"  # parsing headers is most of what compiling the other sources takes
+PRECOMPILED = "precompiled.h"  # saves most of the compile time of the other sources
 BUILD = Path(__file__).parents[2] / "build" / "emulator"
 
-# Libraries that are linked against the emulated CUDA runtime name it so. The version of its symbols keeps them apart
-# from those of a real libcudart in the same process.
+# The name by which libraries link to the emulated CUDA runtime. The version of its symbols keeps them apart from the
+# symbols of a real libcudart in the same process.
 SONAME = "libemulated_cuda.so"
 EXPORTED = "cu[A-Z]*; cuda*; __cuda*; PyInit__emulator"
 VERSION = "EMULATED_CUDA"
-# The same library in CUDA's place, for a torch whose own libraries are to find it (tests/cuda_torch).
+# The same library under the name of CUDA's, which a CUDA build of torch loads (tests/cuda_torch).
 CUDART = "libcudart.so.13"
 
-# Contraction would turn a * b + c into one rounding where the PTX has two.
+# -ffp-contract=off: a contracted a * b + c would round once where the PTX rounds twice.
 FLAGS = "-std=c++17 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -fvisibility=hidden -pthread -Wall"
 
 
 def ninja() -> str:
-    """Ninja beside this Python, or on the path."""
+    """Returns ninja's path: next to this Python, else on PATH. Raises RuntimeError if it is not installed."""
     beside = Path(sys.executable).parent / "ninja"
     found = str(beside) if beside.exists() else shutil.which("ninja")
     if found is None:
@@ -54,7 +54,7 @@ def ninja() -> str:
 
 
 def cpu() -> str:
-    """Returns what decides which instructions -march=native means."""
+    """Returns a text that identifies the CPU, which determines the meaning of -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def cpu() -> str:
 
 
 def rules(library: Path, torch_library: Path) -> str:
-    """The ninja file that makes ``library`` of all sources but one, and ``torch_library`` of that."""
+    """Returns the text of the ninja file. ``torch_library`` is built from TORCH_SOURCE, ``library`` from all others."""
     import pybind11
     import torch
 
@@ -107,7 +107,7 @@ def rules(library: Path, torch_library: Path) -> str:
         if source == BINDINGS:
             lines += [f"build {objects[-1]}: compile {source}", "  flags = $flags -O1"]
         else:
-            # The compiler finds the headers beside this name, with .gch after it.
+            # For -include NAME, the compiler uses the precompiled NAME.gch on the include path.
             lines += [
                 f"build {objects[-1]}: compile {source} | {headers}",
                 f"  flags = $flags -include {PRECOMPILED}",
@@ -134,9 +134,9 @@ def rules(library: Path, torch_library: Path) -> str:
 
 
 def _run(*targets: Path, quiet: bool = True) -> None:
-    """Brings the targets up to date; processes that want them at the same time wait for the first.
+    """Brings the targets up to date. A lock makes other processes that build at the same time wait.
 
-    ``quiet``: what the compiler says is shown only where it fails.
+    ``quiet``: shows the compiler's output only if it fails. Raises RuntimeError then.
     """
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
@@ -145,7 +145,7 @@ def _run(*targets: Path, quiet: bool = True) -> None:
             write_if_changed(BUILD / name, f"{version} {{ global: {EXPORTED}; local: *; }};\n")
         write_if_changed(BUILD / "build.ninja", rules(*_libraries()))
         command = [ninja(), "-C", BUILD, *targets]
-        # ninja keeps the lock where this process is killed and it goes on.
+        # ninja inherits the lock, so that it stays held if this process is killed and ninja goes on.
         done = subprocess.run(command, capture_output=quiet, text=True, pass_fds=[lock.fileno()])
     if done.returncode != 0:
         said = f"\n{done.stdout[-8000:]}{done.stderr[-2000:]}" if quiet else " the compiler's message stands above"
@@ -158,21 +158,21 @@ def _libraries() -> tuple[Path, Path]:
 
 @functools.cache
 def build(quiet: bool = True) -> tuple[Path, Path]:
-    """Brings both libraries up to date, and returns their paths."""
+    """Brings both libraries up to date, and returns the paths of the emulator and of the torch allocator."""
     _run(*_libraries(), quiet=quiet)
     return _libraries()
 
 
 def build_cudart() -> Path:
-    """Brings the library that stands in CUDA's place up to date, and returns its path."""
+    """Brings the library that replaces CUDA's libcudart up to date, and returns its path."""
     _run(BUILD / CUDART)
     return BUILD / CUDART
 
 
 def load() -> ModuleType:
-    """Returns the C++ part, built if need be.
+    """Builds the C++ library if it is not up to date, and returns it as a module.
 
-    A process whose torch has loaded the library in CUDA's place takes that one: there is no second device beside it.
+    If torch has loaded the library that replaces libcudart, returns that one, so that the process has one device only.
     """
     cudart = BUILD / CUDART
     with open("/proc/self/maps") as maps:
@@ -187,8 +187,8 @@ def load() -> ModuleType:
 
 @functools.cache
 def load_torch_allocator() -> ctypes.CDLL:
-    """The functions that switch torch's CPU allocator: ``start_tracking`` and ``stop_tracking``."""
-    import torch  # noqa: F401  (the library needs those of torch)
+    """Returns the library with ``start_tracking`` and ``stop_tracking``, which switch torch's CPU allocator."""
+    import torch  # noqa: F401  (loads the libraries that this one needs)
 
     library = ctypes.CDLL(str(build()[1]))
     library.start_tracking.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

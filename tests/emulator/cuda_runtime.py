@@ -1,6 +1,6 @@
-"""The emulated CUDA runtime of `native_library`: it follows `options` and `device`, and notes its `launches`.
+"""Controls the emulated CUDA runtime, which uses `options` and `device` and reports its launches to `launches`.
 
-There is none (`is_available`) where CUDA's headers were not found when the emulator was built.
+`is_available` is False if the emulator was built without CUDA's headers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ is_available = hasattr(native, "runtime")
 
 @contextlib.contextmanager
 def pretend(arch: int, num_sms: int, shared_memory_bytes: int) -> Iterator[None]:
-    """Within, the runtime has a GPU with these facts; outside it has an A100. `device.emulated` enters this."""
+    """Makes the runtime's GPU one with these facts within the block; the default is an A100. See `device.emulated`."""
     before = native.runtime.device()
     native.runtime.pretend(arch, num_sms, shared_memory_bytes)
     try:
@@ -30,10 +30,10 @@ def pretend(arch: int, num_sms: int, shared_memory_bytes: int) -> Iterator[None]
 
 @contextlib.contextmanager
 def raising_faults() -> Iterator[None]:
-    """Raises `EmulatorError` where an exception that tells of a kernel's fault leaves the block.
+    """Replaces an exception that reports a kernel's fault by an `EmulatorError` when it leaves the block.
 
-    Host code has made it of the launch's error code and cudaGetErrorString, which names every place. The GPU itself
-    is none the worse: later launches run.
+    Host code raises it with the text of cudaGetErrorString, which contains the whole fault. Unlike on a real GPU, later
+    launches still run.
     """
     try:
         yield
@@ -48,10 +48,10 @@ def raising_faults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(text: str, instead: str, kernel: str = "") -> Iterator[None]:
-    """Within, each ``text`` in the PTX of kernels is ``instead``: a planted fault. Not nestable.
+    """Plants a fault: within the block, replaces each ``text`` in the PTX of modules by ``instead``. Not nestable.
 
-    Launching a kernel whose PTX does not have it is an error of the kind ``"arguments"``. Kernels that do not have
-    ``kernel`` in their names stay as they are.
+    Only modules that contain ``kernel`` are changed. A launch from such a module without ``text`` fails with an error
+    of kind ``"arguments"``.
     """
     native.runtime.replace_in_ptx(text, instead, kernel)
     try:
@@ -62,9 +62,8 @@ def replaced(text: str, instead: str, kernel: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaying(runs: int) -> Iterator[None]:
-    """Within, each launch runs so often, with the same arguments and in the same memory, as in a CUDA graph that is
-    replayed. `launches.recorded` lists every run. Not nestable.
-    """
+    """Runs each launch ``runs`` times with the same arguments and memory, like a replayed CUDA graph, within the block.
+    `launches.recorded` lists every run. Not nestable."""
     native.runtime.set_runs_of_a_launch(runs)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The emulated GPU of this process: what Triton, a native library and fastattn take CPU tensors to be on."""
+"""The emulated GPU of this process, on which Triton, native libraries and fastattn run with CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from emulator import cuda_runtime
 
 KIB = 1024
-# Compute capability times ten → (multiprocessors, opt-in shared memory of one block) of an A100, of an H200, and of a
-# B200, which runs the native kernels for sm_80 here.
+# Compute capability times ten → (multiprocessors, opt-in shared memory of one block in bytes) of an A100, an H200 and a
+# B200. On the B200, native kernels run in their version for sm_80.
 USUAL = {80: (108, 163 * KIB), 90: (132, 227 * KIB), 100: (148, 227 * KIB)}
 
 
 @contextlib.contextmanager
 def emulated(arch: int = 80, num_sms: int | None = None, shared_memory_bytes: int | None = None) -> Iterator[None]:
-    """Within, in the whole process: Triton's kernels take CPU tensors, and so does what asks fastattn's dispatcher, and
-    the emulated CUDA runtime has this GPU.
+    """Emulates a GPU in the whole process within the block. May be nested.
 
-    May be nested. How launches run: `emulator.options`.
+    Triton's kernels and fastattn's dispatcher take CPU tensors for tensors on this GPU, which the emulated CUDA runtime
+    has too. Defaults are in `USUAL`. Raises ValueError for an unknown ``arch`` or numbers below 1.
     """
     if arch not in USUAL:
         raise ValueError(f"arch: expected one of {', '.join(map(str, USUAL))}, got {arch}")

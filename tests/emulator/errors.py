@@ -1,4 +1,4 @@
-"""What goes wrong in a kernel, with its place."""
+"""The error that the emulator raises for a kernel's mistake."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class EmulatorError(RuntimeError):
-    """A fault of a kernel, of a launch, or PTX that the emulator does not know.
+    """A mistake of a kernel or of a launch, or PTX that the emulator does not support.
 
     ``kind`` is one of ``"syntax"``, ``"unsupported"``, ``"arguments"``, ``"out-of-bounds"``, ``"misaligned"``,
     ``"uninitialised"``, ``"barrier"``, ``"mbarrier"``, ``"cluster"``, ``"wgmma"``, ``"race"``, ``"proxy"``,
-    ``"divergence"``, ``"deadlock"``, ``"limit"``, ``"call"``, ``"assert"``, ``"trap"``. ``line`` counts the lines of
-    the PTX text from 1, and ``text`` is that line; ``source`` is ``"file:line"`` of the kernel's source where the PTX
-    names it; ``cta`` and ``thread`` are (x, y, z). What is not known or does not apply is None.
+    ``"divergence"``, ``"deadlock"``, ``"limit"``, ``"call"``, ``"assert"``, ``"trap"``. ``line`` is the line number in
+    the PTX, from 1, and ``text`` is that line. ``source`` is ``"file:line"`` of the kernel's source, if the PTX names
+    it. ``cta`` and ``thread`` are (x, y, z). Attributes that are unknown or do not apply are None.
     """
 
     def __init__(
@@ -46,6 +46,6 @@ class EmulatorError(RuntimeError):
 
     @classmethod
     def of(cls, fault: Exception) -> EmulatorError:
-        """From the C++ part's exception."""
+        """Converts the exception of the C++ library."""
         arguments: Any = fault.args
         return cls(*arguments)

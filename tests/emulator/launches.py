@@ -1,4 +1,4 @@
-"""Every launch that the emulator runs, for those who listen: profiles, tests."""
+"""Reports every launch of the emulator to listeners, such as profiles and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emulator.report import Report
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch and what it counted. ``ptx`` is the text of its module."""
+    """A launch and its report. ``ptx`` is the text of its module; ``grid`` is in CTAs, ``block`` in threads."""
 
     report: Report
     ptx: str
@@ -24,14 +24,14 @@ _switches: list[Callable[[bool], None]] = []
 
 
 def when_heard(switch: Callable[[bool], None]) -> None:
-    """Have ``switch`` called with whether anyone listens, now and after every change: what a launch counted is
-    thousands of rows, which nobody need make of it otherwise."""
+    """Calls ``switch`` with the value of `is_heard`, now and after every change. The C++ library then creates reports,
+    which have thousands of rows, only while somebody listens."""
     _switches.append(switch)
     switch(is_heard())
 
 
 def is_heard() -> bool:
-    """Whether anyone listens."""
+    """Returns True if there is a listener."""
     return bool(_listeners)
 
 
@@ -41,14 +41,14 @@ def _tell_switches() -> None:
 
 
 def note(launched: Launched) -> None:
-    """A launch has ended, whichever way it came."""
+    """Tells the listeners of a launch that has ended. All ways to launch a kernel call this."""
     for tell in _listeners:
         tell(launched)
 
 
 @contextlib.contextmanager
 def told(tell: Callable[[Launched], None]) -> Iterator[None]:
-    """Within, ``tell`` is called after each launch, of all threads, and before the next run of one that is replayed.
+    """Calls ``tell`` after each launch of any thread within the block, also between the runs of a replayed launch.
     May be nested.
     """
     _listeners.append(tell)
@@ -62,7 +62,7 @@ def told(tell: Callable[[Launched], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launched]]:
-    """``with recorded() as found:`` lists the launches that end within, of all threads. May be nested."""
+    """Yields a list that collects the launches of all threads that end within the block. May be nested."""
     found: list[Launched] = []
     with told(found.append):
         yield found

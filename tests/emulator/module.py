@@ -1,4 +1,4 @@
-"""PTX modules, and launches of their kernels on tensors in the host's memory."""
+"""PTX modules, and launches of their kernels with tensors in host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Memory = tuple[int, int, str]  # address, bytes, name
 
 
 def span(array: Any) -> tuple[int, int]:
-    """(address, bytes) from the first to the last element of a CPU tensor or numpy array, with gaps."""
+    """Returns (address, bytes) of the range from the first to the last element of a CPU tensor or numpy array.
+    Raises TypeError for a tensor on another device and for negative strides."""
     if isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
             raise TypeError(f"the emulator takes tensors in the host's memory, got one on {array.device}")
@@ -39,12 +40,12 @@ def span(array: Any) -> tuple[int, int]:
 
 
 def describe(array: Any) -> str:
-    """``bfloat16 [2, 3]``"""
+    """Returns a text such as ``bfloat16 [2, 3]``."""
     return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
 
 
 def spans(argument: Any, name: str) -> list[Memory]:
-    """The memory that an argument gives a kernel."""
+    """Returns the memory that a kernel may touch because of an argument; ``name`` is a prefix for its names."""
     if isinstance(argument, TensorMap):
         return [(argument.address, 128, f"{name}a tensor map"), *spans(argument.tensor, f"{name}the tensor of a map, ")]
     if isinstance(argument, torch.Tensor) or hasattr(argument, "__array_interface__"):
@@ -53,11 +54,10 @@ def spans(argument: Any, name: str) -> list[Memory]:
 
 
 class Module:
-    """A PTX text, parsed. ``kernels``: the names of its entry points.
+    """A PTX module. ``kernels`` lists the names of its entry points.
 
-    ``is_tritons``: Triton has compiled it, which relies on where its shared memory begins.
-
-    An instruction that the emulator does not know is an error at the first launch of the kernel that has it.
+    ``is_tritons``: Triton compiled it, and relies on the address of shared memory. Invalid PTX raises `EmulatorError`;
+    an unsupported instruction does so at the first launch of its kernel.
     """
 
     def __init__(self, ptx: str, is_tritons: bool = False) -> None:
@@ -69,7 +69,7 @@ class Module:
         self.kernels: list[str] = self._module.kernels()
 
     def parameters(self, name: str) -> list[tuple[str, str, int, int, bool]]:
-        """(name, PTX type, offset, bytes, whether it is an array) of each parameter of a kernel."""
+        """Returns (name, PTX type, offset, bytes, True for an array) of each parameter of a kernel."""
         try:
             found: list[tuple[str, str, int, int, bool]] = self._module.parameters(name)[0]
         except _native.Fault as fault:
@@ -96,16 +96,16 @@ class Module:
 
         ``args``: CPU tensors and numpy arrays (passed as pointers), None (a null pointer), ints and floats (converted
         to the parameter's type), ``bytes`` (structs), `TensorMap`. The kernel may touch the memory of ``args`` and of
-        the tensors in ``memory`` (those that structs point to), from the first element of each to its last, no more;
+        the tensors in ``memory`` (those that structs point to), from each one's first element to its last;
         with ``tracked`` also the whole storage of a tensor that `allocations` tracks. ``shared_bytes``: dynamic shared
-        memory of a CTA. ``cluster``: its size in CTAs (None: what the kernel requires, else 1). ``num_sms``:
-        multiprocessors, which decide how many CTAs run at a time. ``replicated_stores``: several warps may store the
-        same value by the same instruction without a race, as Triton's compiler has them do. ``cooperative``: the grid
-        may synchronise (all of its CTAs must run at a time). ``dependent``: it begins before the last launch of a
-        `Module` has ended (programmatic stream serialization), whose accesses nothing orders with its own until
-        ``griddepcontrol.wait``. What the kernel prints goes to ``sys.stdout`` at its end.
+        memory of a CTA. ``cluster``: its size in CTAs (None: what the kernel requires, else 1). ``num_sms`` limits how
+        many CTAs run at the same time. ``replicated_stores``: several warps may store the same value by the same
+        instruction without a race, as Triton's kernels do. ``cooperative``: the grid may synchronise; all of its CTAs
+        must fit on the device. ``dependent``: the kernel begins before the previous launch of a `Module` has ended
+        (programmatic stream serialization), so that only ``griddepcontrol.wait`` orders their accesses. The kernel's
+        output goes to ``sys.stdout`` at its end.
 
-        Raises `EmulatorError`.
+        Raises `EmulatorError` for a mistake of the kernel or of the launch.
         """
         grid, block = (tuple(int(n) for n in (*size, 1, 1, 1)[:3]) for size in (grid, block))
         try:
@@ -139,7 +139,7 @@ class Module:
 
 
 def convert(argument: Any, index: int, parameter: tuple[str, str, int, int, bool], kernel: str) -> bytes:
-    """The bytes of one argument as its parameter has them."""
+    """Returns the bytes of an argument in its parameter's type. Raises `EmulatorError` if it does not fit."""
     _, kind, _, size, is_array = parameter
     expected = f"argument {index} of type .{kind}{f' with {size} bytes' if is_array else ''}"
     if isinstance(argument, bytes | bytearray):

@@ -1,4 +1,4 @@
-"""The C++ part, loaded once."""
+"""Loads the emulator's C++ library, as `native`."""
 
 from __future__ import annotations
 

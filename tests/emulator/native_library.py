@@ -1,7 +1,7 @@
-"""The package's native library for the emulator: kernels as PTX, ops on CPU tensors.
+"""Builds and imports fastattn's native library for the emulator, with kernels as PTX and ops that take CPU tensors.
 
-Its objects are those of the package's own build. Its CUDA runtime is the emulated one, so that it can only be loaded
-where `emulator.native` is. A process has this library or the real one, never both: both define ``torch.ops.fastattn``.
+It is made of the package's own object files and linked to the emulated CUDA runtime: `emulator.native` must be loaded
+first. A process has this library or the real one, because both define ``torch.ops.fastattn``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from native_build.tools import find_cxx, find_torch
 
 OUTPUT = ROOT / "build" / "native"
 FOR_CUDA_TENSORS = "emulated_cuda"
-VARIABLE = "FASTATTN_LIBRARY"  # that fastattn.native reads
-_is_imported = False  # fastattn, with this library
+VARIABLE = "FASTATTN_LIBRARY"  # names the library that fastattn.native loads
+_is_imported = False  # True: fastattn was imported with this library
 
 
 def kernels_named(patterns: Sequence[str]) -> list[Instance]:
-    """Returns the instances with a kernel that one of the patterns names; all of them where there is no pattern.
+    """Returns the instances with a kernel that matches a pattern; without patterns, all instances.
 
-    A kernel's name is its source's and its values: ``forward_options_sm80.HEAD_DIM_32.PAGED_false``. A pattern is the
-    beginning of a name up to a dot, or a whole one, and may hold ``*``. Raises ValueError where one names no kernel.
+    A kernel's name is its source and its template values: ``forward_options_sm80.HEAD_DIM_32.PAGED_false``. A pattern
+    is such a name, whole or up to a dot, and may contain ``*``. Raises ValueError if one matches no kernel.
     """
     every = all_instances(ROOT / "csrc")
     found: dict[Instance, None] = {}
@@ -44,10 +44,10 @@ def kernels_named(patterns: Sequence[str]) -> list[Instance]:
 
 
 def configure(cudart: Path | None = None, kernels: Sequence[str] = ()) -> NativeBuild | None:
-    """Returns the build for CPU tensors, or None where there is no nvcc.
+    """Returns the build of the library, or None if there is no nvcc.
 
-    With ``cudart``, the library in CUDA's place, it is for the CUDA tensors of a torch that has loaded that.
-    ``kernels`` are patterns of `kernels_named`, of those that the library shall have.
+    Its ops take CPU tensors or, with ``cudart`` (the library that replaces libcudart), the CUDA tensors of a torch that
+    has loaded ``cudart``. ``kernels`` are patterns of `kernels_named` for the kernels to include.
     """
     found = toolkit()
     if found is None:
@@ -72,25 +72,25 @@ def configure(cudart: Path | None = None, kernels: Sequence[str] = ()) -> Native
 
 
 def build(cudart: Path | None = None, kernels: Sequence[str] = (), quiet: bool = True) -> Path | None:
-    """Brings the library of `configure` up to date and returns its path; None where there is no nvcc.
+    """Brings the library of `configure` up to date and returns its path, or None if there is no nvcc.
 
-    Processes that want it at the same time wait for the first. Raises RuntimeError with the compiler's words, which are
-    on the screen instead where it is not ``quiet``.
+    Other processes that build it at the same time wait. Raises RuntimeError if the build fails, with the compiler's
+    output if ``quiet``; otherwise the output has been shown.
     """
     native = configure(cudart, kernels)
     if native is None:
         return None
     try:
         return native.run(quiet=quiet)
-    except BuildError as error:  # a SystemExit, which a test session would not survive
+    except BuildError as error:  # a SystemExit, which would end a test session
         raise RuntimeError(str(error)) from None
 
 
 def import_fastattn(kernels: Sequence[str] = ()) -> bool:
-    """Imports fastattn with this library, for the rest of the process, but not for those that it starts.
+    """Imports fastattn with this library for the rest of the process, but not for its subprocesses.
 
-    False: fastattn is not installed, or there is no nvcc; then the first import of it is the usual one. Where fastattn
-    has this library already, it keeps the kernels that it has. Raises RuntimeError where fastattn has another library.
+    Returns False, without importing, if fastattn is not installed or if there is no nvcc. If fastattn has this library
+    already, it keeps its kernels. Raises RuntimeError if fastattn was imported with another library.
     """
     global _is_imported
     if _is_imported:
@@ -102,7 +102,7 @@ def import_fastattn(kernels: Sequence[str] = ()) -> bool:
         return False
     if "fastattn" in sys.modules:
         raise RuntimeError("fastattn was imported before, with the library that it found")
-    import emulator.cuda_runtime  # noqa: F401  (what the library is linked against)
+    import emulator.cuda_runtime  # noqa: F401  (loads what the library is linked to)
 
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(library)

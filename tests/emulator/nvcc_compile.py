@@ -1,4 +1,4 @@
-"""PTX of CUDA C++ sources, and libraries with host code. Compiled again only when a source or header has changed."""
+"""Compiles CUDA C++ to PTX or to libraries with host code, and only again after a source or header has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADERS = (".h", ".cuh", ".hpp")
 
 
 def compiled(source: Path, suffix: str, flags: Sequence[str | Path], include: Sequence[Path]) -> Path:
-    """What nvcc makes of one file with these flags."""
+    """Returns the file that nvcc compiles ``source`` to, from a cache if possible. Raises RuntimeError on failure."""
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("no nvcc here: see setup.py")
@@ -32,24 +32,24 @@ def compiled(source: Path, suffix: str, flags: Sequence[str | Path], include: Se
         done = subprocess.run([*command, source, "-o", part], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"nvcc failed on {source}:\n{done.stderr[-4000:]}")
-        part.replace(target)  # whole, or not there, for others that look at the same time
+        part.replace(target)  # atomic, so that other processes never see an incomplete file
     return target
 
 
 def compile_ptx(source: Path, arch: str, include: Sequence[Path] = ()) -> str:
-    """The PTX of one file for ``arch`` (``"compute_80"``), with the lines of its source."""
+    """Returns the PTX of a file for ``arch`` (``"compute_80"``), with source line information."""
     return compiled(source, "ptx", ["-ptx", f"-arch={arch}"], include).read_text()
 
 
 def compile_library(
     source: Path, archs: Sequence[str], include: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
-    """A shared library of one file with its host code, PTX for ``archs``, and the emulated CUDA runtime.
+    """Compiles a file with its host code to a shared library with PTX for ``archs``, and returns its path.
 
-    It can be loaded where `emulator.cuda_runtime` is. ``flags`` are nvcc's, besides those that this needs.
+    It can be loaded after `emulator.cuda_runtime`, to which it is linked. ``flags`` are additional flags for nvcc.
     """
     gencodes = [flag for arch in archs for flag in ("-gencode", f"arch={arch},code={arch}")]
-    # Its symbols are found by the name of the library that has them; nvcc itself takes no file of that suffix.
+    # The library goes to the linker directly, because nvcc rejects a file with its suffix.
     runtime = ["-cudart", "none", "-Xlinker", str(build()[0])]
     return compiled(
         source, "so", ["-shared", "-Xcompiler", "-fPIC", "--no-compress", *gencodes, *runtime, *flags], include
@@ -57,6 +57,6 @@ def compile_library(
 
 
 def compile_all(sources: Sequence[Path], arch: str, include: Sequence[Path] = ()) -> list[str]:
-    """`compile_ptx` of each, two at a time."""
+    """Runs `compile_ptx` for each source, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda source: compile_ptx(source, arch, include), sources))

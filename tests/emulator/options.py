@@ -1,4 +1,4 @@
-"""How launches run, and what they are checked for: one of `Module.launch`, or all of Triton and of native libraries."""
+"""The options of launches: of one `Module.launch`, or of all launches of Triton and of native libraries."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a launch runs, and which of its mistakes are errors. The emulator's C++ has a struct of the same fields.
+    """How a launch runs, and which mistakes are errors. A C++ struct of the same name has the same fields.
 
-    ``seed`` decides in which order CTAs and warps run, and when asynchronous operations take place. A warp that
-    executes more than ``instruction_limit`` instructions is an error. ``workers`` is the number of the host's threads.
+    ``seed`` determines the order of CTAs and warps and the moments of asynchronous operations. A warp that executes
+    more than ``instruction_limit`` instructions is an error. ``workers`` is the number of host threads.
+    ``starved_warp``: in each CTA, the warp of this index runs rarely while others can run; -1: none.
 
     ``checks``: accesses outside the allocations that a launch knows are errors; with ``tracked`` it also knows those
     that `allocations` tracks. ``races`` (None: as ``checks``): conflicting accesses to shared or global memory that
-    nothing orders are errors, whatever order they came in. With ``ordered_sums``, so are atomics and bulk reductions
-    that add floating numbers to the same bytes in no certain order; with ``strict_proxy_reads``, so is a copy of the
-    async proxy over what threads have read without a proxy fence. ``uninitialised``: reading shared memory that
-    nothing wrote is an error. ``unawaited``: a CTA that ends with threads arrived at a barrier that nobody waited for
-    is an error; otherwise the report warns of it. ``wgmma_waits_by_warp``: a warp that has waited for wgmma knows that
-    its own part is over, not that of the warpgroup. ``log_writes``: the report lists the writes of threads to global
-    memory. ``starved_warp``: a warp of each CTA that seldom runs but where nothing else can.
+    nothing orders are errors, in whatever order they occurred. ``ordered_sums``: so are atomics and bulk reductions
+    that add floating-point numbers to the same bytes in no fixed order. ``strict_proxy_reads``: so is a copy of the
+    async proxy that overwrites what threads have read without a proxy fence. ``wgmma_waits_by_warp``: a wait for wgmma
+    covers only the waiting warp's part, not the warpgroup's. ``uninitialised``: reading shared memory that nothing
+    wrote is an error. ``unawaited``: it is an error, not only a warning in the report, if a CTA ends with arrivals at a
+    barrier that nobody waited for. ``log_writes``: the report lists the writes of threads to global memory.
     """
 
     seed: int = 0
@@ -41,11 +41,11 @@ class LaunchOptions:
     workers: int = 2
 
     def resolved(self) -> dict[str, Any]:
-        """Returns the fields as the emulator's C++ takes them."""
+        """Returns the fields for the C++ library, where ``races`` is not None."""
         return {**asdict(self), "races": self.checks if self.races is None else self.races}
 
 
-# What CUTLASS's pipelines do not hold, but our kernels and Triton's.
+# Checks that our kernels and Triton's pass, but CUTLASS's pipelines do not.
 STRICT = {"strict_proxy_reads": True, "wgmma_waits_by_warp": True}
 
 _current = LaunchOptions()
@@ -53,12 +53,12 @@ _listeners: list[Callable[[LaunchOptions], None]] = []
 
 
 def current() -> LaunchOptions:
-    """What is in force."""
+    """Returns the options that are in force."""
     return _current
 
 
 def when_changed(tell: Callable[[LaunchOptions], None]) -> None:
-    """Have ``tell`` called with the options in force, now and after every change."""
+    """Calls ``tell`` with the options in force, now and after every change."""
     _listeners.append(tell)
     tell(_current)
 
@@ -77,7 +77,7 @@ def start(**changes: Any) -> None:
 
 @contextlib.contextmanager
 def launching(**changes: Any) -> Iterator[None]:
-    """Within, launches run with these fields of `LaunchOptions` changed, in every thread."""
+    """Changes these fields of `LaunchOptions` for the launches of all threads within the block."""
     before = _current
     _set(replace(before, **changes))
     try:

@@ -1,8 +1,8 @@
-"""``python -m emulator profile``: what a developer looks at before and after a change when no GPU is at hand.
+"""``python -m emulator profile``: facts about kernels for comparing them before and after a change, without a GPU.
 
-profile kernel.cu -I csrc --arch sm_80    what ptxas and the disassembly say of each kernel; also of a .ptx file
+profile kernel.cu -I csrc --arch sm_80    prints what ptxas and the disassembler report of each kernel; also of a .ptx
 profile --arch sm_90 script.py …          runs a script as ``run`` does, and prints for each kernel that it launched
-                                          what was counted, and beside it what the machine code has
+                                          the emulator's counts next to the facts of its machine code
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from emulator.nvcc_compile import compile_ptx
 from emulator.report import InstructionCounts, Report
 from emulator.static_facts import KernelFacts
 
-SOURCES = (".ptx", ".cu")  # of files that are not scripts
+SOURCES = (".ptx", ".cu")  # suffixes of kernel sources; other files are scripts
 
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """A kernel of one PTX text: its launches' counts added up, and its machine code; either may be unknown."""
+    """A kernel of a PTX text: the sum of its launches' reports, and facts of its machine code. Either may be None."""
 
     kernel: str
     report: Report | None
@@ -40,7 +40,7 @@ class KernelProfile:
 
 
 def facts_of(ptx: str, kernel: str) -> KernelFacts | None:
-    """None where a tool is missing, or too old for this PTX: what was counted is worth printing without it."""
+    """Returns the facts of a kernel's machine code, or None if a tool is missing or too old for this PTX."""
     if not static_facts.has_tools():
         return None
     try:
@@ -50,7 +50,7 @@ def facts_of(ptx: str, kernel: str) -> KernelFacts | None:
 
 
 def of_launches(launched: Iterable[Launched]) -> list[KernelProfile]:
-    """One profile for each kernel, in the order in which they were first launched."""
+    """Returns a profile for each kernel, in the order of first launches."""
     groups: dict[tuple[str, str], list[Launched]] = {}
     for one in launched:
         groups.setdefault((one.report.kernel, one.ptx), []).append(one)
@@ -66,7 +66,8 @@ def of_launches(launched: Iterable[Launched]) -> list[KernelProfile]:
 
 
 def of_source(file: Path, arch: str | None, include: Iterable[Path] = ()) -> list[KernelProfile]:
-    """Of each kernel in a ``.ptx`` or ``.cu`` file; ``arch``: ``"sm_80"``, by default what the PTX says."""
+    """Returns a profile of each kernel in a ``.ptx`` or ``.cu`` file. ``arch``, such as ``"sm_80"``, defaults to the
+    target of the PTX, or to sm_80 for a ``.cu`` file."""
     if file.suffix == ".cu":
         ptx = compile_ptx(file, (arch or "sm_80").replace("sm_", "compute_"), list(include))
     else:
@@ -80,7 +81,7 @@ def of_source(file: Path, arch: str | None, include: Iterable[Path] = ()) -> lis
 
 @functools.cache
 def demangled(name: str) -> str:
-    """``fastattn::attention_forward_sm80<128, …>``, where there is a c++filt."""
+    """Returns a name such as ``fastattn::attention_forward_sm80<128, …>``; without c++filt, the mangled name."""
     tool = shutil.which("c++filt")
     if tool is None or not name.startswith("_Z"):
         return name
@@ -89,14 +90,14 @@ def demangled(name: str) -> str:
 
 
 def short(source: str) -> str:
-    """``csrc/attention/forward_sm80.cuh:77``: relative to the working folder where the file is in it."""
+    """Shortens ``"file:line"`` to a path relative to the working directory if the file is in it."""
     file, _, line = source.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return f"{file if relative.startswith('..') else relative}:{line}"
 
 
 def table(header: list[str], rows: Iterable[list[Any]]) -> list[str]:
-    """Lines with columns below their heads, the first to the left and numbers to the right."""
+    """Returns the lines of a table. The first column is left-aligned, the others right-aligned."""
     cells = [header] + [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
 
@@ -137,7 +138,7 @@ def facts_lines(profile: KernelProfile) -> list[str]:
 
 
 def instruction_table(report: Report | None, facts: KernelFacts | None) -> list[str]:
-    """Warp instructions by class: executed, and in each main loop of the machine code."""
+    """Returns a table of warp instructions by class: those executed, and those of each main loop in machine code."""
     header, columns = ["instructions"], []
     if report is not None:
         header += ["executed (PTX)", ""]
@@ -160,7 +161,7 @@ def instruction_table(report: Report | None, facts: KernelFacts | None) -> list[
 
 
 def memory_tables(report: Report, most: int) -> list[str]:
-    """Of what touches most of global and of shared memory; unrolled copies of an instruction count as one."""
+    """Returns tables of the ``most`` largest users of global and of shared memory, by opcode and source line."""
     places: dict[str, list[InstructionCounts]] = {}
     for row in report.rows:
         if row.global_sectors or row.shared_wavefronts:
@@ -168,7 +169,7 @@ def memory_tables(report: Report, most: int) -> list[str]:
             places.setdefault(place, []).append(row)
 
     def most_of(key: str) -> list[list[Any]]:
-        """[place, count of ``key``, rows], of the places with the highest counts."""
+        """Returns [place, sum of ``key``, rows] of the places with the highest sums."""
         found = [[place, sum(getattr(row, key) for row in rows), rows] for place, rows in places.items()]
         return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])[:most]
 
@@ -196,7 +197,7 @@ def source_table(report: Report, most: int) -> list[str]:
 
 
 def render(profile: KernelProfile, most: int) -> str:
-    """The tables of one kernel; ``most``: rows of those that could be long."""
+    """Returns the tables of a kernel. ``most`` limits the rows of the long tables."""
     lines = [demangled(profile.kernel)]
     if profile.report is not None:
         grids = ", ".join(f"{count} with {grid} threads" for grid, count in profile.grids.items())
@@ -232,7 +233,7 @@ def as_json(profile: KernelProfile) -> dict[str, Any]:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """A command's argument that is a regular expression."""
+    """Parses a command-line argument that is a regular expression."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -248,7 +249,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parser(subparsers: Any) -> None:
-    """The subcommand."""
     parser = subparsers.add_parser(
         "profile",
         help="what kernels execute, and what their machine code is made of",
@@ -263,7 +263,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def show(profiles: list[KernelProfile], arguments: argparse.Namespace) -> None:
-    """Print those that ``--kernel`` chooses, and write them to the file of ``--json``."""
+    """Prints the profiles that ``--kernel`` selects, and writes them to the file of ``--json``."""
     chosen = profiles
     if arguments.kernel is not None:
         chosen = [p for p in profiles if any(map(arguments.kernel.search, (demangled(p.kernel), p.kernel)))]
@@ -286,15 +286,15 @@ def main(arguments: argparse.Namespace) -> None:
             prog="python -m emulator profile", usage=f"%(prog)s {arguments.script} [options]"
         )
         _add_options(behind)
-        behind.parse_args(arguments.arguments, arguments)  # what stands behind a kernel is no script's
+        behind.parse_args(arguments.arguments, arguments)  # options after a kernel source are this command's
         try:
             profiles = of_source(arguments.script, arguments.arch, arguments.include)
-        except RuntimeError as error:  # a compiler's words
+        except RuntimeError as error:  # the compiler's output
             raise SystemExit(str(error)) from None
         show(profiles, arguments)
         return
     with launches.recorded() as launched:
         try:
             run.run_script(arguments)
-        finally:  # also when the script ends in sys.exit or by an error
+        finally:  # also if the script calls sys.exit or fails
             show(of_launches(launched), arguments)

@@ -1,4 +1,4 @@
-"""What launches counted."""
+"""Reports: the counters of launches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Of one instruction of the PTX text."""
+    """The counters of one instruction of the PTX text."""
 
     kind: str  # "integer", "float", "global", "shared", "tensor core", …
     opcode: str
-    line: int  # of the PTX
-    source: str  # "file:line", or empty
-    warps: int  # times that a warp executed it: for an access to memory, requests
-    lanes: int  # lanes that took part, summed over these
+    line: int  # in the PTX text
+    source: str  # "file:line" of the kernel's source, or empty
+    warps: int  # times that a warp executed it; for a memory access, the number of requests
+    lanes: int  # lanes that took part, summed over those executions
     global_bytes: int
     global_sectors: int  # 32-byte sectors touched, summed over requests
     shared_wavefronts: int
@@ -28,17 +28,17 @@ class InstructionCounts:
 
     @property
     def bytes_per_request(self) -> float:
-        """Of global memory, that lanes asked for."""
+        """Bytes of global memory that the lanes of a request access."""
         return self.global_bytes / self.warps
 
     @property
     def sectors_per_request(self) -> float:
-        """32-byte sectors of global memory; what lanes ask for fits into ``bytes_per_request / 32`` at best."""
+        """32-byte sectors of global memory that a request touches; the ideal is ``bytes_per_request / 32``."""
         return self.global_sectors / self.warps
 
     @property
     def multiply_adds(self) -> int:
-        """Of all executions of a matrix instruction: m·n·k for each, where a warpgroup executes wgmma as one."""
+        """Multiply-adds of all executions of a matrix instruction, m·n·k each; a warpgroup's wgmma counts once."""
         shape = re.search(r"\.m(\d+)n(\d+)k(\d+)", self.opcode)
         if self.kind != "tensor core" or shape is None:
             return 0
@@ -47,10 +47,10 @@ class InstructionCounts:
 
     @property
     def matrix_types(self) -> str:
-        """``"bf16 * bf16 + f32"`` of a matrix instruction that multiplies, else ``""``."""
+        """The types of a matrix product, such as ``"bf16 * bf16 + f32"``; ``""`` for other instructions."""
         if self.multiply_adds == 0:
             return ""
-        # The types stand last: d, a, b and, except for wgmma (where it is d's), c.
+        # The last modifiers are the types of d, a, b and c; wgmma does not state that of c, which is d's.
         types = re.findall(r"\.((?:f|bf|tf|s|u|b|e\dm)\d+)(?=\.|$)", self.opcode)
         if self.opcode.startswith("wgmma"):
             types = [*types, types[0]]
@@ -59,17 +59,17 @@ class InstructionCounts:
 
 @dataclass(frozen=True)
 class TensorCoreOperations:
-    """Of one combination of types."""
+    """The multiplications of one combination of types."""
 
-    instructions: int  # of warps, or of warpgroups
+    instructions: int  # executed by a warp; for wgmma, by a warpgroup
     multiply_adds: int
 
 
 class GlobalWrite(NamedTuple):
-    """What one instruction of a warp wrote to global memory: a store, an atomic or a reduction."""
+    """A store, atomic or reduction of a warp to global memory."""
 
-    cta: int  # of the grid, x first
-    line: int  # of the PTX
+    cta: int  # linear index in the grid, x fastest
+    line: int  # in the PTX text
     address: int  # of the first lane that took part
 
 
@@ -78,20 +78,20 @@ COUNTS = ("warps", "lanes", "global_bytes", "global_sectors", "shared_wavefronts
 
 @dataclass(frozen=True)
 class Report:
-    """``rows``: each instruction that was executed, in the order of the text; the rest are sums over them."""
+    """The counters of a launch or of several. ``rows`` has each executed instruction, in the order of the PTX."""
 
     kernel: str
     rows: tuple[InstructionCounts, ...]
-    shared_bytes: int  # of a CTA, static and dynamic; the most of all launches
+    shared_bytes: int  # shared memory of a CTA, static and dynamic; the maximum of all launches
     waits: dict[str, int]  # times that a warp waited at "barrier 0" to "barrier 15", "cluster barrier", "mbarrier"
-    registers: int | None = None  # of a thread, the most of all launches, where ptxas was asked
+    registers: int | None = None  # of a thread, according to ptxas; the maximum of all launches
     launches: int = 1
-    warnings: dict[str, int] = field(default_factory=dict)  # what PTX allows, and CTAs that it happened to
-    writes: tuple[GlobalWrite, ...] = ()  # of the whole grid in their order, with ``log_writes``
+    warnings: dict[str, int] = field(default_factory=dict)  # suspicious but allowed by PTX: text to number of CTAs
+    writes: tuple[GlobalWrite, ...] = ()  # of the whole grid, in the order of execution; only with ``log_writes``
 
     @classmethod
     def of(cls, kernel: str, counted: dict[str, Any]) -> Report:
-        """From what the C++ part returns."""
+        """Converts the dict that the C++ library returns."""
         rows = []
         for kind, opcode, line, file, source_line, *counts in counted["rows"]:
             source = f"{file}:{source_line}" if file else ""
@@ -103,7 +103,7 @@ class Report:
 
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:
-        """Of several launches, also of different kernels: rows of the same instruction become one."""
+        """Sums the reports of several launches, also of different kernels; an instruction's rows become one row."""
         names: dict[str, None] = {}
         rows: dict[tuple[Any, ...], InstructionCounts] = {}
         waits: Counter[str] = Counter()
@@ -142,7 +142,7 @@ class Report:
 
     @cached_property
     def tensor_core(self) -> dict[str, TensorCoreOperations]:
-        """Multiplications by type: ``"bf16 * bf16 + f32"``."""
+        """Multiplications by types, such as ``"bf16 * bf16 + f32"``."""
         found: dict[str, TensorCoreOperations] = {}
         for row in self.rows:
             if row.multiply_adds > 0:

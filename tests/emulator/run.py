@@ -1,8 +1,8 @@
-"""``python -m emulator run script.py …``: any Python script, with its CUDA and Triton kernels on the emulator.
+"""``python -m emulator run script.py …``: runs a Python script with its CUDA and Triton kernels on the emulator.
 
-fastattn's backends and every other Triton kernel take CPU tensors, and the dispatcher sees the emulated GPU. Autotuned
-kernels take their first configuration. What a kernel does wrong is an `EmulatorError`; it may touch all that torch
-allocated since the start of the script.
+fastattn and all Triton kernels take CPU tensors, and fastattn's dispatcher sees the emulated GPU. Autotuned kernels use
+their first configuration. A kernel may touch all memory that torch allocated since the start of the script; its
+mistakes raise an `EmulatorError`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ ARCHS = {"sm_80": 80, "sm_90": 90, "sm_90a": 90}
 
 
 def existing_file(text: str) -> Path:
-    """A command's argument that names a file."""
+    """Parses a command-line argument that names an existing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}")
     return Path(text)
 
 
 def positive(text: str) -> int:
-    """A command's argument that counts something."""
+    """Parses a command-line argument that is an integer of at least 1."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A command's argument that may be 0."""
+    """Parses a command-line argument that is an integer of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return int(text)
 
 
 def kernel_patterns(text: str) -> list[str]:
-    """A command's argument that names kernels of fastattn."""
+    """Parses a command-line argument with comma-separated patterns of fastattn's kernels."""
     patterns = [pattern for pattern in text.split(",") if pattern]
     try:
         native_library.kernels_named(patterns)
@@ -51,7 +51,7 @@ def kernel_patterns(text: str) -> list[str]:
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Which of fastattn's CUDA C++ kernels are compiled."""
+    """Adds the option ``--kernels``, which selects the CUDA C++ kernels of fastattn to compile."""
     parser.add_argument(
         "--kernels",
         type=kernel_patterns,
@@ -63,7 +63,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The emulated GPU, and how launches run."""
+    """Adds the options for the emulated GPU and for launches."""
     parser.add_argument("--arch", choices=ARCHS, help="the emulated GPU (default sm_80)")
     usual_sms = "default 108 on sm_80, 132 on sm_90"
     parser.add_argument("--sms", type=positive, metavar="N", help=f"its multiprocessors ({usual_sms})")
@@ -80,11 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_script(arguments: argparse.Namespace) -> None:
-    """Run ``arguments.script`` as ``__main__`` with ``arguments.arguments`` and the options of `add_options`."""
+    """Runs ``arguments.script`` as ``__main__`` with ``arguments.arguments`` and the options of `add_options`."""
     script = str(arguments.script)
     native_library.import_fastattn(arguments.kernels)
     with contextlib.ExitStack() as stack:
-        # Before the script makes tensors: launches know those that torch allocates from here on.
+        # Entered first, because launches only know the tensors that are allocated after this.
         stack.enter_context(allocations.tracked())
         stack.enter_context(device.emulated(ARCHS[arguments.arch or "sm_80"], arguments.sms, arguments.shared_memory))
         races = False if arguments.no_races else None
@@ -98,7 +98,6 @@ def run_script(arguments: argparse.Namespace) -> None:
 
 
 def add_parser(subparsers: Any) -> None:
-    """The subcommand."""
     parser = subparsers.add_parser(
         "run",
         help="run a Python script with its CUDA and Triton kernels on the emulator",

@@ -1,6 +1,6 @@
-"""What ptxas and the disassembly say of a kernel: registers, spills, shared memory, and the instructions of its loops.
+"""Reads facts of a kernel from ptxas and the disassembler: registers, spills, shared memory, instructions and loops.
 
-The tools come with the CUDA toolkit and, all of them, with Triton's wheel. Nothing here needs the emulator or a GPU.
+The tools come with the CUDA toolkit, and all of them with Triton's wheel too. Nothing here needs the emulator or a GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ TENSOR_CORE = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "IGMMA", "OMMA", "UTCQMMA", "
 JUMPS = ("BRA", "BSSY")
 LOCAL_MEMORY = ("LDL", "STL")
 
-# SASS opcodes by the class names of the emulator's report, for the opcodes that have a class. Those of the uniform
-# datapath have a U in front.
+# SASS opcodes by the class names of the emulator's report. Opcodes of the uniform datapath have the prefix U.
 CLASSES = {
     "tensor core": " ".join(TENSOR_CORE),
     "matrix load": "LDSM STSM MOVM",
@@ -58,15 +57,15 @@ CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opco
 
 
 def sass_class(opcode: str) -> str:
-    """``"HMMA.16816.F32"`` → ``"tensor core"``; ``"other"`` for what is not in the table."""
-    if opcode.startswith(("IMAD.MOV", "IMAD.SHL")):  # the integer pipe's way to move and to shift
+    """Returns the class of an opcode: ``"HMMA.16816.F32"`` → ``"tensor core"``; ``"other"`` without a table entry."""
+    if opcode.startswith(("IMAD.MOV", "IMAD.SHL")):  # moves and shifts on the integer pipe
         return "move" if "MOV" in opcode else "logic"
     base = opcode.split(".")[0]
     return CLASS_OF.get(base) or CLASS_OF.get(base.removeprefix("U"), "other")
 
 
 def candidates(name: str) -> list[Path]:
-    """Where a tool is: beside nvcc, in CUDA_HOME, on the path, in Triton's wheel."""
+    """Returns the paths of a tool: next to nvcc, in CUDA_HOME, on PATH and in Triton's wheel, in this order."""
     compiler = nvcc()
     folders = [] if compiler is None else [str(compiler.parent)]
     folders += [str(Path(os.environ["CUDA_HOME"]) / "bin")] if os.environ.get("CUDA_HOME") else []
@@ -77,7 +76,7 @@ def candidates(name: str) -> list[Path]:
         pass
     else:
         folders.append(str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin"))
-    # Triton has a newer ptxas beside the other, for GPUs from sm_90 on and for the PTX that it then writes.
+    # Triton's wheel has a second, newer ptxas for sm_90 and later, and for the PTX version that it emits for them.
     names = (name, "ptxas-blackwell") if name == "ptxas" else (name,)
     found = (shutil.which(one, path=folder) for one in names for folder in filter(None, folders))
     return list(dict.fromkeys(Path(path).resolve() for path in found if path))
@@ -88,10 +87,11 @@ def has_tools() -> bool:
 
 
 def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> tuple[str, str]:
-    """Standard output and error of the first such tool that can do it: one may be too old for the file."""
+    """Returns standard output and error of the first candidate that succeeds, because one may be too old for the file.
+    Raises RuntimeError if none succeeds."""
     error = f"there is no {name}: it comes with the CUDA toolkit and with Triton"
     for path in candidates(name):
-        # cuobjdump calls nvdisasm, which need not lie beside it.
+        # cuobjdump calls nvdisasm, which may be in another folder.
         nearby = [str(folder.parent) for folder in (path, *candidates("nvdisasm"))]
         environment = {**os.environ, "PATH": os.pathsep.join([*nearby, os.environ.get("PATH", "")])}
         done = subprocess.run([path, *arguments], capture_output=True, text=True, env=environment, cwd=cwd)
@@ -105,19 +105,19 @@ def run(name: str, *arguments: str | Path, cwd: Path | None = None) -> tuple[str
 
 
 def full_opcode(line: str) -> str:
-    """``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA.16816.F32``; labels give an empty one."""
+    """Returns a line's opcode with modifiers: ``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA.16816.F32``; label → ``""``."""
     words = line.replace("{", "").split()
     word = words[1] if words and words[0].startswith("@") and len(words) > 1 else (words or [""])[0]
     return "" if word.endswith(":") else word.rstrip(";")
 
 
 def opcode(line: str) -> str:
-    """``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA``."""
+    """Returns a line's opcode without modifiers: ``@!P0 HMMA.16816.F32 R4, …;`` → ``HMMA``."""
     return full_opcode(line).split(".")[0]
 
 
 def loops(lines: Sequence[str]) -> list[frozenset[int]]:
-    """The lines of each natural loop: what reaches a backward branch without passing the label that it goes back to."""
+    """Returns the line numbers of each natural loop: those that reach a backward branch without passing its target."""
     label = {line.rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L")}
     targets = [re.findall(r"\(?(\.L[\w.]*)\)?", line) if opcode(line) in JUMPS else [] for line in lines]
     before: list[list[int]] = [[] for _ in lines]
@@ -136,14 +136,14 @@ def loops(lines: Sequence[str]) -> list[frozenset[int]]:
                 if line_index not in body:
                     body.add(line_index)
                     pending += before[line_index]
-    # A jump to itself stands after the end of each kernel, where nothing arrives.
+    # Each kernel is followed by an unreachable jump to itself, which is no loop.
     return [frozenset(body) for body in found.values() if 0 not in body and len(body) > 2]
 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """A compiled kernel. ``lines``: SASS, labels (``.L_x_1:``) and instructions. Spills are in bytes of a thread, None
-    where only the machine code is known."""
+    """The facts of a compiled kernel. ``lines`` is its SASS: labels (``.L_x_1:``) and instructions. Spills are in bytes
+    per thread, and None if only the machine code is known."""
 
     name: str
     registers: int
@@ -155,18 +155,18 @@ class KernelFacts:
 
     @cached_property
     def instructions(self) -> list[str]:
-        """Opcodes with their modifiers, without predicates and operands."""
+        """The opcodes with their modifiers, without predicates and operands."""
         return list(filter(None, map(full_opcode, self.lines)))
 
     @cached_property
     def tensor_core(self) -> dict[str, int]:
-        """How many of each kind of matrix instruction there are: ``{"HMMA": 512}``."""
+        """The number of matrix instructions of each kind: ``{"HMMA": 512}``."""
         found = Counter(name.split(".")[0] for name in self.instructions)
         return {name: found[name] for name in TENSOR_CORE if name in found}
 
     @cached_property
     def main_loops(self) -> list[frozenset[int]]:
-        """Places in ``lines`` of the innermost loops with matrix instructions; of a kernel without any, of all."""
+        """Indices in ``lines`` of the innermost loops with matrix instructions; if none has any, of all innermost."""
         found = loops(self.lines)
         with_mma = [body for body in found if any(opcode(self.lines[index]) in TENSOR_CORE for index in body)]
         found = with_mma if self.tensor_core else found
@@ -174,23 +174,23 @@ class KernelFacts:
 
     @cached_property
     def main_loop(self) -> list[str]:
-        """The instructions of the main loop with the most matrix instructions; where one copy of it masks and another
-        need not, of the one that need not: the shortest of those with as many."""
+        """The instructions of the main loop with the most matrix instructions. If several have the most, it is the
+        shortest: the copy that does not mask."""
         loops_of_mma = [self.opcodes_of(body) for body in self.main_loops]
         return max(
             loops_of_mma, key=lambda opcodes: (sum(opcode(name) in TENSOR_CORE for name in opcodes), -len(opcodes))
         )
 
     def opcodes_of(self, body: frozenset[int]) -> list[str]:
-        """The instructions of one of the loops, in the order of the text."""
+        """Returns the instructions of one of the loops, in the order of ``lines``."""
         return list(filter(None, (full_opcode(self.lines[index]) for index in sorted(body))))
 
     def shortest_round(self, body: frozenset[int], wanted: tuple[str, ...] = ()) -> list[str]:
-        """The opcodes of the shortest way once round one of the loops, of those that pass most opcodes that begin with
-        one of ``wanted``."""
+        """Returns the opcodes of one iteration of a loop: on the path with the most opcodes that begin with one of
+        ``wanted``, and on the shortest one of those."""
         target = {line.rstrip(":"): index for index, line in enumerate(self.lines) if line.endswith(":")}
         start = min(body)
-        best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: minus the number of those, the length
+        best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: (-number of wanted opcodes, length)
         before: dict[int, int] = {}
         ends: list[int] = []
         pending = [start]
@@ -218,26 +218,26 @@ class KernelFacts:
 
     @cached_property
     def local_in_loops(self) -> int:
-        """Accesses to local memory within the main loops."""
+        """The number of accesses to local memory in the main loops."""
         inside: frozenset[int] = frozenset().union(*self.main_loops)
         return sum(opcode(self.lines[index]) in LOCAL_MEMORY for index in inside)
 
     @property
     def local_outside(self) -> int:
-        """Accesses to local memory elsewhere."""
+        """The number of accesses to local memory outside of the main loops."""
         return sum(name.split(".")[0] in LOCAL_MEMORY for name in self.instructions) - self.local_in_loops
 
 
 def product_waits(opcodes: Sequence[str]) -> int:
-    """How often a step waits for groups of wgmma; more often than its source says where ptxas serialises them."""
+    """Returns the number of waits for wgmma groups; ptxas adds waits to the source's if it serialises the products."""
     return sum(name.startswith("WARPGROUP.DEPBAR") for name in opcodes)
 
 
 def exponentials_beside_products(opcodes: Sequence[str]) -> int:
-    """How many exponentials of a loop's round stand between the first wait after its products, for the scores, and the
-    second one: a product of the warpgroup itself is in flight then."""
+    """Returns the number of exponentials in a loop's iteration that overlap with a product of their own warpgroup. They
+    are between the first wait after the products, for the scores, and the second one."""
     waits, found = 0, 0
-    for index, name in enumerate([*opcodes, *opcodes]):  # the round may begin anywhere in a step
+    for index, name in enumerate([*opcodes, *opcodes]):  # twice, because `opcodes` may begin anywhere in a step
         if opcode(name) in TENSOR_CORE:
             waits = 0
         waits += name.startswith("WARPGROUP.DEPBAR")
@@ -246,12 +246,12 @@ def exponentials_beside_products(opcodes: Sequence[str]) -> int:
 
 
 def mix(opcodes: Sequence[str]) -> dict[str, int]:
-    """How many there are of each class, most first."""
+    """Returns the number of opcodes of each class, in falling order."""
     return dict(Counter(map(sass_class, opcodes)).most_common())
 
 
 def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
-    """Each kernel of a cubin, by its (mangled) name."""
+    """Returns the facts of each kernel of a cubin, by its mangled name."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -274,16 +274,16 @@ def of_cubin(cubin: bytes) -> dict[str, KernelFacts]:
                 numbers["REG"],
                 numbers["STACK"],
                 numbers["SHARED"],
-                tuple(map(sys.intern, sections[name])),  # of which half are the same as others
+                tuple(map(sys.intern, sections[name])),  # interned, because half of all lines are duplicates
             )
     return kernels
 
 
 @functools.cache
 def of_library(library: Path, arch: str) -> dict[str, KernelFacts]:
-    """Each kernel that a shared library has machine code of for ``arch`` (``"sm_80"``).
+    """Returns the facts of each kernel for which a shared library has machine code of ``arch`` (``"sm_80"``).
 
-    Taking a library apart takes a minute: all processes share what the first one made of it, in build/.
+    Disassembling a library takes a minute, so that all processes share the result in build/.
     """
     digest = hashlib.sha256(library.read_bytes() + Path(__file__).read_bytes()).hexdigest()
     TAKEN_APART.mkdir(parents=True, exist_ok=True)
@@ -310,19 +310,19 @@ def _take_apart(library: Path, arch: str) -> dict[str, KernelFacts]:
 
 
 def kernels_of_library(library: Path) -> set[str]:
-    """The (mangled) names of the kernels that a shared library has machine code of, by its symbol tables."""
+    """Returns the mangled names of the kernels for which a shared library has machine code, from its symbol tables."""
     return set(re.findall(r"^STT_FUNC .* STO_ENTRY +(\S+)", run("cuobjdump", "-symbols", library)[0], re.MULTILINE))
 
 
 def ptx_of_library(library: Path) -> list[str]:
-    """The PTX texts that a shared library carries for GPUs without machine code of their own."""
+    """Returns the PTX texts that a shared library contains."""
     with tempfile.TemporaryDirectory() as folder:
         run("cuobjdump", "-xptx", "all", library.resolve(), cwd=Path(folder))
         return [file.read_text() for file in sorted(Path(folder).glob("*.ptx"))]
 
 
 def target_of(ptx: str) -> str:
-    """``.target`` of a PTX text: ``"sm_90a"``."""
+    """Returns the ``.target`` of a PTX text, such as ``"sm_90a"``. Raises ValueError if it has none."""
     found = re.search(r"^\s*\.target\s+(\w+)", ptx, re.MULTILINE)
     if found is None:
         raise ValueError("the PTX has no .target")
@@ -331,7 +331,7 @@ def target_of(ptx: str) -> str:
 
 @functools.lru_cache(64)
 def of_ptx(ptx: str, arch: str | None = None) -> dict[str, KernelFacts]:
-    """Each kernel of a PTX text as ptxas compiles it, for its own target or another."""
+    """Compiles a PTX text with ptxas, for its own target or for ``arch``, and returns the facts of each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)

@@ -1,4 +1,4 @@
-"""Tensor maps: what cuTensorMapEncodeTiled makes on the host, for kernels that copy boxes of tensors."""
+"""Tensor maps, which cuTensorMapEncodeTiled encodes on the host for kernels that copy boxes of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from emulator.errors import EmulatorError
 from emulator.native import native as _native
 
-# CUtensorMapDataType
+# Values of CUtensorMapDataType.
 TYPES = {
     "uint8": 0,
     "uint16": 1,
@@ -28,7 +28,7 @@ TYPES = {
     "tfloat32": 11,
     "tfloat32_ftz": 12,
 }
-# Elements that are only moved, under the name of a type that moves them.
+# Types that the driver lacks, by the type of the same size that copies their bits.
 ALIASES = {
     "int8": "uint8",
     "bool": "uint8",
@@ -43,7 +43,7 @@ FILLS = {"zero": 0, "nan": 1}
 
 
 class EncodeFields(NamedTuple):
-    """Arguments of cuTensorMapEncodeTiled besides the map and the address."""
+    """The arguments of cuTensorMapEncodeTiled after the map and the address, with the innermost dimension first."""
 
     data_type: int
     dims: list[int]
@@ -57,12 +57,12 @@ class EncodeFields(NamedTuple):
 
 
 class TensorMap:
-    """A box of a CPU tensor or numpy array, for `Module.launch` and for what its arguments point to.
+    """A tensor map of a CPU tensor or numpy array, as an argument for `Module.launch` or in memory that one points to.
 
-    ``box`` and ``element_strides`` are in the order of the tensor's own dimensions, the contiguous one last (PTX
-    counts them from there). ``dtype``: one of `TYPES`, where it is not the tensor's own (``"tfloat32"``). A map is
-    passed by value where the kernel's parameter is a struct of 128 bytes, else as a pointer to ``address``. Raises
-    `EmulatorError` for what the driver refuses, and warns of strides that its documentation does not have.
+    ``box`` and ``element_strides`` are in the order of the tensor's dimensions, the contiguous one last, while PTX
+    begins with it. ``dtype`` is one of `TYPES`, by default the tensor's own. `Module.launch` passes the map by value if
+    the kernel's parameter is a struct of 128 bytes, else as a pointer to ``address``. Raises `EmulatorError` for
+    arguments that the driver rejects, and warns of strides that its documentation excludes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TensorMap:
         if rank > 0 and tensor.shape[-1] > 1 and strides[-1] != item:
             raise EmulatorError("arguments", "a tensor map: the last dimension is not contiguous")
         spanned = -(-item * tensor.shape[-1] // 16) * 16 if rank > 0 else 0
-        for i in reversed(range(rank - 1)):  # of a dimension with one element, the stride means nothing
+        for i in reversed(range(rank - 1)):  # gives dimensions of size 1, whose stride has no meaning, a valid stride
             if tensor.shape[i] == 1:
                 strides[i] = spanned
             spanned = max(spanned, strides[i] * tensor.shape[i])

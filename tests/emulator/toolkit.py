@@ -1,4 +1,4 @@
-"""The CUDA toolkit that the package's own build (csrc/native_build) finds, which the emulator uses too."""
+"""Finds the CUDA toolkit in the same way as the package's own build (csrc/native_build)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def toolkit() -> CudaToolkit | None:
-    """The compiler and the headers that the package itself would be built with; None if there is no complete one."""
+    """Returns the toolkit that the package itself would be built with, or None if there is no complete one."""
     compiler = find_nvcc()
     try:
         return CudaToolkit.of(compiler) if compiler else None
@@ -24,6 +24,6 @@ def toolkit() -> CudaToolkit | None:
 
 
 def nvcc() -> Path | None:
-    """The compiler alone."""
+    """Returns the path of nvcc, or None if there is no complete toolkit."""
     found = toolkit()
     return found.nvcc if found else None

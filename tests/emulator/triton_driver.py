@@ -1,9 +1,8 @@
-"""A driver for Triton: ``kernel[grid](…)`` on CPU tensors, specialised and compiled by Triton, runs on the emulator.
+"""A driver for Triton that runs ``kernel[grid](…)`` with CPU tensors on the emulator. `active` installs it.
 
-`active` installs it. Triton's own code is what decides about specialisation, compiles for
-``GPUTarget("cuda", arch, 32)`` and keeps what it compiled; only the last stage, from PTX to machine code, is left out,
-and `Launcher` takes the place of Triton's launcher. Autotuned kernels take their first configuration. Works with
-Triton 3.6 to 3.9.
+Triton itself specialises, compiles for ``GPUTarget("cuda", arch, 32)`` and caches; only the last stage, from PTX to
+machine code, is left out. `Launcher` replaces Triton's launcher. Autotuned kernels use their first configuration. Works
+with Triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from emulator.errors import EmulatorError
 from emulator.module import Module
 from emulator.native import native
 
-MOST_THREADS = 1024  # of a CTA, on every GPU so far
+MOST_THREADS = 1024  # per CTA, on every GPU so far
 TENSOR_MAP_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that Triton compiles for; ``arch`` is the compute capability times ten, shared memory that of one CTA."""
+    """The GPU that Triton compiles for. ``arch`` is the compute capability times ten; shared memory is per CTA."""
 
     arch: int
     num_sms: int
@@ -45,7 +44,7 @@ class Gpu:
 
 
 class Backend(CUDABackend):
-    """Triton's compiler for NVIDIA GPUs up to PTX, which is what a launch gets."""
+    """Triton's compiler for NVIDIA GPUs without the stage after PTX, so that a launch gets PTX."""
 
     def __init__(self, target: GPUTarget) -> None:
         super().__init__(target)
@@ -61,12 +60,12 @@ class Backend(CUDABackend):
 
 @functools.lru_cache(maxsize=12)
 def _module(ptx: bytes) -> Module:
-    """Of those that ran last: parsed, a module takes seven times the memory of its text."""
+    """Parses a module. Keeps the last 12 only, because a parsed module takes seven times the memory of its text."""
     return Module(ptx.decode(), is_tritons=True)
 
 
 class Utilities:
-    """What Triton's own code asks of ``driver.active.utils``."""
+    """The functions that Triton expects in ``driver.active.utils``."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._properties = {
@@ -80,8 +79,8 @@ class Utilities:
         return self._properties
 
     def load_binary(self, name: str, ptx: bytes, shared_bytes: int, device: int) -> tuple[bytes, bytes, int, int, int]:
-        """(module, function, registers, spills, most threads); only ptxas would know of registers."""
-        _module(ptx)  # has its syntax checked
+        """Returns (module, function, registers, spills, most threads); registers and spills, unknown here, are 0."""
+        _module(ptx)  # checks its syntax
         return ptx, ptx, 0, 0, MOST_THREADS
 
     def unload_module(self, ptx: bytes) -> None:
@@ -101,8 +100,8 @@ class Utilities:
         strides: Sequence[int],
         padding: int,
     ) -> bytes:
-        """The 128 bytes of a tensor map. Lists have the outermost dimension first, strides are in elements."""
-        descriptor = torch.zeros(TENSOR_MAP_BYTES, dtype=torch.uint8)  # torch aligns to 64 bytes, as the encoder wants
+        """Returns the 128 bytes of a tensor map. Lists have the outermost dimension first, strides are in elements."""
+        descriptor = torch.zeros(TENSOR_MAP_BYTES, dtype=torch.uint8)  # aligned to 64 bytes, as the encoder requires
         try:
             native.encode_tiled(
                 descriptor.data_ptr(),
@@ -112,26 +111,26 @@ class Utilities:
                 [element_bytes * stride for stride in strides[-2::-1]],
                 list(box[::-1]),
                 [1] * len(box),
-                0,  # not interleaved
+                0,  # no interleaving
                 swizzle,
-                2,  # promotion in the L2 to 128 bytes, as in Triton's own
+                2,  # L2 promotion of 128 bytes, as in Triton's own code
                 padding,
             )
         except native.Fault as fault:
             raise EmulatorError.of(fault) from None
         return bytes(descriptor.numpy())
 
-    fill_tma_descriptor = fill_tma_descriptor_tiled  # its name in Triton 3.6
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # the name in Triton 3.6
 
 
 class Launcher:
-    """Of one compiled kernel; Triton makes it when the kernel is first launched."""
+    """The launcher of one compiled kernel. Triton creates it at the kernel's first launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.signature = tuple(source.signature.values())
         self.metadata = metadata
         self.descriptors = tuple(getattr(metadata, "tensordesc_meta", None) or ())
-        if hasattr(source, "fn"):  # a function, not a file of intermediate code
+        if hasattr(source, "fn"):  # a Python function, not a file of Triton IR
             _compiled[id(source.fn)] = source.fn
 
     def __call__(
@@ -167,7 +166,7 @@ class Launcher:
             cluster=(metadata.num_ctas, 1, 1) if metadata.num_ctas > 1 else None,
             num_sms=active_gpu().num_sms,
             memory=memory,
-            replicated_stores=True,  # what several warps hold, Triton has them all store
+            replicated_stores=True,  # Triton lets all warps that hold a value store it
             cooperative=metadata.launch_cooperative_grid,
             **asdict(options.current()),
         )
@@ -175,7 +174,7 @@ class Launcher:
             exit_hook(launch_metadata)
 
     def _flatten(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The kernel's parameters, and the tensors that those which are no tensors point to."""
+        """Returns the values of the kernel's parameters, and the tensors that its tensor descriptors point to."""
         values: list[Any] = []
         memory: list[Any] = []
         descriptors = iter(self.descriptors)
@@ -199,7 +198,7 @@ class Launcher:
 
 
 def tensor_descriptor(value: Any, metadata: Any) -> list[Any]:
-    """A host's descriptor as the parameters that the kernel has for it: Triton's own function makes them."""
+    """Expands a host's tensor descriptor to the kernel's parameters for it, with Triton's own function."""
     make = nvidia.make_tensordesc_arg
     arguments = (value, metadata, None)
     parts: list[Any] = make(*arguments[: len(inspect.signature(make).parameters)])
@@ -210,7 +209,7 @@ FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 
 
 def scalar(value: Any, kind: str | None) -> Any:
-    """A value as `Module.launch` takes it for a parameter of Triton's type ``kind``."""
+    """Converts a value of Triton's type ``kind`` to an argument of `Module.launch`."""
     if kind == "bf16":
         return struct.pack("<h", torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item())
     if kind in FLOATS:
@@ -219,7 +218,7 @@ def scalar(value: Any, kind: str | None) -> Any:
 
 
 class Driver(GPUDriver):
-    """Of one emulated GPU. Triton keeps compiled kernels by device number, which is another for every `Gpu`."""
+    """The driver of an emulated GPU. Each `Gpu` has its own device number, by which Triton caches compiled kernels."""
 
     _known: ClassVar[list[Gpu]] = []
 
@@ -229,7 +228,7 @@ class Driver(GPUDriver):
         self.gpu = gpu
         self.utils = Utilities(gpu)
         self.launcher_cls = Launcher
-        number = -1 - self._known.index(gpu)  # no number that a GPU of the machine has
+        number = -1 - self._known.index(gpu)  # negative, unlike the numbers of real GPUs
         self.get_current_device = lambda: number
         self.set_current_device = lambda device: None
         self.get_current_stream = lambda device: 0
@@ -259,36 +258,35 @@ class Driver(GPUDriver):
 
 
 def active_gpu() -> Gpu:
-    """The GPU that `active` declared."""
+    """Returns the GPU that `active` has installed."""
     driver = triton.runtime.driver.active
     assert isinstance(driver, Driver)
     return driver.gpu
 
 
 def _first_configuration(self: Autotuner, *args: Any, config: Any, **meta: Any) -> list[float]:
-    """In place of a benchmark: of equal times, Triton takes the first."""
+    """Replaces the benchmark by equal times, of which Triton takes the first."""
     return [0.0, 0.0, 0.0]
 
 
-_compiled: dict[int, Any] = {}  # functions that Triton has kernels of, by their identity
+_compiled: dict[int, Any] = {}  # functions for which Triton holds compiled kernels, by id
 
 
 def _forget_kernels() -> None:
-    """Triton keeps each kernel with all stages of its compilation: gigabytes, in a process that runs many. What it
-    compiled is found again on disk."""
+    """Drops Triton's compiled kernels, which take gigabytes in a process that runs many; its cache on disk stays."""
     for function in _compiled.values():
         for number in [number for number in function.device_caches if number < 0]:  # see `Driver`
             kernels, *_ = function.device_caches.pop(number)
             for kernel in kernels.values():
-                kernel.module = kernel._run = None  # no unloading by a driver that is not this one
+                kernel.module = kernel._run = None  # so that no other driver tries to unload it
     _compiled.clear()
     _module.cache_clear()
 
 
 @contextlib.contextmanager
 def active(gpu: Gpu) -> Iterator[None]:
-    """Within, Triton compiles for ``gpu`` and launches on the emulator. May be nested; the outermost lets go of the
-    kernels at its end."""
+    """Makes Triton compile for ``gpu`` and launch on the emulator within the block. May be nested; the outermost block
+    drops the compiled kernels at its end."""
     config = triton.runtime.driver
     before = config._active, backends["nvidia"], Autotuner._bench
     config.set_active(Driver(gpu))

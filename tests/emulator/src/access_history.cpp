@@ -6,7 +6,7 @@
 
 namespace emulator {
 
-// Full: the oldest record makes room. What it would have found is lost; nothing else follows from it.
+// A full cell drops its oldest record, and with it only the conflicts that this record would have revealed.
 void Cell::add(const Record& record) {
     if (count == kMost) {
         std::copy(many + 1, many + count, many);
@@ -22,7 +22,7 @@ void Cell::add(const Record& record) {
     records()[count++] = record;
 }
 
-// The table is large and mostly unused: calloc gives pages that cost nothing until they are touched.
+// The table is large and mostly unused. Pages of calloc take no memory until they are touched.
 AsyncOperations::AsyncOperations()
     : chunks_(static_cast<std::atomic<Operation*>*>(std::calloc(kMostChunks, sizeof(std::atomic<Operation*>)))) {
     if (chunks_ == nullptr) throw std::bad_alloc();

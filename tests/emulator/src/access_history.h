@@ -1,4 +1,4 @@
-// Who touched each byte last: records of accesses, and of the asynchronous operations that made some of them.
+// Records who touched each byte last: accesses, and the asynchronous operations that made some of them.
 #pragma once
 
 #include <array>
@@ -16,28 +16,28 @@ namespace emulator {
 
 enum class Proxy : uint8_t { kGeneric, kAsync };
 
-// An asynchronous operation of the launch.
+// The number of an asynchronous operation of the launch.
 enum class AsyncId : uint32_t {};
 
-// Some bytes of a cell, as lanes of a warp touched them by one instruction or asynchronous operation.
+// An access to bytes of a cell by lanes of a warp, in one instruction or asynchronous operation.
 struct Record {
     enum Flags : uint32_t {
         kWrite = 1,
         kStrong = 2,
-        kScope = 4 | 8,  // of the strong; at which the completion of asynchronous ones is known
+        kScope = 4 | 8,  // the scope of a strong access; of an asynchronous one, the scope of its completion
         kAsync = 16,
         kAsyncProxy = 32,
-        kSilent = 64,  // a write of what was there already
-        kSum = 128,    // adds floating numbers, in an order that should be fixed
+        kSilent = 64,  // a write of the value that was there already
+        kSum = 128,    // an addition of floating-point numbers whose order should be fixed
     };
     static constexpr int kScopeShift = 2, kOperationShift = 8;
 
-    uint32_t clock;  // of the warp; of an asynchronous operation: its AsyncId
-    uint32_t place;  // operation of the program, flags
+    uint32_t clock;  // the warp's time; for an asynchronous operation its AsyncId
+    uint32_t place;  // the program's operation << kOperationShift | flags
     uint32_t cluster;
     uint32_t lanes;
-    uint16_t warp;   // of the cluster
-    uint16_t bytes;  // which of the cell's
+    uint16_t warp;   // in the cluster
+    uint16_t bytes;  // mask of the cell's bytes
 
     bool has(uint32_t flags) const { return (place & flags) != 0; }
     int scope() const { return static_cast<int>(place & kScope) >> kScopeShift; }
@@ -49,7 +49,7 @@ struct Record {
 };
 constexpr uint32_t kMostRecordedOperations = 1u << (32 - Record::kOperationShift);
 
-// The records of 16 bytes of memory. A few are in the cell itself.
+// The records of 16 bytes of memory. The cell itself has room for the first kFew of them.
 struct alignas(64) Cell {
     static constexpr uint64_t kBytes = 16;
     static constexpr uint32_t kFew = 2, kMost = 64;
@@ -67,32 +67,32 @@ struct alignas(64) Cell {
     void add(const Record& record);
 };
 
-// Two accesses to the same bytes that are not as they must be.
+// Two accesses to the same bytes that are an error.
 struct Conflict {
     enum class Kind : uint8_t {
         kUnordered,
-        kTooNarrow,  // … but for an mbarrier's arrival or wait of scope .cta between CTAs
-        kOpenSum,    // … but for additions of floating numbers whose order should be fixed
+        kTooNarrow,  // ordered only by an mbarrier's arrival or wait of scope .cta between CTAs
+        kOpenSum,    // two unordered additions of floating-point numbers whose order should be fixed
         kNeedsProxyFence,
-        kBeyondEnd,  // of the CTA that owns the memory; `later` is the same as `earlier`
+        kBeyondEnd,  // an access not ordered before the end of the CTA that owns the memory; `later` equals `earlier`
     };
     Kind kind;
     Record earlier, later;
     bool is_shared;
-    uint64_t address;  // of the first byte that both touch; shared: the CTA's rank << 32 | offset
+    uint64_t address;  // of the first byte that both touch; in shared memory: the CTA's rank << 32 | offset
 };
 
-// Who knows this much of an mbarrier, or of one of the lanes that have waited, knows that an asynchronous operation has
-// happened. An operation may have several such.
+// A proof that an asynchronous operation has happened: whoever knows that `agent` (an mbarrier, or a warp whose lanes
+// have waited) has reached `clock` knows it. An operation may have several completions.
 struct Completion {
     Agent agent;
     uint32_t clock;
-    uint32_t lanes;    // whose part of the operation
-    uint32_t waiters;  // 0: each lane has waited for its own part
+    uint32_t lanes;    // the lanes whose parts of the operation it covers
+    uint32_t waiters;  // the lanes that have waited; 0: each lane has waited for its own part
     const Completion* next;
 };
 
-// The asynchronous operations of a launch. Lives as long as the records do; the host's threads share it.
+// The asynchronous operations of a launch. They live as long as the records, and all threads of the host share them.
 class AsyncOperations {
   public:
     struct Operation {
@@ -109,10 +109,10 @@ class AsyncOperations {
         const auto number = static_cast<uint32_t>(id);
         return chunks_[number / kChunk].load(std::memory_order_acquire)[number % kChunk];
     }
-    uint32_t take_chunk();  // the first of kChunk that are the caller's
+    uint32_t take_chunk();  // returns the first of kChunk numbers, which then belong to the caller
     static constexpr uint32_t kChunk = 128;
 
-    // Keeps completions until the end of the launch.
+    // Keeps the completions alive until the end of the launch.
     void keep(std::deque<Completion>&& completions);
 
   private:
@@ -123,7 +123,7 @@ class AsyncOperations {
     std::deque<std::deque<Completion>> kept_;
 };
 
-// For sections of a few instructions. The holder is descheduled now and then, so that waiters yield.
+// A lock for critical sections of a few instructions. Waiters yield, because the holder may have been descheduled.
 class SpinLock {
   public:
     void lock() {

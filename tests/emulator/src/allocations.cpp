@@ -17,23 +17,21 @@ uint64_t round_up(uint64_t bytes, uint64_t alignment = TrackedAllocations::kAlig
     return (bytes + alignment - 1) / alignment * alignment;
 }
 
-// As wide as the block itself, so that a tile too many does not reach the next one; within limits.
+// Red zones are as large as the block (within limits), so that an access one tile too far stays within them.
 uint64_t zone_bytes_of(size_t bytes, uint64_t alignment) {
     return round_up(std::clamp<uint64_t>(bytes, 512, 1 << 16), alignment);
 }
 
-// Offset of the first byte that is not the value, `bytes` if all are.
+// Returns the offset of the first byte that differs from `value`, `bytes` if none does.
 uint64_t first_other(uint64_t begin, uint64_t bytes, unsigned char value) {
     const auto* const data = reinterpret_cast<const unsigned char*>(begin);
     if (bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0)) return bytes;
     return static_cast<uint64_t>(std::find_if(data, data + bytes, [=](auto byte) { return byte != value; }) - data);
 }
 
-// Large blocks are pages of their own, which go back at once: malloc would keep them, and how many depends on what else is
-// in its heap.
+// Blocks of at least this size use mmap, so that their pages are returned at once. malloc would keep them for reuse.
 constexpr uint64_t kLargeBytes = 1 << 20;
 
-// nullptr: there is no memory.
 void* take_memory(uint64_t bytes, uint64_t alignment) {
     void* begin = nullptr;
     if (bytes < kLargeBytes) return posix_memalign(&begin, alignment, bytes) == 0 ? begin : nullptr;
@@ -90,7 +88,7 @@ void TrackedAllocations::deallocate(void* begin) noexcept {
     if (begin == nullptr) return;
     const std::lock_guard lock(mutex_);
     const auto found = live_.find(reinterpret_cast<uint64_t>(begin));
-    if (found == live_.end()) std::abort();  // as glibc does, of an invalid pointer
+    if (found == live_.end()) std::abort();  // as glibc does for an invalid pointer
     check_zones(found->second);
     fill(found->second.begin, found->second.end, kPoison);
     quarantine_bytes_ += outer_bytes(found->second);
@@ -169,7 +167,7 @@ void TrackedAllocations::check_zones(const Block& block) {
                                                      : static_cast<int64_t>(before - block.zone_bytes);
     damages_.push_back("written at byte " + std::to_string(place) + " of " + name_of(block) + " (" +
                        std::to_string(size) + " bytes)");
-    // Said once.
+    // Restores the pattern, so that each damage is reported once.
     fill(start, block.begin, kZonePattern);
     fill(block.end, outer_end(block), kZonePattern);
 }

@@ -52,7 +52,7 @@ bool AsyncEngine::perform_one() {
 }
 
 void AsyncEngine::perform_due() {
-    // What is performed may start others: look again from the start.
+    // Starts over after each operation, because it may have started others.
     for (auto at = pending_.begin(); at != pending_.end();) {
         if (at->second.due <= clock_) {
             perform(at);

@@ -1,4 +1,4 @@
-// What happens by itself after the instruction that started it: copies by hardware, products of matrices.
+// Operations that continue after the instruction that started them: bulk copies and wgmma.
 #pragma once
 
 #include <cstdint>
@@ -11,29 +11,29 @@
 
 namespace emulator {
 
-// Operations under way. Each is performed once: when it is started, at a moment drawn from the seed, when somebody waits
-// for it and nothing else can go on, or when `finish` says that PTX allows it to take no longer.
+// Keeps the asynchronous operations of a cluster that are in flight. Each is performed once, at one of these moments:
+// when it is started; at a moment drawn from the seed; when no warp can run; or when `finish` requires it.
 class AsyncEngine {
   public:
     using Handle = uint64_t;
-    // Bound: somebody will call `finish`, so that the operation may take until then. Unbound: programs may poll for it.
+    // kBound: the operation may stay in flight until `finish`. kUnbound: programs may poll, so that it ends by itself.
     enum class Latest : uint8_t { kBound, kUnbound };
 
     explicit AsyncEngine(Random& random) : random_(random) {}
 
-    // `perform` does the whole of it: moves what there is to move, and signals who waits (see Mbarrier). It may start other
-    // operations. A Fault that it throws gets the place of the instruction that started it.
+    // `perform` carries out the whole operation, including the signal to an mbarrier. It may start other operations. A
+    // Fault that it throws gets the place of the instruction that started the operation.
     Handle start(const Warp& warp, const Operation& operation, int lane, Latest latest, std::function<void()> perform);
     bool is_done(Handle handle) const { return pending_.find(handle) == pending_.end(); }
-    void finish(Handle handle);  // now, unless it is done
+    void finish(Handle handle);  // performs it now, unless it is done
     void finish_all();
 
-    // For the cluster. Its clock counts the instructions of all its warps.
+    // Performs the operations that are due at the cluster's clock, which counts the instructions of all its warps.
     void advance(int64_t clock) {
         clock_ = clock;
         if (clock >= next_due_) perform_due();
     }
-    bool perform_one();  // by lot; false: nothing is under way
+    bool perform_one();  // performs a random operation; false: none is in flight
 
   private:
     struct Pending {

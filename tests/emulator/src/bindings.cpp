@@ -1,6 +1,5 @@
-// What Python sees of the emulator: modules, launches, and faults as exceptions.
-//
-// All that includes pybind11 is one translation unit: its templates take most of the time.
+// Python bindings: modules, launches, and faults as exceptions. All bindings are in one translation unit, because the
+// templates of pybind11 dominate the time to compile.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +20,7 @@ const char* type_name(Type type) {
     return kNames[static_cast<int>(type)];
 }
 
-// (name, type, offset, bytes, is an array) of each, and the bytes of all.
+// Returns a list of (name, type, offset, bytes, is an array) for the kernel's parameters, and their total size.
 py::tuple parameters(LoadedModule& module, const std::string& kernel) {
     const Program& program = module.program(kernel);
     py::list list;
@@ -31,7 +30,7 @@ py::tuple parameters(LoadedModule& module, const std::string& kernel) {
     return py::make_tuple(list, program.parameter_bytes);
 }
 
-// What Python's Report is made of. shared_bytes: of a CTA, static and dynamic.
+// Returns the fields of Python's Report. `shared_bytes` is a CTA's shared memory, static and dynamic.
 py::dict report_of(const Program& program, const Report& report, int64_t shared_bytes) {
     py::list rows;
     for (size_t i = 0; i < program.operations.size(); ++i) {
@@ -66,7 +65,7 @@ py::dict report_of(const Program& program, const Report& report, int64_t shared_
     return result;
 }
 
-// Reads emulator.options.LaunchOptions.resolved().
+// Converts the dict that Python's emulator.options.LaunchOptions.resolved() returns.
 LaunchOptions options_of(const py::dict& given) {
     LaunchOptions options;
     std::set<std::string> names;
@@ -111,7 +110,7 @@ py::dict launch_kernel(LoadedModule& module, const std::string& kernel, std::arr
     launch.num_sms = num_sms;
     if (cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);
     check_launch(most_shared_bytes(module.source().target), launch);
-    static std::shared_ptr<PastAccesses> last;  // launches from here follow each other, as in a stream
+    static std::shared_ptr<PastAccesses> last;  // of the previous launch: all launches from Python form one stream
     launch.before = dependent ? std::move(last) : nullptr;
     last = nullptr;
     Console console;
@@ -157,7 +156,7 @@ PYBIND11_MODULE(_emulator, m) {
 #ifdef EMULATOR_WITH_CUDA_HEADERS
     bind_runtime(m);
 #endif
-    // The Python side turns these arguments into its EmulatorError.
+    // Python converts these arguments into its EmulatorError.
     static py::exception<Fault> fault_type(m, "Fault");
     py::register_exception_translator([](std::exception_ptr pointer) {
         try {

@@ -1,5 +1,4 @@
-// What Python sees of the tracked allocations, and the two functions that torch_allocator.cpp gets: a part of
-// bindings.cpp.
+// Python bindings of the tracked allocations, and two functions for torch_allocator.cpp. Only bindings.cpp includes it.
 #pragma once
 
 #include <pybind11/stl.h>
@@ -20,7 +19,7 @@ void deallocate(void* begin) {
     all().deallocate(begin);
 }
 
-// (address, bytes, name) of what launches may touch.
+// Returns (address, bytes, name) of each allocation that launches may touch.
 py::list live() {
     py::list found;
     for (const Allocation& allocation : all().snapshot()) {

@@ -1,4 +1,4 @@
-// What Python sees of tensor maps: a part of bindings.cpp.
+// Python bindings of tensor maps. Included by bindings.cpp only.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 namespace emulator {
 namespace {
 
-// The arguments of cuTensorMapEncodeTiled; `map` is where the 128 bytes go. Gives a warning, or nothing.
+// cuTensorMapEncodeTiled into the 128 bytes at address `map`. Returns a warning or "". Throws a Fault on an error.
 std::string encode(uint64_t map, int type, uint64_t address, const std::vector<uint64_t>& dims,
                    const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box,
                    const std::vector<uint32_t>& element_strides, int interleave, int swizzle, int promotion, int fill) {

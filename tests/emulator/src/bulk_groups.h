@@ -1,4 +1,4 @@
-// The bulk async-groups of a warp's lanes: copies out of shared memory that a thread waits for.
+// The bulk async-groups of a warp's lanes: copies out of shared memory, which the thread that started them waits for.
 #pragma once
 
 #include <vector>
@@ -11,16 +11,16 @@ namespace emulator {
 
 class BulkGroups {
   public:
-    // A copy reads its source first, and is complete when `write` is done; and the same two for the race detector.
+    // A copy reads its source first, and is complete when its write is done.
     struct Copy {
         AsyncEngine::Handle read, write;
-        AsyncId reading, writing;
+        AsyncId reading, writing;  // the race detector's ids of the two
     };
     void add(int lane, const Copy& copy) { lanes_[lane].copies.push_back({copy, lanes_[lane].committed}); }
     void commit(int lane) { ++lanes_[lane].committed; }
 
-    // Until no more than the `most_pending` latest groups are under way; `only_reads`: in so far as they read. Calls
-    // waited(AsyncId) for each part of a copy that has been waited for.
+    // Waits until at most the `most_pending` latest groups are in flight; with `only_reads`, until the others have read
+    // their sources. Calls waited(AsyncId) for each read and each write that this wait covers.
     template <typename Function>
     void wait(AsyncEngine& engine, int lane, uint32_t most_pending, bool only_reads, Function&& waited) {
         Lane& of = lanes_[lane];

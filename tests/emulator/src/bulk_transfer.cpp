@@ -9,7 +9,7 @@
 namespace emulator {
 namespace {
 
-// Calls function(host's address, offset in the copy, bytes) for what is contiguous.
+// Calls function(offset in shared memory, offset in the copy, bytes) for each contiguous range of the box.
 template <typename Function>
 void each_piece(const SharedBox& box, Function&& function) {
     if (box.swizzle == Swizzle::kNone) return function(box.offset, int64_t{0}, box.bytes);
@@ -26,7 +26,7 @@ void each_piece(const SharedBox& box, Function&& function) {
 
 void write_box(const SharedBox& box, const Bytes& bytes) {
     if (box.owner->has_ended()) fail_ended(box, "writes");
-    check_box(box, -1);  // an mbarrier object may have come to be there
+    check_box(box, -1);  // an mbarrier object may have been created there since the copy started
     each_piece(box, [&](uint32_t offset, int64_t at, int64_t count) {
         std::memcpy(box.owner->shared(offset, static_cast<int>(count)), bytes.data() + at, count);
         box.owner->mark_written(offset, static_cast<int>(count));
@@ -62,7 +62,7 @@ void touch_reach(HappensBefore& order, AsyncId id, const Lanes& by, const Happen
     for (const Reach::Run& run : reach.global) order.touch_global(id, by, touch, run.address, run.bytes);
 }
 
-// The race detector's view of a copy into a box; what it returns is to be called before the mbarrier is signalled.
+// Reports a copy into a box to the race detector. Returns a function to call before the mbarrier is signalled.
 std::function<void()> follow(Warp& warp, int lane, const Reach& from, const SharedBox& to, const Signal& signal,
                              bool is_atomic) {
     HappensBefore* const order = warp.cta.cluster.order.get();

@@ -1,5 +1,5 @@
-// Copies by hardware between global and shared memory: what they have in common whatever describes the data. PTX ISA,
-// "Data Movement and Conversion Instructions: Asynchronous copy".
+// The machinery that all asynchronous copies between global and shared memory use, bulk and tensor copies alike. PTX
+// ISA, "Data Movement and Conversion Instructions: Asynchronous copy".
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace emulator {
 
-// Bytes of a CTA's shared memory, in the order of the copy. A swizzle places each 16 of them.
+// A range of a CTA's shared memory in the order of the copy. The swizzle permutes its 16-byte chunks.
 struct SharedBox {
     Cta* owner;
     uint32_t offset;
@@ -20,25 +20,25 @@ struct SharedBox {
     Swizzle swizzle = Swizzle::kNone;
 };
 
-// Faults where it leaves shared memory or touches an mbarrier object.
+// Throws a Fault if the box leaves shared memory or touches an mbarrier object.
 void check_box(const SharedBox& box, int lane);
 
-// An mbarrier object that gets a complete-tx of these bytes.
+// An mbarrier object that receives a complete-tx of `bytes`.
 struct Signal {
     Cta* owner;
     uint32_t offset;
     int64_t bytes;
 };
 
-// The CTA and the offset that a shared address names; `alignment` is required of it.
+// Resolves a shared address to a box. Throws a Fault if the address is not a multiple of `alignment`.
 SharedBox shared_box(Warp& warp, Space space, uint64_t address, int64_t bytes, Swizzle swizzle, int alignment,
                      int lane);
-// Likewise, and there must be an mbarrier object.
+// Resolves a shared address to an mbarrier object. Throws a Fault if there is none.
 Signal signal_at(Warp& warp, Space space, uint64_t address, int64_t bytes, int lane);
 
 using Bytes = std::vector<std::byte>;
 
-// What a copy touches besides the shared memory that it is named after, for the race detector.
+// The other side of a copy, for the race detector: the source of a fill or an update, the destination of a drain.
 struct Reach {
     struct Run {
         uint64_t address, bytes;
@@ -48,29 +48,29 @@ struct Reach {
     Proxy proxy = Proxy::kAsync;
 };
 
-// Starts a copy into shared memory, one for each destination, which signals when its bytes are there. `fetch` reads
-// the source, which is `from`, when the instruction is executed or when the first destination gets its bytes, by lot.
-// Destinations are poison until then.
+// Starts one copy into shared memory for each destination. Each signals its mbarrier when its bytes have arrived; until
+// then the destination is poisoned. `fetch` reads the source `from`, either when the instruction executes or when the
+// first destination gets its bytes, at random.
 void start_fill(Warp& warp, const Operation& operation, int lane, const std::vector<SharedBox>& destinations,
                 const std::vector<Signal>& signals, const Reach& from, std::function<Bytes()> fetch);
 
-// Starts an update of shared memory of another CTA with what is read `from` somewhere: `update` gets the host's address
-// of the destination.
+// Starts a reduction from the source `from` into another CTA's shared memory. `update` gets the destination's host
+// address, and carries it out.
 void start_update(Warp& warp, const Operation& operation, int lane, const SharedBox& destination, const Signal& signal,
                   const Reach& from, std::function<void(std::byte*)> update);
 
-// What a copy does where it ends; kSum: it adds floating numbers.
+// What a copy does at its destination. kSum: it adds floating-point numbers.
 enum class Effect : uint8_t { kStore, kReduction, kSum };
 
-// Starts a copy out of shared memory, as part of the lane's bulk group: the source is read at one moment, and `deliver`
-// is called with what was there at a later one, and writes `to` there, atomically if it reduces.
+// Starts a copy out of shared memory, in the lane's bulk group. The source is read at one moment. At a later one,
+// `deliver` gets the data and writes it to the destination `to`, atomically if it reduces.
 void start_drain(Warp& warp, const Operation& operation, int lane, const SharedBox& source, const Reach& to,
                  Effect effect, std::function<void(const Bytes&)> deliver);
 
-// Reads shared memory as the copy does: an error where its CTA has ended, or on request where nothing wrote it.
+// Reads a box. Throws a Fault if its CTA has ended, or with option `uninitialised` if nothing has written some byte.
 Bytes read_box(const SharedBox& box);
 
-// For the counters: a run of global memory that one copy touches.
+// Adds a contiguous range of global memory that a copy touches to the instruction's counters.
 void count_global(Warp& warp, const Operation& operation, uint64_t address, int64_t bytes);
 
 }  // namespace emulator

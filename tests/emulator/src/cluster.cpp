@@ -1,4 +1,4 @@
-// A cluster's warps take turns in an order drawn from the seed, and meet at barrier.cluster.
+// Runs a cluster's warps alternately, in an order drawn from the seed, and implements barrier.cluster.
 #include "cluster.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ bool Cluster::run(int64_t budget) {
             if (!time_out()) fail_deadlock();
             continue;
         }
-        constexpr uint32_t kTurnsOfOthers = 1024;  // they may spin until the starved one has gone on
+        constexpr uint32_t kTurnsOfOthers = 1024;  // finite, because the others may spin until the starved warp has run
         if (!starved_.empty() && (others_wait || random.below(kTurnsOfOthers) == 0)) runnable_.swap(starved_);
         Warp& warp = *runnable_[random.below(static_cast<uint32_t>(runnable_.size()))];
         warp.run(random.length(12));
@@ -55,7 +55,7 @@ bool Cluster::run(int64_t budget) {
     return false;
 }
 
-// No wait for an mbarrier lasts for ever: a thread that polls may have other work. False: that has led nowhere.
+// Lets blocked mbarrier.try_wait give up, because their threads may have other work. Returns false for a deadlock.
 bool Cluster::time_out() {
     constexpr int kMostTimeOuts = 64;
     if (num_time_outs_++ == kMostTimeOuts) return false;
@@ -64,7 +64,7 @@ bool Cluster::time_out() {
     return any;
 }
 
-// What is under way when the last warp ends is completed all the same.
+// Completes the operations that are still in flight when the last warp has ended.
 void Cluster::end() {
     async.finish_all();
     for (const auto& cta : ctas_) cta->check_end();

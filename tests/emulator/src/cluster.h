@@ -1,4 +1,4 @@
-// A cluster: CTAs that run at the same time and see each other's shared memory. Without clusters, each CTA is one.
+// A cluster: CTAs that run at the same time and see each other's shared memory. Without clusters, each CTA forms one.
 #pragma once
 
 #include <memory>
@@ -12,21 +12,21 @@ namespace emulator {
 
 class Cluster {
   public:
-    // `index`: of the cluster in the grid of clusters.
+    // `index` is that of the cluster in the grid of clusters.
     Cluster(const Launch& launch, const uint32_t (&index)[3], uint64_t seed, Report& report);
 
-    // Runs its warps, in an order drawn from the seed, for about so many instructions; true: all have ended.
+    // Runs its warps for about `budget` instructions, in an order drawn from the seed. Returns true if all have ended.
     bool run(int64_t budget);
 
     Cta& cta(uint32_t rank) { return *ctas_[rank]; }
     uint32_t num_ctas() const { return static_cast<uint32_t>(ctas_.size()); }
 
-    // barrier.cluster. Lanes count as arrived until the phase completes; `wait` gives false where they have to wait.
+    // barrier.cluster. `wait` returns false if the phase in which the lanes arrived is not complete yet.
     void arrive(Warp& warp, uint32_t mask);
     bool wait(Warp& warp, uint32_t mask);
-    // Paths that wait for an mbarrier look again.
+    // Makes all paths that wait for an mbarrier retry.
     void wake_waiters_at_mbarriers();
-    // Something has happened that warps wait for: this is no deadlock.
+    // Notes progress: a warp's wait has ended, so that this is no deadlock.
     void goes_on() { num_time_outs_ = 0; }
     void lanes_exited() { complete_barrier_if_full(); }
 
@@ -34,7 +34,7 @@ class Cluster {
     uint32_t index[3];
     Random random;
     AsyncEngine async;
-    std::unique_ptr<HappensBefore> order;  // nullptr: nobody looks for races
+    std::unique_ptr<HappensBefore> order;  // nullptr without `races`
     Report& report;
     int64_t clock = 0;  // instructions that its warps have executed
 
@@ -48,7 +48,7 @@ class Cluster {
     std::vector<Warp*> warps_;  // of all CTAs
     std::vector<Warp*> runnable_, starved_;
     uint64_t barrier_phase_ = 0;
-    int num_time_outs_ = 0;  // since anything went on
+    int num_time_outs_ = 0;  // since the last progress
 };
 
 }  // namespace emulator

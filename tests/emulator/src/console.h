@@ -1,4 +1,4 @@
-// Where printf of device code goes.
+// The destination of printf in device code.
 #pragma once
 
 #include <mutex>
@@ -8,13 +8,13 @@ namespace emulator {
 
 struct Launch;
 
-// What the CTAs of a launch have printed, each printf of a warp in one piece.
+// The text that the CTAs of a launch have printed. The output of one printf of a warp is contiguous.
 struct Console {
     std::mutex mutex;
     std::string text;
 };
 
-// Onto the launch's console, or to the host's standard output where it has none.
+// Prints to the launch's console, or to the host's standard output if it has none.
 void print_on_console(const Launch& launch, const std::string& text);
 
 }  // namespace emulator

@@ -1,5 +1,5 @@
-// Where lanes that part at a branch meet again: the branch's immediate post-dominator (Cooper, Harvey and Kennedy, "A
-// simple, fast dominance algorithm", on the reversed graph of instructions).
+// Computes where lanes that diverge at a branch reconverge: at the branch's immediate post-dominator (Cooper, Harvey
+// and Kennedy, "A simple, fast dominance algorithm", on the reversed graph of instructions).
 #include <algorithm>
 
 #include "decoder.h"
@@ -16,7 +16,7 @@ void find_joins(Program& program, const FunctionCode& code) {
             predecessors[next - code.first].push_back(i);
         }
     }
-    // Post-order of the reversed graph from the function's end.
+    // Computes the post-order of the reversed graph, starting at the function's end.
     std::vector<int> order, number(count, -1);
     std::vector<std::pair<int, size_t>> stack{{last, 0}};
     std::vector<bool> seen(count, false);
@@ -54,7 +54,7 @@ void find_joins(Program& program, const FunctionCode& code) {
         }
     }
     for (int i = 0; i < last; ++i) {
-        // Code that never ends has no post-dominator: its lanes meet where the function ends, if they ever do.
+        // Code that never ends has no post-dominator; its lanes would reconverge at the function's end.
         program.operations[code.first + i].join = post_dominator[i] < 0 ? code.end : code.first + post_dominator[i];
     }
 }

@@ -1,4 +1,4 @@
-// A CTA: its shared memory, its warps, and the barriers that these meet at.
+// A CTA: its shared memory, its warps, and their barriers.
 #include <algorithm>
 
 #include "cluster.h"
@@ -34,7 +34,7 @@ bool Cta::has_ended() const {
 void Cta::check_end() {
     for (int id = 0; id < 16; ++id) {
         if (!barriers_[id].is_used) continue;
-        ++report.unawaited[id];  // PTX allows it: a kernel may leave a credit for a turn that does not come
+        ++report.unawaited[id];  // PTX allows it: the last arrival of a pipeline's barrier may have no waiter
         if (!launch.unawaited) continue;
         Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
                                    " threads arrived at barrier " + std::to_string(id) + ", which nobody waited for");
@@ -108,7 +108,7 @@ bool Cta::complete_if_full(int id) {
         if (cluster.order) {
             cluster.order->leave_barrier({waiting.warp->number(), waiting.mask}, id, barrier.count == 0);
         }
-        waiting.warp->release(waiting.mask);  // the one that has arrived last runs already
+        waiting.warp->release(waiting.mask);  // has no effect on the path that arrived last, which is running
     }
     if (cluster.order) cluster.order->reset_barrier(rank, id);
     barrier = Barrier{};
@@ -116,7 +116,7 @@ bool Cta::complete_if_full(int id) {
     return true;
 }
 
-// A barrier for all threads is one for those that are left.
+// A barrier for all threads does not wait for threads that have exited.
 void Cta::lanes_exited() {
     for (int id = 0; id < 16; ++id) {
         if (barriers_[id].is_used && barriers_[id].count == 0) complete_if_full(id);

@@ -1,4 +1,4 @@
-// A kernel with all that it calls: layout of parameters and shared memory, then instruction by instruction.
+// Decodes a kernel and the functions that it calls, after laying out parameters and shared memory.
 #include <algorithm>
 #include <set>
 
@@ -13,7 +13,7 @@ int64_t align(int64_t offset, int64_t alignment) {
     return (offset + alignment - 1) / alignment * alignment;
 }
 
-// The kernel first, then each function that is reached from it.
+// Returns the kernel, followed by each function that is reachable from it.
 std::vector<const ptx::Function*> reachable(const ptx::Module& module, const ptx::Function& kernel) {
     std::vector<const ptx::Function*> found{&kernel};
     for (size_t i = 0; i < found.size(); ++i) {
@@ -29,8 +29,8 @@ void collect_names(const ptx::Operand& operand, std::set<std::string>& names) {
     for (const ptx::Operand& element : operand.elements) collect_names(element, names);
 }
 
-// Static variables that the code names, the largest alignments first; the dynamic part comes after all of them.
-// Addresses begin behind what the system keeps for itself.
+// Lays out the static variables that the code names, in the order of falling alignment, and dynamic shared memory after
+// them. Addresses begin after the bytes that the system reserves.
 void lay_out_shared(Program& program, const std::vector<const ptx::Function*>& functions, SharedLayout layout) {
     std::set<std::string> names;
     std::vector<const ptx::Variable*> variables;
@@ -103,7 +103,7 @@ void decode_body(Program& program, FunctionCode& code, Decoder& decoder) {
     program.operations[code.end].instruction = code.source->body.empty() ? nullptr : &code.source->body.back();
 }
 
-// Twice: only a decoded function tells which of its registers are alive at the same time.
+// Decodes twice: the first pass shows where registers are alive, the second one uses the slots that follow from that.
 void decode_function(Program& program, FunctionCode& code, const VariableAddresses& variables) {
     if (!code.source->is_entry) lay_out_formals(code);
     FunctionCode trial = code;

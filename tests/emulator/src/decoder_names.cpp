@@ -1,4 +1,4 @@
-// What names mean where an instruction stands: special registers, variables, labels, lists and prototypes.
+// Resolves names in the scope of an instruction: special registers, variables, labels, lists of targets and prototypes.
 #include "decoder.h"
 
 namespace emulator {
@@ -45,7 +45,7 @@ std::optional<Slot> Decoder::special(const std::string& name, int width) {
     for (int i = 0; i < 5; ++i) {
         if (name == kMasks[i]) return special_slot(Special::kLanemask, i, width);
     }
-    // Of the 32 registers of the driver's own, those with the address of a cooperative launch's workspace.
+    // These two of the driver's 32 %envreg registers hold the address of a cooperative launch's workspace.
     if (name == "%envreg1" || name == "%envreg2") return special_slot(Special::kEnvironment, name.back() - '0', width);
     if (name == "WARP_SZ") return constant(kWarpSize, width);
     return std::nullopt;
@@ -84,7 +84,7 @@ std::optional<Slot> Decoder::symbol(const std::string& name, int64_t offset, int
     return std::nullopt;
 }
 
-// What a scope of the instruction declares under that name; nullptr if none does.
+// Returns what the innermost scope of the instruction declares under a name, nullptr if no scope declares it.
 template <typename Member>
 auto* Decoder::declared(Member ptx::Scope::* member, const std::string& name) const {
     const auto* found = static_cast<const typename Member::mapped_type*>(nullptr);

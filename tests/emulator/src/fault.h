@@ -1,4 +1,4 @@
-// What goes wrong, as the Python side sees it: a kind for programs, and words for people with the place in the kernel.
+// An error that the emulator reports to Python: a kind for programs to test, a message, and the place in the kernel.
 #pragma once
 
 #include <stdexcept>
@@ -6,11 +6,11 @@
 
 namespace emulator {
 
-// Where a fault happened; -1 and empty where that is not known, or does not apply.
+// Where a fault happened. Fields that are unknown or do not apply are -1 or empty.
 struct Place {
     std::string kernel;
-    int line = -1;       // of the PTX text, from 1
-    std::string text;    // of that line
+    int line = -1;       // in the PTX text, from 1
+    std::string text;    // that line of the PTX
     std::string source;  // "file:line" of the kernel's source
     int cta[3] = {-1, -1, -1};
     int thread[3] = {-1, -1, -1};
@@ -23,7 +23,7 @@ struct Fault : std::runtime_error {
     Fault(std::string kind, const std::string& message, int lane = -1)
         : std::runtime_error(message), kind(std::move(kind)), lane(lane) {}
     std::string kind;
-    int lane;  // that it happened in, where it is one lane's
+    int lane;  // the lane that it happened in; -1: no single lane
     Place place;
 };
 

@@ -77,7 +77,7 @@ HappensBefore::~HappensBefore() {
     history_.operations_.keep(std::move(completions_));
 }
 
-// --- What lanes know, release and acquire.
+// --- Knowledge of lanes, releases and acquires.
 
 template <typename Function>
 void HappensBefore::each_known(const Lanes& who, Function&& function) const {
@@ -93,7 +93,7 @@ void HappensBefore::add_own(VectorClock& clock, const Lanes& who, uint32_t time)
     each_lane(who.mask, [&](int lane) { clock.raise_own_lane({cluster_, who.warp}, lane, time); });
 }
 
-// `releases`: all that they know and have done; otherwise what they knew and had done at a fence of that scope.
+// Publishes all that these lanes know and have done; without `releases`, only as of their last fence of that scope.
 void HappensBefore::release(Knowledge& into, const Lanes& who, bool releases, Scope scope) const {
     const int fence = static_cast<int>(scope);
     const Warp& warp = warps_[who.warp];
@@ -113,7 +113,7 @@ void HappensBefore::release(Knowledge& into, const Lanes& who, bool releases, Sc
     }
 }
 
-// Where what these lanes learn is kept.
+// Returns where to store what these lanes learn.
 Knowledge& HappensBefore::shared_by(const Lanes& who) {
     Warp& warp = warps_[who.warp];
     if (is_whole(who)) return warp.known;
@@ -123,7 +123,7 @@ Knowledge& HappensBefore::shared_by(const Lanes& who) {
     return warp.parts.emplace_back(Warp::Part{who.mask, {}}).known;
 }
 
-// They are about to acquire all that any of them knows.
+// Drops the parts that only these lanes know. The caller makes all of the lanes acquire them next.
 void HappensBefore::forget_parts(const Lanes& who) {
     Warp& warp = warps_[who.warp];
     const auto is_covered = [&](const Warp::Part& part) { return (part.lanes & warp.live & ~who.mask) == 0; };
@@ -132,7 +132,7 @@ void HappensBefore::forget_parts(const Lanes& who) {
 
 void HappensBefore::synchronise(const Lanes& who) {
     Warp& warp = warps_[who.warp];
-    if (warp.parts.empty() && who.mask == warp.lanes) {  // they know the same but of each other
+    if (warp.parts.empty() && who.mask == warp.lanes) {  // all lanes know the same, except of each other
         warp.known.past.known.raise_own(who.warp, warp.time);
         for (int i = 0; i < kNumScopes; ++i) {
             if (warp.fenced_at[i] != 0) warp.known.fenced[i].known.raise_own(who.warp, warp.fenced_at[i]);
@@ -169,8 +169,8 @@ uint32_t HappensBefore::unknown_parts(AsyncId id, uint32_t lanes, Function&& unk
     const Completion* completion = history_.operations_.at(id).completions.load(std::memory_order_acquire);
     for (; completion != nullptr && lanes != 0; completion = completion->next) {
         const uint32_t covered = completion->lanes & lanes;
-        const uint32_t waiter =
-            completion->waiters & -completion->waiters;  // where all have waited, they have met, too
+        const uint32_t waiter = completion->waiters &
+                                -completion->waiters;  // one waiter suffices: whoever knows of it knows the completion
         if (waiter == 0) {
             lanes &= ~covered | unknown(completion->agent, covered, completion->clock);
         } else if (unknown(completion->agent, waiter, completion->clock) == 0) {
@@ -188,7 +188,7 @@ uint32_t HappensBefore::unknown_lanes(const Record& record, Function&& unknown) 
 
 // --- Accesses.
 
-// The scope of each includes the other.
+// Returns true if both accesses are strong and the scope of each includes the other.
 bool HappensBefore::are_morally_strong(const Record& a, const Record& b) const {
     if (!a.has(Record::kStrong) || !b.has(Record::kStrong)) return false;
     const Scope needed = a.cluster != b.cluster                               ? Scope::kGpu
@@ -199,13 +199,13 @@ bool HappensBefore::are_morally_strong(const Record& a, const Record& b) const {
 
 namespace {
 
-// Warps store the same value by the same instruction.
+// Returns true if warps store the same value by the same instruction.
 bool is_replicated(const Record& earlier, const Record& later) {
     return later.has(Record::kSilent) && earlier.has(Record::kWrite) && !earlier.has(Record::kAsync) &&
            earlier.operation() == later.operation();
 }
 
-// Who knows that it is over need not see what it wrote: it wrote nothing, or its completion has cluster scope.
+// Returns true if it is enough to know that an access is over: it wrote nothing, or its completion has cluster scope.
 bool leaves_nothing_to_see(const Record& record) {
     return !record.has(Record::kWrite) ||
            (record.has(Record::kAsync) && record.scope() > static_cast<int>(Scope::kCta));
@@ -213,7 +213,7 @@ bool leaves_nothing_to_see(const Record& record) {
 
 }  // namespace
 
-// `by`: the lanes that make the access, or that start the operation which will.
+// Checks an access against a cell's records and adds its record. `by`: the lanes that make it or start its operation.
 void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_shared, uint64_t address) {
     const bool is_write = now.has(Record::kWrite);
     const VectorClock& known = warps_[by.warp].known.past.known;
@@ -236,7 +236,7 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                                     !record.has(Record::kAsync) && !now.has(Record::kAsync) &&
                                     record.clock >= by.in_step_since && (record.lanes & ~by.in_step) == 0;
             if (is_in_step && record.bytes == now.bytes && record.is_by_same_instruction(now)) {
-                now.lanes |= record.lanes;  // one record for all of an instruction's lanes in step
+                now.lanes |= record.lanes;  // one record serves all lanes in step of an instruction
                 continue;
             }
             const bool is_same_operation =
@@ -245,12 +245,12 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
             const bool is_known = is_same_operation || (!record.has(Record::kAsync) && record.cluster == cluster_ &&
                                                         known.own(record.warp) >= record.clock);
             uint32_t unknown = is_known ? 0 : unknown_of(record, &Past::known);
-            bool is_over = false;  // but what it wrote may not be there to be read
+            bool is_over = false;  // true: over, though what it wrote may not be visible
             if (unknown != 0 && may_race && !is_in_step) {
                 Record rest = record;
                 rest.lanes = unknown;
                 is_over = unknown_of(rest, &Past::over) == 0;
-                // What the async proxy writes over need not be there for it, if its writer has passed a proxy fence.
+                // The async proxy may overwrite shared memory that it cannot see, if the writer passed a proxy fence.
                 const bool is_replaced = is_shared && is_write && now.has(Record::kAsyncProxy) &&
                                          unknown_of(record, &Past::visible_shared) == 0;
                 if (is_over && (is_replaced || leaves_nothing_to_see(record))) unknown = 0;
@@ -267,7 +267,7 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
                     }
                     if (unfenced != 0) throw conflict(Conflict::Kind::kNeedsProxyFence, unfenced);
                 }
-                // Who conflicts with that record conflicts with this one, or knows of both.
+                // The old record is redundant: a later access that conflicts with it conflicts with the new one too.
                 if (is_write || (!record.has(Record::kWrite) && !keeps_reads)) {
                     record.bytes &= static_cast<uint16_t>(~now.bytes);
                 }
@@ -290,7 +290,7 @@ void HappensBefore::touch(Cell& cell, Record now, const Lanes& by, bool is_share
 
 namespace {
 
-// Calls function(first byte of the cell, which of its bytes) for each cell of a range.
+// Calls function(address of the cell, mask of its bytes) for each cell of a range.
 template <typename Function>
 inline void each_cell(uint64_t address, uint64_t bytes, Function&& function) {
     const uint64_t end = address + bytes;
@@ -306,7 +306,7 @@ inline void each_cell(uint64_t address, uint64_t bytes, Function&& function) {
 
 void HappensBefore::touch_shared(Record now, const Lanes& by, uint32_t rank, uint64_t offset, uint64_t bytes) {
     std::vector<Cell>& cells = shared_[rank];
-    if (offset + bytes > cells.size() * Cell::kBytes) return;  // out of bounds, which others report
+    if (offset + bytes > cells.size() * Cell::kBytes) return;  // out of bounds: reported elsewhere
     each_cell(offset, bytes, [&](uint64_t start, uint16_t mask) {
         now.bytes = mask;
         touch(cells[start / Cell::kBytes], now, by, true, uint64_t{rank} << 32 | start);
@@ -393,7 +393,7 @@ void HappensBefore::arrive_at_mbarrier(const Lanes& who, uint32_t rank, uint64_t
     advance(who.warp);
 }
 
-// Whoever sees a phase complete sees that all before it were, so that knowledge accumulates.
+// Knowledge accumulates over phases, because whoever sees a phase complete knows that all earlier phases were.
 void HappensBefore::complete_phase(uint32_t rank, uint64_t offset) {
     MbarrierAgent& agent = mbarrier(rank, offset);
     for (size_t i = 0; i < agent.pending.by_cta.size(); ++i) agent.completed.by_cta[i].join(agent.pending.by_cta[i]);
@@ -414,7 +414,7 @@ void HappensBefore::wait_for_mbarrier(const Lanes& who, uint32_t rank, uint64_t 
     for (size_t i = 0; i < agent.completed.by_cta.size(); ++i) {
         if (i != rank_of(who.warp)) past.join_over(agent.completed.by_cta[i].past);
     }
-    past.known.raise_own(agent.component, agent.phase);  // the copies that it counted are complete
+    past.known.raise_own(agent.component, agent.phase);  // the copies that the mbarrier counted are complete
 }
 
 void HappensBefore::arrive_at_barrier(const Lanes& who, int id) {
@@ -513,7 +513,7 @@ void HappensBefore::fence_proxy(const Lanes& who, bool shared, bool other_ctas, 
     advance(who.warp);
 }
 
-// It has ended, and all that it did is visible to this launch, whichever proxy looks.
+// The predecessor has ended, and all that it did is visible to both proxies.
 void HappensBefore::wait_for_predecessor(const Lanes& who) {
     if (history_.predecessor().empty()) return;
     history_.has_waited_ = true;
@@ -555,7 +555,7 @@ void HappensBefore::write(const Lanes& who, bool is_shared, uint64_t address, Or
     if (carries) release(mine, who);
     at_location(is_shared, address, carries, [&](LaunchHistory::Location& location) {
         const uint64_t me = Agent{cluster_, who.warp}.key_of_lane(__builtin_ctz(who.mask));
-        // A release goes on through atomics, and through later writes of the same thread.
+        // A release sequence continues through atomics, and through later writes of the same thread.
         const bool goes_on = is_atomic || location.last_writer == me;
         location.last_writer = me;
         for (int i = 0; i < kNumScopes; ++i) {

@@ -1,43 +1,44 @@
-// Which access happens before which, and who touched each byte last: finds conflicting accesses that nothing orders.
+// The race detector: keeps records of who touched each byte last, and finds conflicting accesses that nothing orders.
 //
-// The agents are the lanes of warps, asynchronous operations and mbarriers. Each warp has a vector clock: of every
-// other agent, up to where it is known to have happened before. What lanes release carries this clock, and what
-// acquires it takes it over:
+// The agents are the lanes of warps, asynchronous operations and mbarriers. Each warp has a vector clock, which holds
+// for every other agent the time up to which its accesses happened before. A release publishes the clock, and an
+// acquire joins the published clock into the acquirer's. These instructions release and acquire:
 //
-//   bar.warp.sync          the lanes that meet release and acquire; likewise wgmma.wait_group: more than PTX says
-//   bar, barrier.cta       an arrival releases, a wait acquires; a warp's exit releases to barriers for all threads
-//   barrier.cluster        arrive.release (not .relaxed) and wait.acquire
-//   mbarrier               an arrival releases and a successful wait acquires, a relaxed one after or before a fence:
-//                          in the CTA that arrives, and in others where the scope of both is .cluster
-//   st.release, atom, red  with .release or .acq_rel, and relaxed (volatile) ones after a fence, to ld.acquire, atom with
-//                          .acquire or .acq_rel, and relaxed (volatile) ones before a fence, of the same address, where
-//                          the scopes of all include both sides. A fence before a CTA's barrier (or bar.warp.sync)
-//                          serves an atomic of another thread after it, and likewise a fence after the barrier: more
-//                          than PTX promises to, but what hardware does and programs rely on.
-//   griddepcontrol.wait    acquires all that the launch before has done, where this one began without waiting for it
+//   bar.warp.sync          The lanes that meet release and acquire. So does wgmma.wait_group: more than PTX says.
+//   bar, barrier.cta       An arrival releases, a wait acquires. An exit releases to the barriers for all threads.
+//   barrier.cluster        arrive.release (not .relaxed) releases, wait.acquire acquires.
+//   mbarrier               An arrival releases, a successful wait acquires; relaxed ones only with a fence before the
+//                          arrival or after the wait. Between two CTAs, both must have scope .cluster.
+//   st, atom, red, ld      st, atom and red release if they are .release or .acq_rel, or relaxed (volatile) after a
+//                          fence. ld and atom acquire if they are .acquire or .acq_rel, or relaxed (volatile) before a
+//                          fence. Both must have the same address, and all scopes must include both threads. A fence
+//                          before a CTA's barrier (or bar.warp.sync) also serves another thread's atomic after it, and
+//                          a fence after the barrier an atomic before it: PTX does not promise this, but hardware does
+//                          it and programs rely on it.
+//   griddepcontrol.wait    Acquires all that the previous launch did, if this launch began without waiting for it.
 //
-// Lanes share one clock and one history as long as they know the same. What only some of a warp's lanes have acquired
-// is kept beside the warp's clock until they meet the others; and what only some of them release covers their own
-// accesses, but those of the other lanes only up to where they last met. Nothing else orders lanes: neither where paths
-// meet again nor shuffles and votes. Only of lanes that execute in step, as one path that has not parted, the accesses
-// to each other's data are let pass: they do not become known by that, to other warps or to asynchronous operations.
+// All lanes of a warp share one clock while they know the same. What only some lanes have acquired is stored as a part
+// of its own until they meet the others. A release by some lanes covers their own accesses, but the other lanes'
+// accesses only up to where they last met. Nothing else orders lanes: neither reconvergence, nor shuffles, nor votes.
+// As an exception, lanes that execute in step, as one path that has not diverged, may access each other's data; other
+// warps and asynchronous operations do not learn of these accesses by that.
 //
-// An asynchronous operation begins with what its issuer knows, and is ordered with nobody else: neither with what its
-// issuer does next, nor with other operations. It is known to have happened by those who waited for it (`complete`).
+// An asynchronous operation begins with what its issuer knows. It is ordered neither with what the issuer does next nor
+// with other operations. Only those who wait for it (`complete`) know that it has happened.
 //
-// Between CTAs, an arrival or a wait of scope .cta hands nothing over that was written. It only tells that what came
-// before is over: reads, which may then be written over, the writes of bulk copies, whose completion has cluster scope,
-// and what threads have written in shared memory and shown by a proxy fence, which a bulk copy may then write over. The
-// pipelines of CUTLASS free the stages of a ring that way.
+// Between CTAs, an arrival or a wait of scope .cta makes no written data visible. It only tells that earlier accesses
+// are over. That suffices to overwrite what was read, to use what bulk copies wrote (their completion has cluster
+// scope), and for a bulk copy to overwrite what threads wrote to shared memory before a proxy fence. CUTLASS's
+// pipelines release the stages of a ring that way.
 //
-// Proxies: what the generic proxy wrote and the async proxy touches next needs a fence.proxy.async between, anywhere on
-// the way from one to the other: PTX speaks of a fence along the causality path, and does not say whose. What it only
-// read needs none before the async proxy writes over it, but with `strict_proxy_reads`: the thread that lets it happen
-// has the value already, and pipelines rely on it. The other direction needs no fence either, because the completion of
-// an operation of the async proxy implies it.
+// Proxies: what the generic proxy wrote needs a fence.proxy.async before the async proxy touches it. The fence may be
+// anywhere on the causality path between the two, because PTX does not say which thread has to execute it. What the
+// generic proxy only read may be overwritten without a fence, unless `strict_proxy_reads` is set: the reading thread
+// has its value already, and pipelines rely on it. The other direction needs no fence either, because the completion of
+// an operation of the async proxy implies one.
 //
-// Everything here is called at the moment when the instruction executes, also for the accesses of asynchronous
-// operations, whenever these are performed.
+// All functions are called when the instruction executes. This includes the accesses of asynchronous operations,
+// although those are performed later.
 #pragma once
 
 #include <atomic>
@@ -55,11 +56,11 @@
 
 namespace emulator {
 
-// What lanes know, and how much of this a fence.proxy.async has shown to the async proxy, by state space.
+// What lanes know to have happened before, and how much of it a fence.proxy.async has made visible to the async proxy.
 struct Past {
     VectorClock known, visible_shared, visible_global;
-    VectorClock over;          // more than what is known, but what was written may not be there to be read
-    VectorClock over_visible;  // the part of it whose reads a fence has shown to the async proxy, in shared memory
+    VectorClock over;          // accesses that are over, though what they wrote may not be visible
+    VectorClock over_visible;  // the part of `over` before a proxy fence: the async proxy may overwrite what it read
     void join(const Past& from) {
         known.join(from.known), over.join(from.over);
         join_visible(from);
@@ -81,53 +82,53 @@ constexpr int kNumScopes = 3;
 
 struct Knowledge {
     Past past;
-    Past fenced[kNumScopes];    // at the last fence of that scope at least: what relaxed writes release
-    Past observed[kNumScopes];  // what relaxed reads have seen: a fence of that scope at least acquires it
+    Past fenced[kNumScopes];    // what was known at the last fence of at least that scope: relaxed writes release it
+    Past observed[kNumScopes];  // what relaxed reads have seen: the next fence of at least that scope acquires it
     void join(const Knowledge& from);
 };
 
-// Lanes of a warp that execute an instruction. `warp` is rank * (warps of a CTA) + index.
+// Lanes of a warp that execute an instruction. `warp` is (rank of the CTA) * (warps of a CTA) + (index of the warp).
 struct Lanes {
     uint32_t warp, mask;
-    uint32_t in_step = 0;                 // lanes that have executed the same instructions with them …
-    uint32_t in_step_since = UINT32_MAX;  // … since this time of the warp
+    uint32_t in_step = 0;                 // lanes that have executed every instruction with these since `in_step_since`
+    uint32_t in_step_since = UINT32_MAX;  // a time of the warp
 };
 
-// A page has the records of that much global memory.
+// The records of kBytes of global memory.
 struct Page {
     static constexpr uint64_t kBytes = 4096;
     Cell cells[kBytes / Cell::kBytes];
 };
 
-// What a launch has touched of global memory, for one that begins before it has ended (programmatic dependent launch).
+// A launch's accesses to global memory, for a next launch that begins before its end (programmatic dependent launch).
 struct PastAccesses {
     std::string kernel;
     std::vector<std::pair<uint64_t, std::unique_ptr<Page>>> pages;
-    bool are_last;  // false: where this launch let the next one begin, the one before it may not have ended
+    bool are_last;  // true: this launch waited for the one before it, so that only this one may still run
 };
 
-// This agent stands for the launch before, also in the records of this one.
+// The agent that stands for the previous launch, in clocks and in records.
 constexpr Agent kPredecessor{~uint32_t{0}, 0};
 
-// What all clusters of a launch share. Its members may be used by several threads of the host.
+// The state that all clusters of a launch share. Several threads of the host may use it at the same time.
 class LaunchHistory {
   public:
-    // `fault` makes an error of a conflict. `strict_proxy_reads`: see the top.
+    // `fault` converts a conflict into an error. `strict_proxy_reads`: see the top of this file.
     LaunchHistory(std::function<Fault(const Conflict&)> fault, bool strict_proxy_reads)
         : fault(std::move(fault)), strict_proxy_reads(strict_proxy_reads) {}
 
-    // This launch begins without waiting for the one before, whose records it takes over.
+    // Takes over the records of the previous launch, whose end this launch does not wait for.
     void follow(PastAccesses&& before);
     const std::string& predecessor() const { return predecessor_; }  // empty: there is none
-    // Gives them away at the end of a launch; nullptr: there are more of them than are kept.
+    // Gives the records away at the end of the launch. Returns nullptr if they are too many to keep.
     std::shared_ptr<PastAccesses> take_accesses(const std::string& kernel);
 
-    // The CTA indices of a cluster's CTAs, for messages; gives its number.
+    // Registers a cluster by the indices of its CTAs, which messages need. Returns the cluster's number.
     uint32_t add_cluster(std::vector<std::array<uint32_t, 3>> ctas, uint32_t warps_per_cta);
     struct Origin {
         std::array<uint32_t, 3> cta;
         uint32_t rank;  // of the CTA in the cluster
-        uint32_t warp;  // of the CTA
+        uint32_t warp;  // in the CTA
     };
     Origin origin(const Record& record) const;
     const std::function<Fault(const Conflict&)> fault;
@@ -136,7 +137,7 @@ class LaunchHistory {
   private:
     friend class HappensBefore;
 
-    // Releases to an address, by the scope that an acquirer has to be within.
+    // What was released to an address at one scope. `owner`: see owner_of.
     struct Release {
         Message known, visible_shared, visible_global, over, over_visible;
         uint64_t owner = 0;
@@ -156,8 +157,8 @@ class LaunchHistory {
     Shard shards_[kNumShards];
     std::atomic<bool> has_locations_{false};
     std::string predecessor_;
-    std::atomic<bool> has_waited_{false},
-        lets_begin_early_{false};  // for the predecessor; the next launch before it ended
+    // Somebody has waited for the predecessor; somebody let the next launch begin without having waited.
+    std::atomic<bool> has_waited_{false}, lets_begin_early_{false};
     AsyncOperations operations_;
     mutable std::mutex mutex_;
     struct ClusterPlace {
@@ -167,22 +168,22 @@ class LaunchHistory {
     std::deque<ClusterPlace> clusters_;
 };
 
-// Of one cluster. A Fault is thrown where two accesses are not ordered.
+// The race detector of one cluster. Its touch_… functions throw a Fault if nothing orders two conflicting accesses.
 class HappensBefore {
   public:
-    // `lanes`: those that each warp of a CTA has.
+    // `lanes`: the mask of lanes that exist, for each warp of a CTA.
     HappensBefore(LaunchHistory& history, std::vector<std::array<uint32_t, 3>> ctas, const std::vector<uint32_t>& lanes,
                   int64_t shared_bytes);
     ~HappensBefore();
 
-    // How an instruction, or the operation that it starts, touches memory.
+    // The kind of access that an instruction, or an operation that it starts, makes.
     struct Touch {
         uint32_t operation;  // of the program
         bool is_write;
-        bool is_strong = false;  // atomic, volatile, relaxed, …: not a race with another such
+        bool is_strong = false;  // atomic, volatile, relaxed, …: two strong accesses are no race
         Scope scope = Scope::kCta;
-        bool is_silent = false;  // writes what is there already: not a race with a write by the same instruction
-        bool is_sum = false;     // a race with another such, though both are strong
+        bool is_silent = false;  // writes the value that is there already: no race with a write by the same instruction
+        bool is_sum = false;     // adds floating-point numbers: two of them are a race, though both are strong
     };
     void touch_shared(const Lanes& by, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
         touch_shared(record_of(by, touch), by, rank, offset, bytes);
@@ -191,9 +192,9 @@ class HappensBefore {
         touch_global(record_of(by, touch), by, address, bytes);
     }
 
-    // An asynchronous operation that starts now, then what it touches (it knows what any of the lanes that start it
-    // knows), and how others come to know of it. What an instruction does that completes in parts (the source is read,
-    // the destination is written) is several operations.
+    // Starts an asynchronous operation; the functions that follow add its accesses and its completions. It knows what
+    // any lane that starts it knows. An instruction that completes in several steps (its source has been read, its
+    // destination has been written) is one operation for each step.
     AsyncId start(Proxy proxy);
     void touch_shared(AsyncId id, const Lanes& by, const Touch& touch, uint32_t rank, uint64_t offset, uint64_t bytes) {
         touch_shared(record_of(id, by, touch), by, rank, offset, bytes);
@@ -201,31 +202,31 @@ class HappensBefore {
     void touch_global(AsyncId id, const Lanes& by, const Touch& touch, uint64_t address, uint64_t bytes) {
         touch_global(record_of(id, by, touch), by, address, bytes);
     }
-    // Each of these lanes has waited for it, or for its own part of it: that has happened before what it does next.
+    // Each of these lanes has waited for all of the operation, or for its own part, which thus happened before.
     void complete(AsyncId id, const Lanes& who) { add_completion(id, who.warp, time(who.warp), kAllLanes, who.mask); }
     void complete_own_parts(AsyncId id, const Lanes& who) { add_completion(id, who.warp, time(who.warp), who.mask, 0); }
-    // All lanes of the warp know so of these lanes' parts.
+    // Returns true if all lanes of the warp know that these lanes' parts of the operation are complete.
     bool is_known_complete(AsyncId id, uint32_t warp, uint32_t lanes) const;
-    // It counts for the current phase of this mbarrier: to be called before that phase completes.
+    // Makes the operation count for the current phase of an mbarrier. Must be called before that phase completes.
     void complete_into_mbarrier(AsyncId id, uint32_t rank, uint64_t offset, uint32_t lanes = kAllLanes);
 
     // mbarrier objects, by the CTA's rank and the offset in its shared memory.
     void init_mbarrier(uint32_t rank, uint64_t offset);
     void arrive_at_mbarrier(const Lanes& who, uint32_t rank, uint64_t offset, bool releases, Scope scope);
     void complete_phase(uint32_t rank, uint64_t offset);
-    // Its phase was complete.
+    // Called after a wait that found its phase complete.
     void wait_for_mbarrier(const Lanes& who, uint32_t rank, uint64_t offset, bool acquires, Scope scope);
 
-    // bar.warp.sync.
+    // bar.warp.sync, once the lanes have gathered.
     void synchronise(const Lanes& who);
 
-    // Barriers of a CTA: everybody arrives; those who wait leave when it is complete; then it is reset.
+    // Barriers of a CTA: all participants arrive; when it is complete, those that wait leave; then it is reset.
     void arrive_at_barrier(const Lanes& who, int id);
     void leave_barrier(const Lanes& who, int id, bool is_for_all);
     void reset_barrier(uint32_t rank, int id) { barriers_[rank * kNumBarriers + id] = {}; }
     void exit(const Lanes& who);
-    // All warps of the CTA have: what others do with its shared memory, and asynchronous copies of its own, must have
-    // happened before. Here a barrier.cluster with .relaxed is enough.
+    // Called when all warps of the CTA have exited. Other CTAs' accesses to its shared memory, and its own bulk copies,
+    // must have happened before; for this, a barrier.cluster with .relaxed is enough.
     void end(uint32_t rank);
 
     void arrive_at_cluster(const Lanes& who, bool releases = true);
@@ -233,17 +234,17 @@ class HappensBefore {
     void leave_cluster(const Lanes& who);
 
     void fence(const Lanes& who, Scope scope, bool acquires = true, bool releases = true);
-    // other_ctas: also of the shared memory of the cluster's other CTAs.
+    // `shared`: shared memory of the CTA; `other_ctas`: that of the cluster's other CTAs; `global`: global memory.
     void fence_proxy(const Lanes& who, bool shared, bool other_ctas, bool global);
 
-    // What the warp does from now on is of a new time.
+    // Starts a new time of the warp for what it does from now on, and returns it.
     uint32_t advance(uint32_t warp) { return ++warps_[warp].time; }
 
     // griddepcontrol
     void wait_for_predecessor(const Lanes& who);
     void launch_dependents(const Lanes& who);
 
-    // Of each lane with a strong access. `write` before memory is written, `read` after memory has been read.
+    // A strong access by one lane: `write` is called before memory is written, `read` after memory has been read.
     void write(const Lanes& who, bool is_shared, uint64_t address, Order order, Scope scope, bool is_atomic);
     void read(const Lanes& who, bool is_shared, uint64_t address, Order order, Scope scope);
 
@@ -260,9 +261,9 @@ class HappensBefore {
     };
     struct Warp {
         uint32_t lanes, live;
-        uint32_t time = 1;                    // changes where some of what it has done may become known
-        uint32_t fenced_at[kNumScopes] = {};  // when all of its lanes last were at a fence of that scope at least
-        Knowledge known;                      // to all of its lanes, also of each other
+        uint32_t time = 1;                    // advances whenever others may learn of its accesses so far
+        uint32_t fenced_at[kNumScopes] = {};  // time of the last fence of at least that scope by all of its lanes
+        Knowledge known;                      // what all of its lanes know, also of each other
         struct Part {
             uint32_t lanes;
             Knowledge known;
@@ -273,15 +274,15 @@ class HappensBefore {
     bool is_whole(const Lanes& who) const { return (warps_[who.warp].live & ~who.mask) == 0; }
     AsyncOperations::Operation& operation(AsyncId id) { return history_.operations_.at(id); }
     uint32_t rank_of(uint32_t warp) const { return warp / warps_per_cta_; }
-    // The CTA or the cluster that a release at this scope is meant for; 0: all of the launch.
+    // Returns the CTA or the cluster that can acquire a release of this scope; 0: the whole launch.
     uint64_t owner_of(Scope scope, uint32_t warp) const {
         if (scope == Scope::kGpu) return 0;
         return uint64_t{cluster_ + 1} << 32 | (scope == Scope::kCta ? rank_of(warp) : 0);
     }
-    // Calls function(Knowledge) for all that any of these lanes knows.
+    // Calls function(Knowledge) for the warp's knowledge and for each part that one of these lanes knows.
     template <typename Function>
     void each_known(const Lanes& who, Function&& function) const;
-    // That these lanes did until then, each for itself.
+    // Adds to the clock what each of these lanes did itself until `time`.
     void add_own(VectorClock& clock, const Lanes& who, uint32_t time) const;
     void release(Knowledge& into, const Lanes& who, bool releases = true, Scope scope = Scope::kCluster) const;
     void acquire(const Lanes& who, const Knowledge& from) { shared_by(who).join(from); }
@@ -290,10 +291,10 @@ class HappensBefore {
     void touch(Cell& cell, Record now, const Lanes& by, bool is_shared, uint64_t address);
     void touch_shared(Record now, const Lanes& by, uint32_t rank, uint64_t offset, uint64_t bytes);
     void touch_global(Record now, const Lanes& by, uint64_t address, uint64_t bytes);
-    // Which of an agent's lanes are not known to have come as far as this. An mbarrier has no lanes, but one will do.
+    // Returns those of an agent's lanes that are not known to have reached `time`. An mbarrier counts as one lane.
     uint32_t unknown_in(const VectorClock& clock, Agent agent, uint32_t lanes, uint32_t time) const;
     uint32_t unknown_to(const Lanes& who, VectorClock Past::* clock, Agent agent, uint32_t lanes, uint32_t time) const;
-    // Likewise of the lanes of a record, where unknown(agent, lanes, time) says so of what happened by a time.
+    // Returns those lanes of a record for which unknown(agent, lanes, time) returns them.
     template <typename Function>
     uint32_t unknown_lanes(const Record& record, Function&& unknown) const;
     template <typename Function>
@@ -322,9 +323,9 @@ class HappensBefore {
     std::vector<Knowledge> exited_;  // by CTA
     Knowledge cluster_pending_, cluster_completed_, cluster_exited_;
     VectorClock cluster_arrived_, cluster_left_;  // the clocks of all that arrived, whether they release them or not
-    std::vector<VectorClock> over_;               // by CTA: what had come to its end at barriers that it left
+    std::vector<VectorClock> over_;               // by CTA: what is over according to the cluster barriers that it left
     std::unordered_map<uint64_t, MbarrierAgent> mbarriers_;
-    uint32_t next_operation_ = 0;  // of the chunk that this cluster fills
+    uint32_t next_operation_ = 0;  // number of the cluster's next asynchronous operation, in a chunk of its own
     std::deque<Completion> completions_;
     uint64_t last_page_ = ~uint64_t{0};
     Page* page_ = nullptr;

@@ -1,7 +1,6 @@
-// The grid: clusters in an order drawn from the seed, on as many threads as there are workers. Each worker has several
-// clusters at a time and turns from one to the next, so that CTAs can wait for others of the grid. Some of them begin
-// late, as on a GPU whose SMs are still busy with other work: a scheduler that counts on all to begin together is met
-// here.
+// Runs the grid: clusters start in an order drawn from the seed, on several worker threads. Each worker alternates
+// between several clusters, so that CTAs can wait for other CTAs of the grid. Some clusters begin late, as on a GPU
+// whose SMs are still busy: this reveals a kernel whose scheduler assumes that all CTAs begin together.
 #include <exception>
 #include <mutex>
 #include <numeric>
@@ -17,10 +16,10 @@
 namespace emulator {
 namespace {
 
-// A turn of a cluster lasts for kLeastSlice to kLeastSlice * 2^kLogMostSlices instructions, drawn anew each time.
+// A worker runs a cluster for kLeastSlice to kLeastSlice * 2^kLogMostSlices instructions at a time, drawn anew.
 constexpr int64_t kLeastSlice = 64;
 constexpr int kLogMostSlices = 11;
-// One cluster of four begins late: after the others of its worker have executed so many instructions, at most.
+// One cluster of kLateOneOf begins late: when its worker has executed up to 2^kLogMostDelay instructions of others.
 constexpr uint32_t kLateOneOf = 4;
 constexpr int kLogMostDelay = 17;
 
@@ -29,7 +28,7 @@ struct Resident {
     int64_t begins_at;  // by the worker's clock
 };
 
-// Hands out the clusters of a grid, and keeps the first failure.
+// The clusters of a grid that have not started, the sum of the reports, and the first failure.
 class Grid {
   public:
     explicit Grid(const Launch& launch) : launch_(launch) {
@@ -62,7 +61,7 @@ class Grid {
                 }
                 if (resident.empty()) break;
                 turn = next_turn(resident, turn, clock);
-                clock = std::max(clock, resident[turn].begins_at);  // all wait: time passes
+                clock = std::max(clock, resident[turn].begins_at);  // if none has begun, skip to the first beginning
                 Cluster& cluster = *resident[turn].cluster;
                 const int64_t before = cluster.clock;
                 const bool has_ended = cluster.run(kLeastSlice * cluster.random.length(kLogMostSlices));
@@ -73,7 +72,7 @@ class Grid {
                     ++turn;
                 }
             }
-        } catch (...) {  // a Fault, or the host's memory is exhausted: not to be lost in a thread
+        } catch (...) {  // a Fault or bad_alloc, which must not end in a thread: finish rethrows it
             const std::lock_guard lock(mutex_);
             if (!first_failure_) first_failure_ = std::current_exception();
             has_failed_ = true;
@@ -88,7 +87,7 @@ class Grid {
     }
 
   private:
-    // The next cluster that may run: one that has begun, else the one that will do so first.
+    // Returns the next cluster that has begun, else the one that begins first.
     static size_t next_turn(const std::vector<Resident>& resident, size_t turn, int64_t clock) {
         size_t first = turn % resident.size();
         for (size_t i = 0; i < resident.size(); ++i) {
@@ -143,7 +142,7 @@ Report run_launch(const Launch& requested) {
     Grid grid(launch);
     const uint64_t cluster_ctas = uint64_t{launch.cluster[0]} * launch.cluster[1] * launch.cluster[2];
     const uint64_t most_resident = std::max<uint64_t>(1, launch.num_resident / cluster_ctas);
-    // Workers share what the device holds at a time; there is no point in more workers than clusters.
+    // Workers divide the CTAs that fit on the device at the same time. More workers than clusters would be idle.
     const uint64_t workers =
         std::max<uint64_t>(1, std::min({static_cast<uint64_t>(launch.workers), grid.num_clusters(), most_resident}));
     const auto share = [&](uint64_t worker) { return most_resident / workers + (worker < most_resident % workers); };

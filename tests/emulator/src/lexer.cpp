@@ -57,7 +57,7 @@ std::vector<Token> tokenize(std::string_view text) {
         } else if (starts_word(c)) {
             size_t length = 1;
             while (true) {
-                if (c == '.' && peek(length) == '.') break;  // directives end where the next begins: `.reg.b16`
+                if (c == '.' && peek(length) == '.') break;  // a directive ends before the next one: `.reg.b16`
                 if (continues_word(peek(length))) {
                     ++length;
                 } else if (peek(length) == ':' && peek(length + 1) == ':') {

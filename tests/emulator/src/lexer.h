@@ -1,4 +1,4 @@
-// PTX text into tokens.
+// Splits PTX text into tokens.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Token {
     bool is(std::string_view sign) const { return text == sign && kind != Kind::kString; }
 };
 
-// Words carry their dots and colons (`ld.global.L1::evict_last`), but not the colon of a label.
+// Words include their dots and double colons (`ld.global.L1::evict_last`), but not the colon of a label.
 std::vector<Token> tokenize(std::string_view text);
 
 }  // namespace emulator::ptx

@@ -1,4 +1,4 @@
-// Addresses that a module's text names: those of its functions, and what initial values of variables point to.
+// Resolves the addresses of a module's functions, and the initial values of variables that are addresses.
 #pragma once
 
 #include <map>
@@ -8,17 +8,16 @@
 
 namespace emulator {
 
-// Addresses of a module's .global and .const variables, and of its functions.
+// The addresses of a module's .global and .const variables and of its functions, by name.
 using VariableAddresses = std::map<std::string, uint64_t, std::less<>>;
 
-// Functions have addresses that are none of the memory: only a call through a pointer can use them.
+// Functions get addresses in this window, which is no memory: only a call through a pointer can use them.
 constexpr uint64_t kFunctionWindow = uint64_t{0x4} << 56;
 
-// Gives the functions addresses and completes the variables' initial values, at the addresses that `addresses` has for
-// the variables.
+// Adds the functions' addresses to `addresses`, which already has those of variables, and completes initial values.
 void link(const ptx::Module& module, VariableAddresses& addresses);
 
-// The functions whose addresses a variable holds, or holds through other variables.
+// Appends to `found` the functions whose addresses a variable holds, directly or through other variables.
 void collect_functions(const ptx::Module& module, const std::string& variable,
                        std::vector<const ptx::Function*>& found);
 

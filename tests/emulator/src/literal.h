@@ -1,4 +1,4 @@
-// PTX's constants.
+// Parses PTX's literals.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace emulator::ptx {
 
-// `text`: 12, 0x1f, 0b101, 1.5e3, 0f3F800000 or 0d3FF0000000000000; with a minus before it if `is_negative`.
+// `text`: 12, 0x1f, 0b101, 1.5e3, 0f3F800000 or 0d3FF0000000000000. `is_negative`: a minus precedes it.
 Operand parse_literal(const std::string& text, bool is_negative);
 
 }  // namespace emulator::ptx

@@ -38,8 +38,8 @@ const Program& LoadedModule::program(const std::string& kernel) {
     auto& program = programs_[kernel];
     if (program == nullptr) {
         program = decode_kernel(module_, kernel, variables_, layout_);
-        // A process that runs every kernel of a library would hold gigabytes of them. Nobody calls a kernel, so no other
-        // program needs its operands.
+        // Frees the kernel's operands, which take gigabytes in a process that runs every kernel of a library. No other
+        // program needs them, because nobody calls a kernel.
         for (ptx::Instruction& instruction : module_.functions.find(kernel)->second->body) {
             instruction.operands.clear();
             instruction.operands.shrink_to_fit();
@@ -69,7 +69,7 @@ void check_block(const Program& program, const uint32_t (&block)[3]) {
     if (most != 0 && threads > most) throw Fault("arguments", "more threads than the kernel's .maxntid");
 }
 
-// The cluster that the launch asks for, or else the one that the kernel asks for.
+// Sets the cluster size that the launch states, or else the one that the kernel requires, and checks it.
 void set_cluster(const Program& program, Launch& launch) {
     const ptx::Function& kernel = *program.functions[0]->source;
     uint32_t (&cluster)[3] = launch.cluster;

@@ -1,4 +1,4 @@
-// A PTX module that launches can use: parsed, with memory for its variables, and its kernels decoded as they are needed.
+// A PTX module that is ready for launches: parsed, with memory for its variables. Kernels are decoded on first use.
 #pragma once
 
 #include <map>
@@ -18,9 +18,9 @@ class LoadedModule {
     explicit LoadedModule(std::string text, SharedLayout layout = SharedLayout::kLeastAligned);
 
     std::vector<std::string> kernels() const;
-    // Throws a Fault where there is no such kernel, or it has an instruction that is not known.
+    // Throws a Fault if there is no such kernel, or if it has an unsupported instruction.
     const Program& program(const std::string& kernel);
-    // The host's address of a variable in global or constant memory; 0: there is none of that name.
+    // Returns the host's address of a .global or .const variable, 0 if there is none of that name.
     uint64_t variable(const std::string& name) const;
     const std::vector<Allocation>& allocations() const { return allocations_; }
     const ptx::Module& source() const { return module_; }
@@ -35,19 +35,19 @@ class LoadedModule {
     std::map<std::string, std::unique_ptr<Program>> programs_;
 };
 
-// What a GPU with code for `target` (such as "sm_80") lets a CTA have of shared memory.
+// Returns the most shared memory that a CTA may have on a GPU of architecture `target` (such as "sm_80"), in bytes.
 int64_t most_shared_bytes(std::string_view target);
 
-// How many CTAs an SM holds at a time, by threads and shared memory: how many registers a thread has is for ptxas to
-// say. 0: not even one.
+// Returns the number of CTAs that fit on an SM by threads and shared memory. Registers do not count, because only ptxas
+// knows how many a thread needs.
 uint32_t ctas_per_sm(int64_t most_shared_bytes, uint32_t threads, int64_t shared_bytes);
 
-// The memory of a cooperative launch's grid_workspace.
+// Returns the allocation for a cooperative launch's grid_workspace.
 Allocation allocation_of(const uint64_t& workspace);
 
-// Checks the size of CTAs and of clusters, the shared memory, and whether all CTAs of a cooperative launch can run at a
-// time; fills in the cluster of a launch that asks for none ({0, …}), and its num_resident. The other members are set.
-// Throws a Fault of kind "arguments".
+// Checks the sizes of CTAs and clusters, the shared memory, and whether all CTAs of a cooperative launch fit on the
+// device at the same time. Fills in the cluster of a launch that states none ({0, …}), and num_resident. The caller has
+// set all other members. Throws a Fault of kind "arguments".
 void check_launch(int64_t most_shared_bytes, Launch& launch);
 
 }  // namespace emulator

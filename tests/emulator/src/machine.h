@@ -1,4 +1,4 @@
-// The state of a running launch: the CTA with its shared memory and barriers, its warps, and the paths of their lanes.
+// Holds the state of a running launch: each CTA's shared memory, barriers and warps, and the paths of their lanes.
 #pragma once
 
 #include <array>
@@ -27,19 +27,19 @@ class LaunchHistory;
 struct Lanes;
 struct PastAccesses;
 
-// The writes of a launch to global memory, which its CTAs log from several threads of the host.
+// The writes of a launch to global memory. The host's worker threads append to it, hence the mutex.
 struct WriteLog {
     std::mutex mutex;
     std::vector<GlobalWrite> writes;
 };
 
-// How a launch runs, and which of its mistakes are errors: emulator.options.LaunchOptions says what each means.
+// The options of a launch. Python's emulator.options.LaunchOptions documents each field.
 struct LaunchOptions {
     uint64_t seed = 0;
     bool checks = true;
     bool tracked = false;
     bool races = true;
-    bool ordered_sums = false, strict_proxy_reads = false;  // more of what `races` finds
+    bool ordered_sums = false, strict_proxy_reads = false;  // additional checks; both need `races`
     bool wgmma_waits_by_warp = false;
     bool uninitialised = false, unawaited = false;
     bool log_writes = false;
@@ -47,7 +47,6 @@ struct LaunchOptions {
     int64_t instruction_limit = int64_t{1} << 28;
     int workers = 2;
 
-    // Calls take(name, field) for each of them.
     template <typename Take>
     void for_each(Take&& take) {
         take("seed", seed);
@@ -71,50 +70,50 @@ struct Launch : LaunchOptions {
     const GlobalMemory* memory;
     std::vector<std::byte> parameters;
     uint32_t grid[3], block[3], cluster[3];  // grid and cluster in CTAs
-    int64_t shared_bytes;                    // dynamic
+    int64_t shared_bytes;                    // dynamic shared memory
     int num_sms;
-    uint32_t num_resident;    // CTAs that the device holds at a time
+    uint32_t num_resident;    // CTAs that fit on the device at the same time
     Console* console;         // nullptr: printf goes to the host's standard output
-    uint64_t grid_workspace;  // of a cooperative launch: 8 bytes of zeros in global memory; 0: it is none
+    uint64_t grid_workspace;  // address of 8 zeroed bytes for a cooperative launch's grid barrier; 0: not cooperative
     bool replicated_stores;   // several warps may store the same value by the same instruction without a race
-    WriteLog* write_log;      // while it runs; nullptr without `log_writes`
-    std::shared_ptr<PastAccesses> before;  // of the launch whose end this one does not wait for; nullptr: there is none
-    LaunchHistory* history;                // of accesses, while it runs; nullptr without `races`
+    WriteLog* write_log;      // nullptr without `log_writes`
+    std::shared_ptr<PastAccesses> before;  // accesses of a previous launch that may still run; nullptr: there is none
+    LaunchHistory* history;                // the race detector's records; nullptr without `races`
 };
 
-// One call of a function by some lanes of a warp: its registers, its local memory, and where it returns to.
+// One call of a function by some lanes of a warp: its registers, its local memory, and the frame that it returns to.
 struct Frame {
     const FunctionCode* code;
     std::unique_ptr<std::byte[]> registers;
     int64_t local_base, local_end;
     Frame* caller;
-    const Operation* at;  // the instruction that called, and how it passes parameters
-    const Call* call;
+    const Operation* at;  // the call instruction
+    const Call* call;     // how parameters and results are copied
 };
 
-// Lanes of a warp that execute together. A warp has more than one path where its lanes have parted.
+// Lanes of a warp that execute together. A warp whose lanes have diverged has several paths.
 struct Path {
     enum class State : uint8_t {
         kReady,
-        kMembers,  // at a .sync instruction whose member mask names lanes that are not there
+        kMembers,  // waits at a .sync instruction for lanes of its member mask
         kBarrier,
-        kMbarrier,   // looks again when a phase of one completes
-        kCluster,    // likewise, for barrier.cluster
-        kRegisters,  // likewise, for registers that others give back (setmaxnreg)
-        kWarpgroup,  // likewise, for other warps' part of wgmma instructions
+        kMbarrier,   // from here on: the path retries its instruction when an mbarrier completes a phase
+        kCluster,    // … when barrier.cluster completes
+        kRegisters,  // … when other warps release registers (setmaxnreg.dec)
+        kWarpgroup,  // … when another warp of the warpgroup issues a wgmma
     };
     uint32_t mask = 0;
-    uint32_t in_step = 0;  // lanes that have executed every instruction together since this time (HappensBefore's)
-    uint32_t in_step_since = 0;
+    uint32_t in_step = 0;        // lanes that have executed every instruction together since `in_step_since`
+    uint32_t in_step_since = 0;  // a time of the warp's clock in HappensBefore
     int pc = 0;
-    int join = -1;  // of Warp::joins_
+    int join = -1;  // index into Warp::joins_
     Frame* frame = nullptr;
     State state = State::kReady;
-    uint32_t waiting_mask = 0;   // lanes that would execute the instruction
-    bool has_timed_out = false;  // it has waited for an mbarrier for as long as it may
+    uint32_t waiting_mask = 0;   // lanes whose guard is true at the instruction that waits
+    bool has_timed_out = false;  // its mbarrier.try_wait gives up now
 };
 
-// Where paths that came from one become one again: the immediate post-dominator of the branch, or the end of a call.
+// The point where diverged paths reconverge: the immediate post-dominator of the branch, or the end of a call.
 struct Join {
     int pc = -1;
     uint32_t expected = 0, arrived = 0;  // expected == 0: free
@@ -123,10 +122,10 @@ struct Join {
     Frame* frame = nullptr;
 };
 
-// cp.async of one instruction, on its way. A lane's copies belong to its group `group[lane]`.
+// The copies of one cp.async instruction that are in flight. A lane's copy belongs to its group `group[lane]`.
 struct AsyncCopy {
     uint32_t mask;
-    int64_t due;  // the cluster's clock at which it lands, unless it is waited for
+    int64_t due;  // the cluster's clock at which it lands, unless a wait comes first
     int bytes;
     uint64_t shared[kWarpSize], global[kWarpSize];
     uint8_t source_bytes[kWarpSize];
@@ -139,15 +138,15 @@ class Cta;
 class WgmmaUnit;
 struct WarpgroupLog;
 
-// A lane's access that has been checked.
+// A lane's memory access whose bounds and alignment have been checked.
 struct Located {
     std::byte* host;
-    Space space;       // kShared for that of any CTA of the cluster
-    Cta* owner;        // of shared memory
-    uint64_t address;  // an offset, but for global memory
+    Space space;       // kShared also for the shared memory of another CTA of the cluster
+    Cta* owner;        // the CTA whose shared memory it is; nullptr in other spaces
+    uint64_t address;  // an address in global memory, else an offset
 };
 
-// cp.async that the lanes have not waited for, as the happens-before order has them: whether they have landed or not.
+// The race detector's record of a cp.async that some lanes have not waited for, whether or not it has landed.
 struct UnorderedCopy {
     AsyncId id;
     uint32_t lanes;
@@ -160,7 +159,7 @@ class Warp {
     Warp(Cta& cta, int index, uint32_t lanes);
     ~Warp();
 
-    // For the instruction families.
+    // Interface of the instruction families.
     template <typename T>
     T* reg(Slot slot) {
         return reinterpret_cast<T*>(base_ + slot);
@@ -170,71 +169,71 @@ class Warp {
         uint32_t& word = *reg<uint32_t>(slot);
         word = (word & ~mask) | (bits & mask);
     }
-    // Where a lane's `bytes` bytes are, or a Fault.
+    // Finds the host's memory behind a lane's access. Throws a Fault if the access is misaligned or out of bounds.
     Located locate(Space space, uint64_t address, int bytes, int lane, bool is_write);
-    // Likewise for so many bytes of global memory, at any alignment.
+    // Does the same for global memory, at any alignment.
     std::byte* global(uint64_t address, uint64_t bytes, int lane, bool is_write);
-    // The instruction that executes accesses them now: a Fault if that conflicts with another access.
+    // Reports to the race detector that the current instruction makes the access. Throws a Fault on a race.
     void touch(const Located& at, int bytes, int lane, bool is_write) { touch(at, bytes, lane, is_write, nullptr); }
     void touch_by_store(const Located& at, int bytes, int lane, const std::byte* value) {
         touch(at, bytes, lane, true, value);
     }
-    // Both, for accesses that say nothing of their order with others.
+    // Locates a weak access and reports it to the race detector.
     std::byte* access(Space space, uint64_t address, int bytes, int lane, bool is_write) {
         const Located at = locate(space, address, bytes, lane, is_write);
         touch(at, bytes, lane, is_write);
         return at.host;
     }
-    // What a strong access releases, before it writes to memory, and acquires, after it has read.
+    // Tells the race detector of a strong access: `release` before it writes memory, `acquire` after it has read.
     void release(const Located& at, int lane, bool is_atomic);
     void acquire(const Located& at, int lane);
-    // The CTA whose shared memory an address is in; leaves the offset there.
+    // Returns the CTA whose shared memory holds the address, and replaces the address by the offset in it.
     Cta& shared_owner(Space space, uint64_t& address, int lane);
     WgmmaUnit& wgmma();
     Frame* frame() { return path_.frame; }
-    // For the counters; `addresses` as the instruction has them.
+    // Adds an access to the instruction's counters. `addresses` are the lanes' addresses before any translation.
     void count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask);
 
     Next branch(const Operation& operation, uint32_t taken);
     Next branch_indexed(const Operation& operation, uint32_t mask);
-    // The lanes call functions: calls[lane], all of one instruction.
+    // Executes a call instruction; lane i calls the function of calls[i].
     Next call(const Operation& operation, const Call* const* calls, uint32_t mask);
     Next exit(uint32_t mask);
     Next wait_at_barrier(const Operation& operation, uint32_t mask);
     void arrive_at_barrier(const Operation& operation, uint32_t mask);
-    // The lanes execute this instruction again when something has happened that they wait for.
+    // Blocks the path in `state`. When what it waits for has happened, it executes this instruction again.
     Next wait_and_retry(Path::State state, uint32_t mask);
 
     void start_copy(const AsyncCopy& copy);
     void commit_group(uint32_t mask);
     void wait_group(uint32_t mask, uint32_t most_pending);
     uint64_t num_copies_started() const { return num_copies_; }
-    void land_first_copies(uint32_t mask, uint64_t count);  // of all that these lanes have started
+    void land_first_copies(uint32_t mask, uint64_t count);  // those whose serial is less than `count`
     void order_first_copies(int lane, uint64_t count, const Cta& owner, const Mbarrier& mbarrier);
 
-    // For the CTA.
+    // Interface of the CTA and the cluster.
     bool is_runnable() const;
     bool has_ended() const { return live_ == 0; }
     void run(int64_t budget);
-    bool release(uint32_t mask);    // the path with these lanes waited at a barrier; false: it is the one that runs
-    void retry(Path::State state);  // all paths that wait so
-    bool time_out();                // likewise for mbarriers, and they give up; false: there are none
-    bool has_timed_out() { return std::exchange(path_.has_timed_out, false); }  // the path that runs
+    bool release(uint32_t mask);    // unblocks the path of these lanes at a barrier; false: that path is running
+    void retry(Path::State state);  // makes all paths in this state ready
+    bool time_out();                // lets every try_wait that is blocked give up; false: there is none
+    bool has_timed_out() { return std::exchange(path_.has_timed_out, false); }  // of the running path
     uint32_t live() const { return live_; }
     uint32_t lanes() const { return lanes_; }
     const std::vector<Path>& paths() const { return paths_; }
     int thread(int lane) const { return index_ * kWarpSize + lane; }
-    uint32_t number() const;      // in the cluster
-    Lanes acting(uint32_t mask);  // lanes of the path that runs, as the happens-before order has them
-    uint32_t operation_number() const { return static_cast<uint32_t>(path_.pc); }  // of the one that executes
+    uint32_t number() const;      // the warp's number in the cluster
+    Lanes acting(uint32_t mask);  // lanes of the running path, in the race detector's form
+    uint32_t operation_number() const { return static_cast<uint32_t>(path_.pc); }  // of the current instruction
     Place place_of(const Operation* operation, int lane) const;
 
     Cta& cta;
     BulkGroups bulk_groups;
-    // barrier.cluster: lanes that have arrived and not yet waited, and the phase that each arrived in.
+    // barrier.cluster: lanes that have arrived but not yet waited, and the phase in which each of them arrived.
     uint32_t cluster_arrived = 0;
     uint64_t cluster_phase[kWarpSize] = {};
-    // setmaxnreg: what a thread has, 0 if that is not known; and whether the warp waits for more.
+    // setmaxnreg: registers of a thread (0 if unknown), and whether the warp waits for more of them.
     int num_registers;
     bool waits_for_registers = false;
 
@@ -262,25 +261,25 @@ class Warp {
     int index_;
     uint32_t lanes_, live_;
     std::byte* base_ = nullptr;  // registers of the running path's frame
-    Path path_;                  // that runs; mask == 0: none
-    std::vector<Path> paths_;    // that do not
+    Path path_;                  // the running path; mask == 0: none runs
+    std::vector<Path> paths_;    // the other paths
     std::vector<Join> joins_;
     std::vector<std::unique_ptr<Frame>> frames_;
     std::vector<std::byte> local_[kWarpSize];
-    int64_t executed_ = 0, next_due_ = INT64_MAX;  // instructions; when the first of `copies_` lands
+    int64_t executed_ = 0, next_due_ = INT64_MAX;  // instructions so far; the clock when the first of `copies_` lands
     uint32_t committed_[kWarpSize] = {};
     std::vector<AsyncCopy> copies_;
     uint64_t num_copies_ = 0;
-    std::unique_ptr<WgmmaUnit> wgmma_;  // of programs that have such instructions
+    std::unique_ptr<WgmmaUnit> wgmma_;  // created by the first use
     std::vector<UnorderedCopy> unordered_copies_;
     int64_t logged_at_ = -1;  // the cluster's clock at the last write that was logged
 };
 
 struct Barrier {
-    uint32_t count = 0;    // of threads that it waits for; 0: all of the CTA
-    uint32_t arrived = 0;  // threads
-    bool is_used = false;  // in the phase that runs
-    int reduction = -1;    // of bar.red in this phase; -1: none
+    uint32_t count = 0;  // threads that it waits for; 0: all of the CTA
+    uint32_t arrived = 0;
+    bool is_used = false;  // somebody has arrived in this phase
+    int reduction = -1;    // bar.red's operation in this phase; -1: none
     uint32_t ones = 0;     // threads whose predicate was true
     struct Waiting {
         Warp* warp;
@@ -296,7 +295,7 @@ class Cta {
     Cta(Cluster& cluster, uint32_t rank, const uint32_t (&index)[3]);
     ~Cta();
 
-    // Shared memory by address; nullptr: outside of it.
+    // Returns the host's address of an access to shared memory, nullptr if it is out of bounds.
     std::byte* shared(uint64_t address, int bytes) {
         const bool is_own = address >= kReservedSharedBytes && is_inside(address, bytes, shared_.size());
         return is_own ? shared_.data() + address : nullptr;
@@ -306,7 +305,7 @@ class Cta {
     bool is_written(uint64_t address, int bytes) const { return !has(address, bytes, Mark::kUnwritten); }
     int64_t shared_bytes() const { return static_cast<int64_t>(shared_.size()); }
 
-    // mbarrier objects by their offset in shared memory. A Fault where there is none, or one already.
+    // mbarrier objects, by offset in shared memory. A Fault if there is none; for init_mbarrier, if there is one.
     Mbarrier& mbarrier(uint64_t address, int lane);
     void init_mbarrier(uint64_t address, uint32_t count, int lane);
     void invalidate_mbarrier(uint64_t address, int lane);
@@ -323,9 +322,9 @@ class Cta {
     const std::vector<std::unique_ptr<Warp>>& warps() const { return warps_; }
     const Barrier& barrier(int id) const { return barriers_[id]; }
     bool has_ended() const;
-    void check_end();  // a Fault if something was left unfinished; counts arrivals that nobody waited for
+    void check_end();  // throws a Fault if something was left unfinished; counts arrivals that nobody waited for
 
-    // True: the barrier was complete, and the others have been released.
+    // Returns true if this arrival completes the barrier; it then releases the waiting paths.
     bool arrive(const Operation& operation, Warp& warp, Frame* frame, uint32_t mask, bool waits);
     void lanes_exited();
 
@@ -335,11 +334,11 @@ class Cta {
     uint32_t index[3];
     Random& random;
     Report& report;
-    GlobalMemory::Region last_region;  // that an access was found in
-    int64_t free_registers = 0;        // that setmaxnreg has given back
+    GlobalMemory::Region last_region;  // of the last access to global memory: a cache
+    int64_t free_registers = 0;        // released by setmaxnreg.dec
 
   private:
-    // What each byte of shared memory holds.
+    // The state of a byte of shared memory.
     enum class Mark : uint8_t { kUnwritten, kWritten, kMbarrier };
     void mark(uint64_t address, int bytes, Mark mark) {
         std::memset(marks_.data() + address, static_cast<int>(mark), bytes);
@@ -358,13 +357,13 @@ class Cta {
     std::vector<WarpgroupLog> warpgroup_logs_;
 };
 
-// Of each thread, as setmaxnreg counts them; 0: the kernel does not say.
+// Returns the registers of a thread at launch, as setmaxnreg counts them; 0 if the kernel does not determine them.
 int registers_at_launch(const Launch& launch);
 
-// Runs all CTAs; throws the first Fault that occurred.
+// Runs all CTAs. Throws the first Fault that occurred.
 Report run_launch(const Launch& launch);
 
-// The names of all kernels that have run to their end since the last call, in this process.
+// Returns the names of all kernels that have run to their end in this process since the last call.
 std::set<std::string> take_kernels_that_ran();
 
 }  // namespace emulator

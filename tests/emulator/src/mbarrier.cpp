@@ -64,7 +64,7 @@ void Cta::expect_transactions(Mbarrier& mbarrier, int64_t bytes, int lane) {
     if (mbarrier.transactions > kMostTransactions) {
         fail("an mbarrier expects " + std::to_string(mbarrier.transactions) + " bytes: more than it can count", lane);
     }
-    complete_phase_if_full(mbarrier);  // all else was there before
+    complete_phase_if_full(mbarrier);  // the bytes may have arrived, and all arrivals been made, before
 }
 
 void Cta::complete_transactions(Mbarrier& mbarrier, int64_t bytes, int lane) {

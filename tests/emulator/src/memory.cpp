@@ -9,7 +9,7 @@ GlobalMemory::GlobalMemory(std::vector<Allocation> allocations) : allocations_(s
     std::sort(allocations_.begin(), allocations_.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
     for (const Allocation& allocation : allocations_) {
         if (allocation.begin == allocation.end || !allocation.is_live) continue;
-        // Only true overlaps (views of one tensor) are joined: neighbours may be two tensors that lie side by side.
+        // Only true overlaps (views of one tensor) are merged: adjacent allocations may be two tensors.
         if (!regions_.empty() && allocation.begin < regions_.back().end) {
             regions_.back().end = std::max(regions_.back().end, allocation.end);
         } else {
@@ -33,7 +33,7 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
         const uint64_t away = address < allocation.begin                   ? allocation.begin - address
                               : !is_inside(address, bytes, allocation.end) ? address - allocation.end + bytes
                                                                            : 0;
-        // Of a tensor and the storage that it ends with, the tensor is named.
+        // If a tensor and its storage are equally near, names the tensor.
         const bool is_smaller = nearest != nullptr && allocation.end - allocation.begin < nearest->end - nearest->begin;
         if (away < distance || (away == distance && is_smaller)) distance = away, nearest = &allocation;
     }
@@ -52,7 +52,7 @@ std::string GlobalMemory::describe(uint64_t address, uint64_t bytes) const {
 }
 
 std::string GlobalMemory::name(uint64_t address) const {
-    const Allocation* smallest = nullptr;  // of a tensor and the storage that it is in, the tensor
+    const Allocation* smallest = nullptr;  // prefers a tensor to the storage that contains it
     for (const Allocation& allocation : allocations_) {
         if (!allocation.is_live || address < allocation.begin || address >= allocation.end) continue;
         const uint64_t bytes = allocation.end - allocation.begin;

@@ -1,4 +1,4 @@
-// A recursive-descent parser of the PTX grammar that compilers emit. What it does not know is a syntax error.
+// A recursive-descent parser of the PTX that compilers emit. Anything else is a syntax error.
 #include <cstdlib>
 #include <cstring>
 
@@ -69,7 +69,7 @@ class Parser {
         }
     }
 
-    // At module level.
+    // Parses a directive at module level.
     void parse_directive() {
         if (accept(";")) return;
         if (accept(".version")) return skip_line();
@@ -115,7 +115,7 @@ class Parser {
         while (accept(",")) ++at_;  // time and size
     }
 
-    // After the state space: `.align 16 .b8 name[64] = {…}, …;`
+    // Parses what follows the state space of variables: `.align 16 .b8 name[64] = {…}, …;`
     std::vector<Variable> parse_variables(Space space, bool is_external) {
         std::vector<Variable> found;
         int64_t alignment = 0, per_element = 1;
@@ -185,7 +185,7 @@ class Parser {
         };
         if (!peek().is("{")) return element();
         int depth = 0;
-        do {  // nested braces only group: rows are complete
+        do {  // nested braces only group elements, because every row is complete
             if (accept("{")) {
                 ++depth;
             } else if (accept("}")) {
@@ -196,7 +196,7 @@ class Parser {
         } while (depth > 0);
     }
 
-    // generic(name) + offset. Generic addresses of .global and .const variables are their addresses.
+    // Parses `generic(name) + offset`. The generic address of a .global or .const variable is its address.
     Operand parse_generic_address() {
         expect("generic");
         expect("(");
@@ -223,7 +223,7 @@ class Parser {
                 } else if (accept(".ptr")) {
                     if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local"))
                         ++at_;
-                    if (accept(".align")) integer();  // of what it points to
+                    if (accept(".align")) integer();  // the alignment of what it points to
                 } else {
                     break;
                 }
@@ -246,7 +246,7 @@ class Parser {
         function->name = word();
         function->parameters = parse_parameters();
         while (!peek().is("{") && !peek().is(";")) parse_function_directive(*function);
-        if (accept(";")) return;  // a declaration; the body follows, or a call to it will not be resolved
+        if (accept(";")) return;  // a declaration; the body may follow later
         function_ = function.get();
         function_->scopes.emplace_back();
         scope_ = 0;
@@ -283,7 +283,6 @@ class Parser {
         }
     }
 
-    // From the opening brace to the closing one.
     void parse_block() {
         expect("{");
         while (!accept("}")) parse_statement();

@@ -1,5 +1,4 @@
-// What most sources include, which the build parses once for all of them. Each source includes what it uses all the
-// same.
+// The precompiled header of the headers that most sources include. Each source still includes all headers that it uses.
 #pragma once
 
 #include <algorithm>

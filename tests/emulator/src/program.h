@@ -1,4 +1,4 @@
-// A kernel that is ready to run: its instructions, and those of the functions that it calls, as compact operations.
+// A decoded kernel: its instructions, and those of the functions that it calls, as compact operations.
 #pragma once
 
 #include <cstddef>
@@ -16,23 +16,23 @@ class Warp;
 struct Operation;
 
 enum class Next : uint8_t {
-    kContinue,  // with the next instruction
-    kJumped,    // the path stands where it goes on
+    kContinue,  // the path goes on with the next instruction
+    kJumped,    // the path's pc has been set
     kBlocked,   // the path waits, or has ended
 };
 
 // Runs an operation for the lanes in the mask, which is not 0.
 using Execute = Next (*)(Warp& warp, const Operation& operation, uint32_t mask);
 
-// Where a register is in its function's frame, in bytes. Registers that are not alive at the same time may share a slot
-// (register_allocation.cpp). A register is an array of 32 values, one for each lane; a predicate is one word with a bit
-// for each. Constants and special registers are registers that nobody writes.
+// The offset of a register in its function's frame, in bytes. Registers that are not alive at the same time may share a
+// slot (register_allocation.cpp). A register holds 32 values, one per lane; a predicate is one word with a bit per
+// lane. Constants and special registers have slots too, which no instruction writes.
 using Slot = uint32_t;
 
 constexpr int kMostRegisters = 20;
 
-// What a memory access says of its order with others, and which threads it says it to. Volatile accesses are relaxed
-// ones; .sys is .gpu here, where there is nobody else.
+// The memory order and the scope of an access. Volatile accesses count as relaxed. .sys counts as .gpu, because nothing
+// outside of the emulated GPU runs at the same time.
 enum class Order : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcquireRelease };
 enum class Scope : uint8_t { kCta, kCluster, kGpu };
 
@@ -64,19 +64,19 @@ constexpr const char* kClassNames[] = {"integer", "float",  "half",    "compare"
 
 struct Operation {
     Execute execute = nullptr;
-    Slot r[kMostRegisters] = {};  // those that are written come first
-    std::vector<Slot> registers;  // of instructions that have more than these
-    int64_t value = 0;            // an offset, an immediate: what the family makes of it
-    int32_t option[4] = {};       // likewise
-    int32_t target = -1;          // of a branch
-    int32_t join = -1;            // where the lanes that a branch parts meet again
-    int32_t tracked = -1;         // of Program::tracked_accesses
+    Slot r[kMostRegisters] = {};  // written registers come first
+    std::vector<Slot> registers;  // instead of `r`, where the number of registers varies
+    int64_t value = 0;            // each family gives `value` and `option` a meaning of its own
+    int32_t option[4] = {};
+    int32_t target = -1;   // the operation that a branch jumps to
+    int32_t join = -1;     // the operation where lanes that diverge at a branch reconverge
+    int32_t tracked = -1;  // index into Program::tracked_accesses; -1: it accesses no tracked register
     Slot guard = 0;
     bool is_guarded = false, guard_negated = false;
-    bool is_aligned = false;  // all lanes of the warp must come here together
+    bool is_aligned = false;  // all lanes of the warp must execute it together
     bool has_member_mask = false;
-    bool is_sum = false;   // an atomic that adds floating numbers
-    Slot member_mask = 0;  // .sync: lanes that wait for each other
+    bool is_sum = false;   // an atomic that adds floating-point numbers
+    Slot member_mask = 0;  // .sync: the register with the mask of lanes that wait for each other
     Class type = Class::kMove;
     Order order = Order::kWeak;
     Scope scope = Scope::kCta;
@@ -110,31 +110,31 @@ enum class Special : uint8_t {
 struct SpecialSlot {
     Slot slot;
     Special special;
-    int index;  // x, y, z; which lane mask; an offset for kLocalBase
+    int index;  // x, y or z; the number of the lane mask; an offset for kLocalBase
     int width;
 };
 
-// A register that wgmma uses, or that moves connect with one; `id` counts those of a function.
+// A register that wgmma uses, or that a chain of movs connects with such a register. `id` numbers them in a function.
 struct TrackedRegister {
     Slot slot;
     int32_t id;
 };
 
-// What an operation does with tracked registers, in the order of its operands.
+// The tracked registers that an operation reads and writes, in the order of its operands.
 struct TrackedAccess {
     std::vector<TrackedRegister> reads, writes;
-    bool is_move = false;   // of one register into another
+    bool is_move = false;   // a mov of one register into another
     bool is_wgmma = false;  // wgmma.mma_async itself
 };
 
 struct FunctionCode {
     const ptx::Function* source = nullptr;
-    int first = 0, end = 0;        // operations; end: the one that returns, where all paths meet
-    std::vector<std::byte> image;  // of a fresh frame
+    int first = 0, end = 0;        // its operations are [first, end]; all paths reconverge at `end`, which returns
+    std::vector<std::byte> image;  // initial contents of a frame
     std::vector<SpecialSlot> specials;
-    int32_t num_tracked = 0;                 // registers
-    int64_t local_bytes = 0;                 // of one lane: variables and call parameters
-    std::map<std::string, int64_t> formals;  // parameters and results of a .func, in its local memory
+    int32_t num_tracked = 0;                 // tracked registers
+    int64_t local_bytes = 0;                 // local memory of one lane: variables and call parameters
+    std::map<std::string, int64_t> formals;  // offsets in local memory of a .func's parameters and results
 };
 
 struct Copy {
@@ -160,7 +160,7 @@ struct Program {
     std::vector<Operation> operations;
     std::vector<std::unique_ptr<FunctionCode>> functions;  // [0]: the kernel
     std::vector<std::unique_ptr<Call>> calls;
-    std::vector<std::map<uint64_t, const Call*>> indirect_calls;  // by the function's address
+    std::vector<std::map<uint64_t, const Call*>> indirect_calls;  // for each instruction, by the function's address
     std::vector<std::vector<int32_t>> jump_tables;
     std::vector<TrackedAccess> tracked_accesses;
     std::vector<Parameter> parameters;

@@ -1,4 +1,4 @@
-// A PTX module as it is written: the parser's result. Nothing here knows what an instruction means.
+// The syntax tree of a PTX module, which the parser builds. Nothing here knows what an instruction means.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace emulator::ptx {
 
-// In a variable's initial value, the address of another variable or of a function.
+// The address of a variable or of a function as part of another variable's initial value.
 struct InitialAddress {
-    int64_t offset;  // in the variable, in bytes
+    int64_t offset;  // in the initialised variable, in bytes
     std::string name;
     int64_t addend;
 };
@@ -23,22 +23,22 @@ struct Variable {
     std::string name;
     Space space;
     Type type;
-    int64_t bytes;  // 0: of a size that the launch decides (`.extern .shared name[]`)
+    int64_t bytes;  // 0: the launch decides (`.extern .shared name[]`)
     int64_t alignment;
     std::vector<uint8_t> initial = {};
-    std::vector<InitialAddress> initial_addresses = {};  // whose bytes in `initial` are 0
+    std::vector<InitialAddress> initial_addresses = {};  // their bytes in `initial` are 0
 };
 
 struct Operand {
     enum class Kind : uint8_t {
         kName,     // a register, a symbol or a label: `name`, plus `value` as an offset for symbols
         kInteger,  // `value`
-        kFloat,    // bits of the literal's double in `value`
+        kFloat,    // a decimal literal: the bits of its double in `value`
         kFloat32,  // `0f…`: the 32 bits in `value`
         kFloat64,  // `0d…`: the 64 bits in `value`
-        kAddress,  // [elements[0] + value], or of a tensor [elements[0] + value, elements[1]]
+        kAddress,  // [elements[0] + value], or for a tensor [elements[0] + value, elements[1]]
         kVector,   // {elements…}
-        kList,     // (elements…), of a call
+        kList,     // (elements…), in a call
         kPair,     // elements[0]|elements[1]
         kSink,     // _
     };
@@ -55,7 +55,7 @@ struct Instruction {
     bool guard_negated = false;
     std::vector<Operand> operands;
     int scope = 0;
-    int line = 0;  // of the text
+    int line = 0;  // line number in the PTX text
     int source_file = 0, source_line = 0;
 };
 
@@ -64,7 +64,7 @@ struct RegisterRange {
     int count;  // -1: the one register of that name; else name0 … name(count - 1)
 };
 
-// What a call through a pointer says of the function: .callprototype.
+// The signature that a call through a pointer states: .callprototype.
 struct Prototype {
     std::vector<Variable> results, parameters;
 };
@@ -75,9 +75,9 @@ struct Scope {
     std::map<std::string, RegisterRange, std::less<>> registers;
     std::map<std::string, Variable, std::less<>> variables;
     std::map<std::string, int, std::less<>> labels;  // index of the instruction that follows
-    std::map<std::string, std::vector<std::string>, std::less<>> branch_targets;  // of brx.idx
-    std::map<std::string, std::vector<std::string>, std::less<>> call_targets;    // of calls through pointers
-    std::map<std::string, Prototype, std::less<>> prototypes;                     // likewise
+    std::map<std::string, std::vector<std::string>, std::less<>> branch_targets;  // for brx.idx
+    std::map<std::string, std::vector<std::string>, std::less<>> call_targets;    // for calls through pointers
+    std::map<std::string, Prototype, std::less<>> prototypes;                     // for calls through pointers
 };
 
 struct Function {
@@ -89,8 +89,8 @@ struct Function {
     // 0: not stated
     int required_threads[3] = {0, 0, 0}, most_threads[3] = {0, 0, 0}, required_cluster[3] = {0, 0, 0};
     int most_cluster_ctas = 0;
-    int most_registers = 0;  // of a thread; 0: not stated
-    int least_ctas = 1;      // that a multiprocessor is to hold
+    int most_registers = 0;  // .maxnreg: of a thread; 0: not stated
+    int least_ctas = 1;      // .minnctapersm
     bool is_explicit_cluster = false;
 };
 
@@ -100,9 +100,9 @@ struct Module {
     std::map<std::string, std::unique_ptr<Function>, std::less<>> functions;
     std::map<int, std::string> files;
     std::string text;
-    std::vector<size_t> line_starts;  // in the text
+    std::vector<size_t> line_starts;  // offsets in `text`
 
-    std::string line(int number) const;  // counted from 1
+    std::string line(int number) const;  // `number` counts from 1
 };
 
 // Throws a Fault of kind "syntax" that names the line.

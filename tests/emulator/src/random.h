@@ -1,4 +1,4 @@
-// Splitmix64: what the seed of a launch draws from.
+// The random number generator of a launch: splitmix64, started from the launch's seed.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class Random {
         return z ^ (z >> 31);
     }
     uint32_t below(uint32_t bound) { return static_cast<uint32_t>((next() >> 32) * bound >> 32); }
-    // 1 to 2^most_log2, each power of two as likely as the others.
+    // Draws a number from 1 to 2^most_log2 - 1: its highest bit is uniform, and so are the bits below it.
     int64_t length(int most_log2) {
         const int log2 = static_cast<int>(below(static_cast<uint32_t>(most_log2)));
         return (int64_t{1} << log2) + below(1u << log2);

@@ -1,5 +1,5 @@
-// Slots for a function's registers, by linear scan (Poletto and Sarkar, "Linear scan register allocation") over intervals
-// of instructions in which each is alive.
+// Assigns slots to a function's registers by linear scan (Poletto and Sarkar, "Linear scan register allocation") over
+// the intervals of instructions in which they are alive.
 #include <algorithm>
 #include <unordered_map>
 
@@ -9,7 +9,7 @@
 namespace emulator {
 namespace {
 
-// Instructions from one that is jumped to, or that follows a branch, up to the next such.
+// A basic block. It begins at a branch target or after a branch.
 struct Block {
     int begin, end;
     std::vector<int> successors;
@@ -43,13 +43,13 @@ std::vector<Block> blocks_of(const Program& program, const FunctionCode& code, s
 }
 
 struct Interval {
-    Slot slot;  // where the trial has it
+    Slot slot;  // its slot in the first pass
     int bytes;
-    bool is_shared;  // false: nobody else may have its slot
+    bool is_shared;  // false: no other register may have its slot
     int first = -1, last = -1;
-    int block = -1;           // the only one that uses it; -1: none does so far; -2: several do
-    bool is_exposed = false;  // it may be read before it is written: from the beginning of its block on it is alive
-    int number = -1;          // of those that live beyond a block
+    int block = -1;           // the only block that uses it; -1: none so far; -2: several
+    bool is_exposed = false;  // may be read before it is written, so that it is alive from the beginning of its block
+    int number = -1;          // its bit in the data-flow sets; -1: alive in one block only
 
     void extend(int from, int to) {
         if (first < 0 || from < first) first = from;
@@ -77,7 +77,7 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
             intervals.push_back({reg.slot, reg.type == Type::kPred ? 4 : width_of(reg.type) * kWarpSize, true});
         }
     }
-    // What wgmma holds is written when it is waited for, and known by its slot.
+    // Registers of wgmma keep a slot of their own: the wait for it writes accumulators, which it finds by their slot.
     for (int i = decoded.first; i < decoded.end; ++i) {
         const int32_t tracked = program.operations[i].tracked;
         if (tracked < 0) continue;
@@ -98,7 +98,7 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
             for (const Slot slot : *list) function(intervals[by_slot.at(slot)], true);
         }
     };
-    // A write under a guard leaves other lanes as they are: it does not end the life of what was there.
+    // A guarded write does not end the life of the old value, which other lanes keep.
     const auto replaces = [&](int i, bool is_write) {
         return is_write && !program.operations[decoded.first + i].is_guarded;
     };
@@ -120,7 +120,7 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
         numbered.push_back(&interval);
     }
 
-    // Which of them are alive where a block begins and ends.
+    // Computes which of the numbered registers are alive at the beginning and at the end of each block.
     const Bits none((numbered.size() + 63) / 64);
     std::vector<Bits> used(blocks.size(), none), replaced(blocks.size(), none), in(blocks.size(), none);
     for (size_t b = 0; b < blocks.size(); ++b) {
@@ -157,7 +157,7 @@ Decoder::Registers allocate_registers(const Program& program, const FunctionCode
         }
     }
 
-    // A slot is free again for an instruction behind the last one of its interval: no instruction writes what it reads.
+    // A slot is free only after the last instruction of its interval, so that no result shares a slot with an operand.
     std::vector<Interval*> order;
     for (Interval& interval : intervals) order.push_back(&interval);
     std::sort(order.begin(), order.end(), [](const Interval* a, const Interval* b) {

@@ -14,7 +14,7 @@ constexpr int kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
 constexpr uint64_t kMostStride = uint64_t{1} << 40, kMostDim = uint64_t{1} << 32;
 constexpr int kMostBox = 256, kMostElementStride = 8;
 
-// CUtensorMapDataType, of which the last three (packed 4- and 6-bit values) need sm_100.
+// In the order of CUtensorMapDataType. Its last three values (packed 4- and 6-bit elements) need sm_100.
 constexpr ElementType kDriverTypes[] = {
     ElementType::kU8,     ElementType::kU16,  ElementType::kU32,    ElementType::kS32, ElementType::kU64,
     ElementType::kS64,    ElementType::kF16,  ElementType::kF32,    ElementType::kF64, ElementType::kBF16,
@@ -25,7 +25,7 @@ bool is_float_type(ElementType type) {
     return type >= ElementType::kF16;
 }
 
-// The NaN that marks elements outside of the tensor.
+// Returns the bits of elements outside the tensor: 0 or a NaN.
 uint64_t fill_bits(const TensorMap& map) {
     if (map.fill == Fill::kZero) return 0;
     if (map.element_bytes() == 2) return 0x7fff;
@@ -36,14 +36,14 @@ float convert(ElementType type, float value) {
     const bool flushes = type == ElementType::kF32Ftz || type == ElementType::kTF32Ftz;
     if (flushes && std::fpclassify(value) == FP_SUBNORMAL) value = std::copysign(0.0f, value);
     if ((type == ElementType::kTF32 || type == ElementType::kTF32Ftz) && std::isfinite(value)) {
-        const uint32_t bits = bit_cast<uint32_t>(value);  // to 10 bits of mantissa, ties to even
+        const uint32_t bits = bit_cast<uint32_t>(value);  // rounds to 10 mantissa bits, ties to even
         value = bit_cast<float>((bits + 0xfff + (bits >> 13 & 1)) & ~uint32_t{0x1fff});
     }
     return value;
 }
 
-// What is wrong with strides that no document says the driver takes, or nothing. The stride of a dimension with one
-// element means nothing, but has to be as long as what it spans, as far as a map can hold that.
+// Returns what is wrong with strides that no document says the driver accepts, or an empty string. The stride of a
+// dimension of size 1 has no meaning, but must cover the inner dimensions as far as a map can hold that.
 std::string undocumented_stride(const TensorMap& map) {
     uint64_t spanned = (map.dims[0] * map.element_bytes() + 15) / 16 * 16;
     for (int i = 1; i < map.rank(); ++i) {
@@ -59,9 +59,9 @@ std::string undocumented_stride(const TensorMap& map) {
     return "";
 }
 
-// Which stride is not as the driver's documentation writes strides down: as long as all of the dimension before it, of
-// which it is a multiple. The driver is known to take others (rows of heads side by side, as FlashAttention-3 has
-// them).
+// Returns a warning about a stride that the driver's documentation excludes, or an empty string. It states that each
+// stride is a multiple of the stride before it and covers that dimension. The driver is known to accept other strides,
+// such as FlashAttention-3's with the rows of all heads interleaved.
 std::string unusual_stride(const TensorMap& map) {
     const uint64_t row = map.dims[0] * map.element_bytes();
     uint64_t inner = row, unit = 1;
@@ -157,7 +157,7 @@ int encode_tiled(void* map, int data_type, uint32_t rank, void* address, const u
     encoded.promotion = static_cast<uint8_t>(promotion);
     encoded.fill = static_cast<Fill>(fill);
     for (uint32_t i = 0; i < rank; ++i) {
-        // What does not fit into the fields is out of range too, and must not wrap into it.
+        // Checked before the narrowing conversions, which would wrap values that are out of range.
         if (box[i] > kMostBox || element_strides[i] == 0 || element_strides[i] > kMostElementStride) {
             return refuse(kInvalidValue,
                           "a box size that is not within 1 to 256, or an element stride that is not within 1 to 8");

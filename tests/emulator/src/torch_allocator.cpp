@@ -1,5 +1,5 @@
-// Makes torch take the memory of CPU tensors from TrackedAllocations. A library of its own, the only part of the
-// emulator that sees torch; the other part is known to it by two functions, so that neither is linked to the other.
+// Makes torch take the memory of CPU tensors from TrackedAllocations. This separate library is the only one that uses
+// torch's headers. The emulator passes it two functions, so that neither library is linked to the other.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -12,7 +12,7 @@ using Deallocate = void (*)(void*);
 
 Deallocate tracked_deallocate = nullptr;
 
-// Called for as long as a tensor lives that was made within the tracking, also long after it.
+// May be called long after tracking has stopped, when a tensor is freed that was created within it.
 void deallocate(void* begin) {
     tracked_deallocate(begin);
 }
@@ -37,7 +37,7 @@ std::mutex mutex;
 
 }  // namespace
 
-// Each `start` needs a `stop`; the first and the last of them change torch's allocator.
+// Each start_tracking needs a stop_tracking. The first start and the last stop replace torch's allocator.
 extern "C" __attribute__((visibility("default"))) void start_tracking(Allocate allocate, Deallocate deallocate) {
     const std::lock_guard lock(mutex);
     if (depth++ > 0) return;

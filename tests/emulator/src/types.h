@@ -40,10 +40,10 @@ enum class Type : uint8_t {
     kE5M2x2,
 };
 
-// kShared: of the CTA; kCluster: of the cluster's CTAs.
+// kShared is .shared::cta, the CTA's own; kCluster is .shared::cluster, any CTA's of the cluster.
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kConst, kParam, kCluster };
 
-constexpr int width_of(Type type) {  // bytes; a predicate's register holds one bit per lane and is apart
+constexpr int width_of(Type type) {  // bytes per lane; 0 for a predicate, whose register holds one bit per lane
     switch (type) {
         case Type::kPred:
             return 0;
@@ -112,7 +112,7 @@ constexpr Type bits_of_width(int bytes) {
 std::optional<Type> parse_type(std::string_view name);    // "f32"
 std::optional<Space> parse_space(std::string_view name);  // "shared"
 
-// Runs a function for each lane of a mask, as one vectorisable loop where that is all of them.
+// Runs a function for each lane of a mask. For a full mask the loop is one that compilers vectorise.
 template <typename Function>
 inline __attribute__((always_inline)) void each_lane(uint32_t mask, Function&& function) {
     if (mask == kAllLanes) {

@@ -1,4 +1,4 @@
-// Vector clocks: how much of what each agent has done is known to have happened before.
+// Vector clocks: the time up to which each agent's actions are known to have happened before.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,7 @@
 
 namespace emulator {
 
-// An agent is a warp or an mbarrier: `component` counts them within their cluster. The lanes of a warp have keys of
-// their own, which follow the warp's.
+// A warp or an mbarrier. `component` numbers both within their cluster. Keys of lanes follow their warp's key.
 struct Agent {
     uint32_t cluster, component;
     static constexpr int kLaneBits = 6;
@@ -19,8 +18,8 @@ struct Agent {
     static uint32_t component_of(uint64_t key) { return static_cast<uint32_t>(key) >> kLaneBits; }
 };
 
-// What is known of each agent of any cluster, sorted; of no cluster in particular, so that it can lie in memory. A lane
-// has an entry where more is known of it than of its warp as a whole.
+// A vector clock as (key, time) pairs, sorted by key. Unlike VectorClock it belongs to no cluster, so that it can be
+// kept with global memory. A lane has an entry if more is known of it than of its whole warp.
 using Message = std::vector<std::pair<uint64_t, uint32_t>>;
 
 inline void join(Message& into, const Message& from) {
@@ -47,14 +46,14 @@ inline void join(Message& into, const Message& from) {
     into.swap(merged);
 }
 
-// Dense for the agents of one's own cluster, sparse for their lanes and for other clusters, of which one has heard of
-// few.
+// A vector clock of one cluster. It is dense for the cluster's own agents, and sparse for their lanes and for the
+// agents of other clusters, few of which are known.
 class VectorClock {
   public:
     bool is_empty() const { return own_.empty() && lanes_.empty() && others_.empty(); }
     uint32_t own(uint32_t component) const { return component < own_.size() ? own_[component] : 0; }
     uint32_t other(Agent agent) const { return find(others_, agent.key()); }
-    // The lanes of a warp that are known to have come as far as this, where more is known of them than of the warp.
+    // Returns the lanes of a warp that have entries of their own and are known to have reached `clock`.
     uint32_t own_lanes(Agent warp, uint32_t clock) const { return lanes_in(lanes_, warp, clock); }
     uint32_t other_lanes(Agent warp, uint32_t clock) const { return lanes_in(others_, warp, clock); }
     void raise_own(uint32_t component, uint32_t clock) {
@@ -122,8 +121,8 @@ class VectorClock {
     }
 
     std::vector<uint32_t> own_;
-    Message lanes_;   // of one's own cluster
-    Message others_;  // of other clusters
+    Message lanes_;   // lanes of the own cluster
+    Message others_;  // agents and lanes of other clusters
 };
 
 }  // namespace emulator

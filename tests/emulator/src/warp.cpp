@@ -1,4 +1,4 @@
-// A warp's paths: how its lanes part at branches, meet again and wait for each other.
+// A warp's paths: how its lanes diverge at branches, reconverge, and wait for each other.
 #include <sstream>
 
 #include "cluster.h"
@@ -60,7 +60,7 @@ bool Warp::is_runnable() const {
     return false;
 }
 
-// Takes one of the ready paths, by lot, as the one that runs.
+// Makes a random ready path the running one. Returns false if no path is ready.
 bool Warp::choose_path() {
     int num_ready = 0;
     for (const Path& path : paths_) num_ready += path.state == Path::State::kReady;
@@ -130,14 +130,14 @@ void Warp::run(int64_t budget) {
     executed_ += cluster.clock - start;
 }
 
-// Returns the lanes that come to an .aligned instruction together: those that have not exited, or all 32 where each has
-// a part of a matrix.
+// Returns the lanes that must execute an .aligned instruction together: those that have not exited, or all 32 if each
+// lane holds a fragment of a matrix.
 uint32_t Warp::lanes_of_aligned(const Operation& operation) const {
     const bool has_matrix = operation.type == Class::kTensorCore || operation.type == Class::kMatrixLoad;
     return has_matrix ? kAllLanes : live_;
 }
 
-// False: the path has come to where it waits for others, and is theirs now.
+// Handles the joins at the running path's pc. Returns false if it merges into the path that will arrive there last.
 bool Warp::arrive_at_joins() {
     while (path_.join >= 0 && path_.pc == joins_[path_.join].pc) {
         Join& join = joins_[path_.join];
@@ -221,7 +221,7 @@ Next Warp::exit(uint32_t mask) {
         join.arrived &= ~mask;
         if (join.expected != 0 && join.arrived == join.expected) complete(static_cast<int>(i));
     }
-    for (Path& path : paths_) {  // those who waited for the lanes that have left try again
+    for (Path& path : paths_) {  // paths that waited for these lanes retry
         if (path.state == Path::State::kMembers) path.state = Path::State::kReady;
     }
     if (cta.cluster.order) {
@@ -233,7 +233,7 @@ Next Warp::exit(uint32_t mask) {
     return path_.mask == 0 ? Next::kBlocked : Next::kContinue;
 }
 
-// All lanes that still can come have arrived: they go on as one path, which stands before the join.
+// Merges the lanes of a join, all of which have arrived or exited, into one ready path at the join.
 void Warp::complete(int index) {
     Path path;
     path.mask = joins_[index].expected;
@@ -244,13 +244,13 @@ void Warp::complete(int index) {
     paths_.push_back(path);
 }
 
-// A .sync instruction executes once all live lanes that its mask names are there; false: this path waits for others.
+// Returns true, with all lanes in `mask`, once the live lanes of a .sync instruction's member mask have arrived at it.
 bool Warp::gather_members(const Operation& operation, uint32_t& mask) {
     const uint32_t* const masks = reg<uint32_t>(operation.member_mask);
     const uint32_t named = masks[__builtin_ctz(mask)];
     uint32_t alike = 0;
     each_lane(mask, [&](int lane) { alike |= uint32_t{masks[lane] == named} << lane; });
-    if (alike != mask) {  // groups that do not wait for each other: paths of their own until behind the instruction
+    if (alike != mask) {  // lanes with different masks do not wait for each other: they become separate paths
         path_.join = new_join(path_.pc + 1, path_.mask, path_.join, false);
         Path part = path_;
         part.mask = alike;
@@ -301,7 +301,7 @@ void Warp::arrive_at_barrier(const Operation& operation, uint32_t mask) {
 }
 
 Next Warp::wait_and_retry(Path::State state, uint32_t mask) {
-    Counts& counts = cta.report.operations[path_.pc];  // it counts when it executes for the last time
+    Counts& counts = cta.report.operations[path_.pc];  // only the last execution counts
     --counts.warps;
     counts.lanes -= __builtin_popcount(mask);
     path_.state = state;
@@ -310,7 +310,7 @@ Next Warp::wait_and_retry(Path::State state, uint32_t mask) {
 }
 
 void Warp::retry(Path::State state) {
-    if (path_.mask != 0 && path_.state == state) path_.state = Path::State::kReady;  // it has just begun to wait
+    if (path_.mask != 0 && path_.state == state) path_.state = Path::State::kReady;  // the running path just blocked
     for (Path& path : paths_) {
         if (path.state == state) path.state = Path::State::kReady;
     }

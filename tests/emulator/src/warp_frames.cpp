@@ -1,4 +1,4 @@
-// A warp's frames: registers, special registers and local memory of the functions that its lanes are in.
+// A warp's frames: registers, special registers and local memory of the functions that its lanes execute.
 #include <algorithm>
 
 #include "cluster.h"
@@ -7,7 +7,7 @@
 namespace emulator {
 namespace {
 
-constexpr int64_t kMostLocalBytes = 512 << 10;  // of a thread, as the hardware has it
+constexpr int64_t kMostLocalBytes = 512 << 10;  // of a thread: the hardware's limit
 
 }  // namespace
 
@@ -73,10 +73,10 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                 case Special::kLocalBase:
                     value = frame->local_base + i;
                     break;
-                case Special::kEnvironment:  // upper and lower half of an address
+                case Special::kEnvironment:  // the upper or the lower half of an address
                     value = i == 1 ? launch.grid_workspace >> 32 : launch.grid_workspace & 0xffffffff;
                     break;
-                case Special::kSmid:  // CTAs are dealt to multiprocessors in turn
+                case Special::kSmid:  // CTAs are assigned to SMs round-robin
                     value = (cta.index[0] + launch.grid[0] * (cta.index[1] + uint64_t{launch.grid[1]} * cta.index[2])) %
                             launch.num_sms;
                     break;
@@ -121,7 +121,7 @@ Next Warp::call(const Operation& operation, const Call* const* calls, uint32_t m
         base_ = path_.frame->registers.get();
         return Next::kJumped;
     }
-    // Lanes that do not call, and those that call other functions, are paths of their own up to what follows the call.
+    // Lanes that do not call, and lanes that call different functions, are separate paths until after the call.
     path_.join = new_join(path_.pc + 1, path_.mask, path_.join, false);
     if (mask != path_.mask) {
         Path passing = path_;
@@ -142,7 +142,7 @@ Next Warp::call(const Operation& operation, const Call* const* calls, uint32_t m
     return Next::kBlocked;
 }
 
-// Puts a path at the beginning of a function, in a frame with its parameters.
+// Moves a path to the beginning of a function, in a new frame with the call's arguments.
 void Warp::enter(Path& path, const Operation& operation, const Call& call) {
     Frame* caller = path.frame;
     path.frame = new_frame(*call.callee, caller, &operation, &call);

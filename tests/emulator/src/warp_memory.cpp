@@ -1,4 +1,4 @@
-// A warp's accesses to memory: checks, counters, and asynchronous copies.
+// A warp's memory accesses: checks, counters, and cp.async.
 #include <algorithm>
 #include <array>
 #include <sstream>
@@ -125,9 +125,8 @@ void Warp::fail_access(Space space, uint64_t address, int bytes, int lane, bool 
     throw Fault("out-of-bounds", text.str(), lane);
 }
 
-// Shared memory serves a request in wavefronts of 128 bytes at most, one 4-byte word of each of 32 banks; lanes that
-// want the same word share it. Requests of 8 or 16 bytes a lane are served half and quarter warp by half and quarter
-// warp.
+// Shared memory serves a request in wavefronts of at most one 4-byte word from each of 32 banks. Lanes that access the
+// same word share it. A request of 8 or 16 bytes per lane is served in two half warps or four quarter warps.
 void Warp::count_memory(const Operation& operation, Space space, const uint64_t* addresses, int bytes, uint32_t mask) {
     Counts& counts = cta.report.operations[&operation - cta.launch.program->operations.data()];
     uint64_t first = addresses[__builtin_ctz(mask)];
@@ -165,8 +164,8 @@ void Warp::count_memory(const Operation& operation, Space space, const uint64_t*
     }
 }
 
-// A copy lands at once, when it is waited for, or somewhere between. Until then its destination holds neither what was
-// there nor what will be: it is poisoned, so that an instruction that reads it too early, or writes it, is found.
+// A copy lands at once, when it is waited for, or at a random moment between. Until then its destination is poisoned,
+// which reveals an instruction that reads it too early.
 void Warp::start_copy(const AsyncCopy& copy) {
     const uint32_t fate = cta.random.below(4);
     copies_.push_back(copy);
@@ -212,7 +211,7 @@ void Warp::commit_group(uint32_t mask) {
     each_lane(mask, [&](int lane) { ++committed_[lane]; });
 }
 
-// The lanes' part of each copy that `is_done` says of (copy, lane) lands.
+// Lands the part of each copy and each of these lanes for which is_done(copy, lane) is true.
 template <typename Predicate>
 void Warp::land_copies(uint32_t mask, Predicate&& is_done) {
     for (size_t i = 0; i < copies_.size();) {

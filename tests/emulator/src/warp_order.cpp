@@ -1,4 +1,4 @@
-// A warp's part in the happens-before order, and what is said of accesses that it does not order.
+// Connects a warp with the race detector, and writes the messages for races.
 #include <sstream>
 
 #include "cluster.h"
@@ -10,7 +10,7 @@ uint32_t Warp::number() const {
     return cta.rank * static_cast<uint32_t>(cta.warps().size()) + static_cast<uint32_t>(index_);
 }
 
-// Lanes that have just parted or met begin to be in step.
+// After lanes have diverged or reconverged, a new interval begins in which they are in step.
 Lanes Warp::acting(uint32_t mask) {
     if (path_.in_step != path_.mask) {
         path_.in_step = path_.mask;
@@ -34,7 +34,7 @@ void Warp::touch(const Located& at, int bytes, int lane, bool is_write, const st
     }
 }
 
-// Once for each instruction: the clock goes on with it.
+// Logs one write for each instruction: the cluster's clock is the same for all of its lanes.
 void Warp::log_write(uint64_t address) {
     if (std::exchange(logged_at_, cta.cluster.clock) == cta.cluster.clock) return;
     WriteLog& log = *cta.launch.write_log;
@@ -46,7 +46,7 @@ void Warp::log_write(uint64_t address) {
 
 namespace {
 
-// Shared memory of all CTAs of the cluster in one.
+// Returns a key for the address of a strong access; in shared memory it includes the CTA's rank.
 uint64_t location_of(const Located& at) {
     return at.space == Space::kShared ? uint64_t{at.owner->rank} << 32 | at.address : at.address;
 }
@@ -68,7 +68,7 @@ void Warp::acquire(const Located& at, int lane) {
     order->read(acting(1u << lane), at.space == Space::kShared, location_of(at), operation.order, operation.scope);
 }
 
-// cp.async: an operation that reads global and writes shared memory, each lane its part.
+// Reports a cp.async to the race detector: one operation with a read of global and a write of shared memory per lane.
 void Warp::follow(const AsyncCopy& copy) {
     HappensBefore& order = *cta.cluster.order;
     UnorderedCopy followed{order.start(Proxy::kGeneric), copy.mask, copy.serial, {}};
@@ -99,8 +99,8 @@ void Warp::order_copies(uint32_t mask, uint32_t most_pending) {
     unordered_copies_.resize(kept);
 }
 
-// An mbarrier has been told of the first copies of a lane. They may be waited for by their group all the same, and
-// stay until this warp knows in some way that they are complete.
+// Makes a lane's first `count` copies count for the current phase of an mbarrier. The lane may also wait for their
+// group, so that a copy stays recorded until this warp knows that it is complete.
 void Warp::order_first_copies(int lane, uint64_t count, const Cta& owner, const Mbarrier& mbarrier) {
     size_t kept = 0;
     for (UnorderedCopy& copy : unordered_copies_) {

@@ -16,7 +16,7 @@ constexpr uint32_t kPoison = 0xffffffff;  // NaN, also of fp16
 
 }  // namespace
 
-// Lane 4g + t has, of each 8 columns, columns 2t and 2t + 1 of rows g and g + 8; in fp16, two to a register.
+// In every 8 columns, lane 4g + t holds columns 2t and 2t + 1 of rows g and g + 8; fp16 has two elements per register.
 void WgmmaSums::load(int element, const uint32_t* lanes) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
         const int parts = is_half ? 2 : 1;
@@ -77,7 +77,7 @@ void WgmmaUnit::read(Register& state) const {
     }
 }
 
-// An accumulator that has another name by now may be overwritten in this one.
+// A register may be overwritten if its accumulator in flight has another name.
 void WgmmaUnit::write(Frame* frame, const TrackedRegister& reg) {
     Register& to = state(frame, reg);
     if (to.sums != nullptr) {
@@ -133,7 +133,7 @@ void WgmmaUnit::leave(Frame* frame) {
     last_frame_ = nullptr;
 }
 
-// The accumulators of an instruction: those that are under way already, or what the registers hold.
+// Returns the accumulators of an instruction: those in flight in its registers, or new ones with the registers' values.
 WgmmaSums& WgmmaUnit::sums_of(const TrackedAccess& access, const WgmmaSums& form, Frame* frame) {
     WgmmaSums* const known = state(frame, access.writes[0]).sums;
     for (size_t i = 0; i < access.writes.size(); ++i) {
@@ -196,7 +196,7 @@ void WgmmaUnit::issue(const Operation& operation, const WgmmaSums& form, WgmmaCo
     }
     WgmmaSums& sums = sums_of(access, form, frame);
     sums.last = number;
-    // The registers that are named now are the accumulators; other names stand for what was there before.
+    // From now on only the registers that this instruction names hold the accumulators; other names become stale.
     const auto is_other = [&](const WgmmaSums::Name& name) {
         return name.frame != frame || access.writes[name.element].slot != name.reg.slot;
     };
@@ -222,7 +222,7 @@ void WgmmaUnit::follow(AsyncId id) {
     log.parts[index][warp % 4] = id;
 }
 
-// Those before it come first.
+// Performs a multiplication, and before it all earlier ones.
 void WgmmaUnit::perform(uint64_t number) {
     for (Multiplication& multiplication : pending_) {
         if (multiplication.number > number) break;

@@ -1,9 +1,9 @@
-// The asynchronous matrix multiplications of a warp: which registers they hold, their groups, and their order.
+// The wgmma instructions in flight in a warp: their registers, their groups, and their order.
 //
-// Each warp of a warpgroup computes its 16 of the 64 rows by itself. A multiplication reads shared memory at a moment
-// that the AsyncEngine chooses, in the order in which the warp issued them. Its accumulators live here, not in the
-// registers, until wgmma.wait_group covers it: until then the registers are poisoned, and an instruction that touches
-// them is an error. A mov between registers gives a value that is under way another name, as it does for ptxas.
+// Each warp of a warpgroup computes 16 of the 64 rows. The multiplications of a warp are performed in the order of
+// issue, at moments that the AsyncEngine chooses; only then do they read shared memory. Until wgmma.wait_group covers a
+// multiplication, its accumulators are stored here. Their registers are poisoned, and an instruction that touches them
+// is an error. As for ptxas, a mov gives an accumulator in flight another name.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace emulator {
 
-// What the four warps have issued, so that they can be compared.
+// The instructions that the four warps of a warpgroup have issued, for comparison.
 struct WarpgroupLog {
     struct Entry {
         const Operation* operation;
@@ -25,63 +25,63 @@ struct WarpgroupLog {
         bool adds;  // scale-d
     };
     std::deque<Entry> entries;
-    uint64_t first = 0;         // number of the entry in front
-    uint64_t position[4] = {};  // of each warp
-    // Of each multiplication that not every warp has waited for, what the race detector knows the warps' parts as.
+    uint64_t first = 0;         // number of entries.front()
+    uint64_t position[4] = {};  // number of each warp's next entry
+    // The race detector's ids of the four warps' parts, for each multiplication that some warp has not waited for.
     std::deque<std::array<AsyncId, 4>> parts;
-    uint64_t first_part = 1;  // number of the multiplication in front
+    uint64_t first_part = 1;  // number of the multiplication of parts.front()
 };
 
-// Accumulators of one warp that are under way: 16 rows by `columns`.
+// Accumulators of one warp that are in flight: 16 rows by `columns`.
 struct WgmmaSums {
     struct Name {
         Frame* frame;
         TrackedRegister reg;
-        int element;  // of a lane's
+        int element;  // number of the accumulator register in the instruction
     };
-    int columns, depth;  // of the multiplications' shape
+    int columns, depth;  // N and K of the instruction
     bool is_half, is_integer;
     std::vector<float> values;
     std::vector<int32_t> integers;
-    std::vector<Name> names;  // the registers that stand for them
-    uint64_t last;            // number of the last multiplication into them
+    std::vector<Name> names;  // the registers that hold them
+    uint64_t last;            // number of the last multiplication that adds to them
 
-    int lane_elements() const { return columns / (is_half ? 4 : 2); }  // registers
-    void load(int element, const uint32_t* lanes);                     // a register's 32 values
+    int lane_elements() const { return columns / (is_half ? 4 : 2); }  // accumulator registers of a lane
+    void load(int element, const uint32_t* lanes);                     // `lanes`: the 32 values of a register
     void store(int element, uint32_t* lanes) const;
 };
 
-// What the unit asks of the instruction: compute, when the time has come.
+// Computes one multiplication. The unit calls it when the multiplication is performed.
 using WgmmaCompute = std::function<void(WgmmaSums& sums)>;
 
 class WgmmaUnit {
   public:
     explicit WgmmaUnit(Warp& warp) : warp_(warp) {}
 
-    // Of wgmma.mma_async: checks its registers, and starts it. `form`: an empty one of the shape that it has.
+    // Starts a wgmma.mma_async after checking its registers. `form` has the shape of its accumulators and no values.
     void issue(const Operation& operation, const WgmmaSums& form, WgmmaCompute compute);
-    // What the race detector knows the last one as.
+    // Sets the race detector's id of the multiplication that was issued last.
     void follow(AsyncId id);
     void fence() { ++num_fences_; }
     void commit();
-    // Multiplications are the warpgroup's: who has waited knows that all four warps' parts are over, unless launches
-    // have `wgmma_waits_by_warp`. False: another warp has not issued its part yet, and `retry` will tell.
+    // Waits for the parts of all four warps, or with `wgmma_waits_by_warp` for this warp's own part. Returns false if
+    // another warp has not issued its part yet; the path is then retried after the next issue.
     bool wait(uint32_t most_pending);
     bool waits_for_others = false;
-    void check_warpgroup() const;  // all its warps are there, and this one is whole
-    // What the warp executes of the warpgroup's common instructions is compared with the other warps'.
+    void check_warpgroup() const;  // a Fault unless the warpgroup has 4 full warps and no lane of this one has exited
+    // Compares an instruction that the whole warpgroup must execute with what the other warps executed.
     void log(const WarpgroupLog::Entry& entry);
-    // Before an operation that has `tracked` executes.
+    // Called before an operation that accesses tracked registers executes.
     void touch(const Operation& operation, uint32_t mask);
-    void leave(Frame* frame);  // its function returns
+    void leave(Frame* frame);  // called when its function returns
 
   private:
     struct Register {
-        WgmmaSums* sums = nullptr;  // it stands for one of these, at `element`
+        WgmmaSums* sums = nullptr;  // it holds element `element` of these accumulators in flight
         int element = 0;
-        bool is_stale = false;    // it was a name of sums that have been added to since under another
-        uint64_t input_of = 0;    // number of the last multiplication that has it in A
-        uint64_t written_at = 0;  // number of the fence that has to follow the last write
+        bool is_stale = false;    // it held an accumulator that has since been added to under another name
+        uint64_t input_of = 0;    // number of the last multiplication that reads it as part of A
+        uint64_t written_at = 0;  // number of the wgmma.fence that must follow its last write
     };
     struct Multiplication {
         uint64_t number;
@@ -100,15 +100,15 @@ class WgmmaUnit {
     void complete(uint64_t number);
     template <typename Function>
     void each_of_warpgroup(Function&& function) const;
-    bool tells_of(int warp) const;  // of the warpgroup: that a wait of this warp covers its part
+    bool tells_of(int warp) const;  // true: a wait by this warp covers that warp's part
 
     Warp& warp_;
     std::unordered_map<Frame*, std::vector<Register>> registers_;
-    Frame* last_frame_ = nullptr;  // whose registers were looked at last
+    Frame* last_frame_ = nullptr;  // a cache of the last lookup in `registers_`
     std::vector<Register>* last_registers_ = nullptr;
     std::vector<std::unique_ptr<WgmmaSums>> sums_;
-    std::deque<Multiplication> pending_;  // not covered by a wait
-    std::deque<uint64_t> groups_;         // number of the last multiplication of each
+    std::deque<Multiplication> pending_;  // those that no wait covers yet
+    std::deque<uint64_t> groups_;         // number of the last multiplication of each committed group
     uint64_t issued_ = 0, performed_ = 0, completed_ = 0;
     uint64_t num_fences_ = 0;
 };

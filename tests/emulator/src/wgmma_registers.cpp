@@ -1,4 +1,4 @@
-// Which registers of a function wgmma uses, and which operations access them.
+// Finds the registers of a function that wgmma uses, and the operations that access them.
 #include <algorithm>
 #include <unordered_map>
 
@@ -35,7 +35,7 @@ void track_wgmma_registers(Program& program, FunctionCode& code, const std::vect
         for (const Slot slot : accesses[i].writes) track(slot);
     }
     if (ids.empty()) return;
-    for (bool changed = true; changed;) {  // the names that moves give to the same value
+    for (bool changed = true; changed;) {  // movs give the same value other names
         changed = false;
         for (const size_t i : moves) {
             const Slot from = accesses[i].reads[0], to = accesses[i].writes[0];

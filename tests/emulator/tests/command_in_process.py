@@ -1,4 +1,4 @@
-"""``python -m emulator`` without a process of its own, which would import torch: for calls that run no script."""
+"""Runs ``python -m emulator`` in this process, which saves the import of torch, for calls that run no script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emulator import __main__
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """What the command prints, and its exit code."""
+    """Runs the command, and returns its output and exit code."""
     words = [str(argument) for argument in arguments]
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = mock.patch.object(sys, "argv", ["emulator", *words])
@@ -21,7 +21,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
             __main__.main()
         except SystemExit as end:
             code = end.code
-    if isinstance(code, str):  # Python prints it, and exits with 1
+    if isinstance(code, str):  # Python would print it and exit with 1
         err.write(code)
         code = 1
     return subprocess.CompletedProcess(words, code or 0, out.getvalue(), err.getvalue())

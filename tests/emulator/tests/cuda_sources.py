@@ -1,4 +1,4 @@
-"""The kernels of cuda/ as modules of the emulator. Not a test module."""
+"""Loads the kernels of cuda/ as modules of the emulator. Not a test module."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="no nvcc: see setup.py")
 
 @functools.cache
 def load(name: str, arch: str) -> Module:
-    """The module of one source, compiled for ``arch``."""
+    """Returns the module of a source, compiled for ``arch``."""
     return Module(compile_ptx(Path(__file__).parent / "cuda" / f"{name}.cu", arch))

@@ -1,4 +1,4 @@
-"""Kernels in PTX for the tests of copies by hardware."""
+"""PTX kernels for the tests of bulk and tensor copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = """.version 8.6
     ret;
 }}"""
 
-# All threads copy the box's words from (or to) global memory at %rd1, which they advance.
+# All threads copy the box's 4-byte words to or from global memory at the pointer.
 COPY = """
     mul.lo.u32 %r50, %r0, 4; add.u32 %r50, %r50, %r1; mul.wide.u32 %rd30, %r0, 4; add.u64 %rd30, %rd30, {pointer};
     mov.u32 %r51, %r0;
@@ -43,8 +43,8 @@ def copy_in(pointer: str, size: int) -> str:
 
 
 def build(body: str, shared: int, pointers: int = 1, integers: int = 0, *, has_map: bool = True) -> Module:
-    """A kernel `k` of one warp: a tensor map's address in %rd0, pointers in %rd1, …, integers in %r10, …; the thread in
-    %r0, `shared` bytes of shared memory at %r1, 8 for an mbarrier at %r2; %p1: is not thread 0."""
+    """Returns a module with a kernel `k` for one warp. %rd0 holds a tensor map's address, %rd1, … pointers, %r10, …
+    integers, %r0 the thread, %r1 the address of `shared` bytes, %r2 that of an mbarrier; %p1 is false in thread 0."""
     parameters = [".param .align 64 .b8 map[128]"] if has_map else []
     loads = ["mov.b64 %rd0, map; cvta.param.u64 %rd0, %rd0;"] if has_map else []
     for i in range(pointers):

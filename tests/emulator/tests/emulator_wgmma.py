@@ -1,4 +1,4 @@
-"""Operands of wgmma as the manual has them, written once more, and kernels of one instruction. Not a test module."""
+"""The manual's operand layouts of wgmma, implemented independently, and kernels with one wgmma. Not a test module."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DTYPES = {
     "s8": torch.int8,
     "u8": torch.uint8,
 }
-MODES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of the swizzle, and the descriptor's code for it
+MODES = {0: 0, 128: 1, 64: 2, 32: 3}  # bytes of the swizzle to the descriptor's code
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a matrix of ``rows`` (of M or N) by 32 bytes of K in shared memory.
+    """The layout in shared memory of a matrix of ``rows`` (of M or N) by 32 bytes of K.
 
-    The canonical layouts of the manual, in units of 16 bytes; ``leading`` and ``stride`` in bytes.
+    It is one of the manual's canonical layouts of 16-byte chunks. ``leading`` and ``stride`` are in bytes.
     """
 
     swizzle: int  # 0, 32, 64, 128
@@ -36,11 +36,11 @@ class Layout:
     width: int  # bytes of an element
     leading: int
     stride: int
-    start: int = 0  # within the first row of the pattern, a multiple of 32 for K-major
-    pattern: int = 0  # where the pattern starts, a multiple of 128
+    start: int = 0  # offset in the first row of the pattern; for K-major a multiple of 32
+    pattern: int = 0  # offset of the swizzle pattern, a multiple of 128
 
     def offset(self, row: int, k: int) -> int:
-        """Bytes from the beginning of the dynamic shared memory to an element."""
+        """Returns the offset of an element in dynamic shared memory, in bytes."""
         per_unit = 16 // self.width
         if self.mn_major:
             unit, inside = divmod(row, per_unit)
@@ -54,7 +54,7 @@ class Layout:
             between = 16 if self.swizzle else self.leading
             at = unit * between + row % 8 * max(self.swizzle, 16) + row // 8 * self.stride
         at += self.start
-        # Swizzle<b, 4, 3>: bits 4 … 4 + b change with those three places above them.
+        # Swizzle<b, 4, 3>: xors bits 4 to 3 + b with bits 7 to 6 + b.
         bits = {0: 0, 32: 1, 64: 2, 128: 3}[self.swizzle]
         for bit in range(bits):
             if at >> (7 + bit) & 1:
@@ -63,14 +63,14 @@ class Layout:
 
     @property
     def descriptor(self) -> int:
-        """With the base offset that a pattern needs that does not start at a multiple of its size."""
+        """The matrix descriptor. Its base offset is not 0 if the pattern does not start at a multiple of its size."""
         base = self.pattern >> 7 & (max(self.swizzle // 16, 1) - 1)
         start = self.pattern + self.start
         fields = (start >> 4) | (self.leading >> 4) << 16 | (self.stride >> 4) << 32 | base << 49
         return fields | MODES[self.swizzle] << 62
 
     def place(self, matrix: Tensor, memory: Tensor) -> None:
-        """Write the matrix's bytes (rows x K) into ``memory`` (uint8)."""
+        """Writes the matrix, [rows, K], into ``memory`` (uint8)."""
         raw = matrix.contiguous().view(torch.uint8).view(*matrix.shape, self.width)
         at = [[self.offset(row, k) for k in range(matrix.shape[1])] for row in range(matrix.shape[0])]
         index = torch.tensor(at)[:, :, None] + torch.arange(self.width)
@@ -79,13 +79,13 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """Upper bound on the bytes that it covers."""
+        """An upper bound of the offsets that it covers."""
         return self.pattern + self.start + 1024 + self.rows // 8 * max(self.leading, self.stride, 256)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One wgmma.mma_async."""
+    """The shape, types, layouts and modifiers of a wgmma.mma_async."""
 
     columns: int
     a: str
@@ -123,11 +123,10 @@ class Form:
 
 
 def kernel(form: Form, body: str | None = None) -> Module:
-    """Copies ``bytes`` from ``memory`` to shared memory, loads accumulators and A's registers, multiplies, stores.
+    """Returns a kernel that copies ``bytes`` of ``memory`` to shared memory, multiplies, and stores the accumulators.
 
-    Parameters: memory, bytes, registers of A, descriptors of A and B as if it began at 0, sums (in and
-    out), scale-d.
-    ``body`` replaces the part from the fence to the wait; ``{mma}`` stands for the instruction.
+    Its parameters: memory, bytes, registers of A, descriptors of A and B for shared memory at address 0, sums (in and
+    out), scale-d. ``body`` replaces the instructions from the fence to the wait; ``{mma}`` in it is the wgmma.
     """
     sums = ", ".join(f"%f{i}" for i in range(form.registers))
     a = "{%r10, %r11, %r12, %r13}" if form.layout_a is None else "%rd10"
@@ -173,7 +172,7 @@ def bytes_of(matrix: Tensor) -> Tensor:
 
 
 def fragment_of_a(a: Tensor, width: int) -> Tensor:
-    """[128, 4] registers: thread 32 w + 4 g + t has rows 16 w + g and 16 w + g + 8; two of them from byte 16 on."""
+    """Returns A's registers, [128, 16] bytes: thread 32 w + 4 g + t holds parts of rows 16 w + g and 16 w + g + 8."""
     raw = bytes_of(a).view(64, 32)
     out = torch.zeros(128, 4, 4, dtype=torch.uint8)
     for warp, g, t in itertools.product(range(4), range(8), range(4)):
@@ -185,7 +184,7 @@ def fragment_of_a(a: Tensor, width: int) -> Tensor:
 
 
 def sum_places(columns: int) -> tuple[Tensor, Tensor]:
-    """(row, column) of each of a thread's sums: pairs of neighbours, rows 8 apart, columns 8 apart."""
+    """Returns the rows and the columns of the accumulators of each thread, both [128, columns / 2]."""
     rows, places = [], []
     for thread in range(128):
         warp, lane = divmod(thread, 32)
@@ -199,9 +198,9 @@ def sum_places(columns: int) -> tuple[Tensor, Tensor]:
 def run(
     form: Form, a: Tensor, b: Tensor, c: Tensor, body: str | None = None, seed: int = 0, **options: object
 ) -> tuple[Tensor, Report]:
-    """D and what was counted; ``a``: 64 x K, ``b``: N x K, ``c``: 64 x N in the type of the sums."""
+    """Returns D, [64, N], and the report. ``a``: [64, K], ``b``: [N, K], ``c``: [64, N] in the type of the sums."""
     assert form.layout_b is not None
-    if form.layout_a is not None:  # B comes behind A
+    if form.layout_a is not None:  # places B after A
         behind = -(-form.layout_a.end // 1024) * 1024
         form = replace(form, layout_b=replace(form.layout_b, pattern=form.layout_b.pattern + behind))
     assert form.layout_b is not None

@@ -1,4 +1,4 @@
-"""The CUDA driver's functions, with the types that C gives them, on the emulator. Not a test module."""
+"""A fake CUDA driver with the C signatures of the real one, which runs kernels on the emulator. Not a test module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_driver import Driver
 
 
 class FakeDriver:
-    """The driver's functions with the types that C gives them. The kernel runs on the emulator."""
+    """The driver's functions as ctypes callbacks. Kernels run on the emulator."""
 
     def __init__(self) -> None:
         self.modules: dict[int, Module] = {}
@@ -76,5 +76,5 @@ class FakeDriver:
 @pytest.fixture
 def fake() -> Iterator[tuple[Driver, FakeDriver]]:
     library = FakeDriver()
-    with allocations.tracked():  # what the driver knows as memory of the device
+    with allocations.tracked():  # tracked memory stands for device memory
         yield Driver(types.SimpleNamespace(**vars(library)), device="cpu"), library

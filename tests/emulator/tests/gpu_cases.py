@@ -1,6 +1,6 @@
-"""Small kernels, one instruction or a few each, and by how much a GPU's results may differ from the emulator's.
+"""Kernels of a few instructions, with bounds for the difference between a GPU's and the emulator's results.
 
-Not a test module. `CASES` take three words of 64 bits a thread and give one; `ATOMICS` change a few cells.
+Not a test module. In `CASES`, each thread reads three 64-bit words and writes one; `ATOMICS` update a few cells.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ HEADER = ".version {version}\n.target {target}\n.address_size 64\n"
 
 @dataclass(frozen=True)
 class Bound:
-    """Of |GPU's result - exact result|, as the PTX manual states it: the sum of the parts."""
+    """A bound of |GPU's result - exact result| from the PTX manual: the sum of the three fields."""
 
     relative: float = 0.0
-    ulps: float = 0.0  # of the result's type
+    ulps: float = 0.0  # units in the last place of the result's type
     absolute: float = 0.0
 
 
 EXACT = None
 
-# How a result of each kind gets into the 64 bits that a thread stores, and what the tensor of them is viewed as.
+# For each kind of result: the PTX that moves it into the 64-bit word that a thread stores, and the dtype to view it as.
 RESULTS: dict[str, tuple[str, torch.dtype]] = {
     "b32": ("cvt.u64.u32 %rd7, %r7;", torch.int64),
     "b64": ("", torch.int64),
@@ -42,15 +42,15 @@ RESULTS: dict[str, tuple[str, torch.dtype]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``body`` has its operands in %r1 to %r3, %rd1 to %rd3 (all 64 bits), %f1 to %f3, %d1 to %d3 and %h1 to %h3, and
-    leaves its result in number 7 of the registers of its kind."""
+    """A kernel of a few instructions. ``body`` has its operands in %r1 to %r3, %rd1 to %rd3 (all 64 bits), %f1 to %f3,
+    %d1 to %d3 and %h1 to %h3, and leaves its result in register 7 of the result's kind."""
 
     name: str
     body: str
     result: str
-    operands: str  # "bits", "f32", "f64", "f16" or "bf16": what fills the words
+    operands: str  # the type of the operands: "bits", "f32", "f64", "f16" or "bf16"
     bound: Bound | None = EXACT
-    domain: tuple[float, float] | None = None  # of all operands
+    domain: tuple[float, float] | None = None  # limits of all operands; None: all values
     target: str = "sm_80"
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def special_values(kind: str) -> Tensor:
 
 
 def operand(kind: str, domain: tuple[float, float] | None, generator: torch.Generator) -> Tensor:
-    """THREADS x CTAS words of 64 bits: numbers of many magnitudes, and special ones."""
+    """Returns [THREADS * CTAS] 64-bit words with numbers of many magnitudes and special values."""
     count = THREADS * CTAS
     if kind == "bits":
         words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator)
@@ -118,7 +118,7 @@ def operand(kind: str, domain: tuple[float, float] | None, generator: torch.Gene
 
 
 def simple(operands: str, result: str, *bodies: str, **options: Any) -> list[Case]:
-    """Cases that are named by what writes their result: ``add.s32 %r7, %r1, %r2;`` is ``add.s32``."""
+    """Returns a case for each body, named by the opcode that writes the result: ``add.s32`` for ``add.s32 %r7, …;``."""
     found = []
     for body in bodies:
         steps = [words for step in body.split(";") if len(words := step.split()) > 1]
@@ -312,13 +312,13 @@ WARP = [
         "setp.lt.s32 %p1, %r1, 0; vote.sync.ballot.b32 %r7, %p1, -1;",
         "setp.eq.s32 %p1, %r1, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 %r7, 1, 0, %p2;",
         "and.b32 %r2, %r1, 7; match.any.sync.b32 %r7, %r2, -1;",
-        # In every second warp the lanes differ.
+        # The lanes' values differ in every second warp.
         "shr.u32 %r2, %r11, 5; and.b32 %r2, %r2, %r10; and.b32 %r2, %r2, 1; match.all.sync.b32 %r7|%p1, %r2, -1;",
         *with_types("redux.sync.TYPE %r7, %r1, -1;", "add.s32", "min.s32", "max.u32"),
-        # One bit of each lane, or all others.
+        # Each lane sets one bit, or all bits but one.
         *with_types(f"{ONE_BIT} redux.sync.TYPE %r7, %r2, -1;", "or.b32", "xor.b32"),
         f"{ONE_BIT} not.b32 %r2, %r2; redux.sync.and.b32 %r7, %r2, -1;",
-        # Half of the lanes, which have parted from the others.
+        # Half of the lanes execute it, after they have diverged from the others.
         "and.b32 %r2, %r10, 1; setp.eq.u32 %p1, %r2, 0; mov.u32 %r7, 0; @!%p1 bra DONE;\n"
         "shfl.sync.down.b32 %r7, %r1, 2, 0x1f, 0x55555555;\nDONE:",
     )
@@ -355,7 +355,7 @@ CASES = INTEGER + FLOAT + HALF + CONVERSION + APPROXIMATE + WARP + MEMORY
 
 @dataclass(frozen=True)
 class AtomicCase:
-    """Each thread does ``instruction`` on one of 8 cells, at [%rd1], with a small number in %r1, %f1, %d1."""
+    """A kernel whose threads update one of 8 cells each, at [%rd1], with a small number in %r1, %f1, %d1 and %rd2."""
 
     instruction: str
     target: str = "sm_80"
@@ -378,7 +378,7 @@ class AtomicCase:
 }}"""
 
 
-# The order of the threads has no influence on what is left: sums are of small integers.
+# The order of the threads does not change the results, because sums are of small integers.
 ATOMICS = [
     *(AtomicCase(f"red.global.{op}.{kind} [%rd1], %r1;") for op in ("add", "min", "max") for kind in ("s32", "u32")),
     *(AtomicCase(f"red.global.{op}.b32 [%rd1], %r1;") for op in ("and", "or", "xor")),

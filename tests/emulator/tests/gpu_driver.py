@@ -1,4 +1,4 @@
-"""PTX on a GPU through the driver's API, with the same arguments as `emulator.Module.launch` has. Not a test module."""
+"""Runs PTX on a GPU through the driver API, with the arguments of `emulator.Module.launch`. Not a test module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emulator.module import convert
 
 Handle, Unsigned, Pointers = ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)
 
-# CUDA Driver API: what each function takes after its name; all return a CUresult.
+# Argument types of functions of the CUDA driver API, all of which return a CUresult.
 SIGNATURES: dict[str, list[Any]] = {
     "cuModuleLoadDataEx": [Pointers, ctypes.c_char_p, Unsigned, ctypes.POINTER(ctypes.c_int), Pointers],
     "cuModuleUnload": [Handle],
@@ -31,20 +31,20 @@ SIGNATURES: dict[str, list[Any]] = {
     ],
     "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
 }
-JIT_ERROR_LOG, JIT_ERROR_LOG_BYTES = 5, 6  # of CUjit_option
-MOST_DYNAMIC_SHARED_BYTES = 8  # of CUfunction_attribute
+JIT_ERROR_LOG, JIT_ERROR_LOG_BYTES = 5, 6  # values of CUjit_option
+MOST_DYNAMIC_SHARED_BYTES = 8  # a value of CUfunction_attribute
 PARAMETERS, PARAMETER_BYTES, END = 1, 2, 0  # CU_LAUNCH_PARAM_…, in the list ``extra`` of cuLaunchKernel
 
 
 def relocated(packed: bytes, addresses: Mapping[int, int]) -> bytes:
-    """A struct with each pointer to the start of a tensor replaced by where the tensor is on the GPU."""
+    """Replaces each pointer to a tensor in a struct by the tensor's address on the GPU."""
     words = struct.iter_unpack("<Q", packed[: len(packed) // 8 * 8])
     moved = b"".join(struct.pack("<Q", addresses.get(word, word)) for (word,) in words)
     return moved + packed[len(moved) :]
 
 
 class Driver:
-    """``library``: libcuda, or what has its functions. Torch must have made the context of ``device``."""
+    """The driver API. ``library``: libcuda or a fake. Torch must have created the context of ``device``."""
 
     def __init__(self, library: Any = None, device: str = "cuda") -> None:
         self.library = ctypes.CDLL("libcuda.so.1") if library is None else library
@@ -61,7 +61,7 @@ class Driver:
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({result})")
 
     def load(self, ptx: str) -> Handle:
-        """A module; what the driver's compiler has to say is in the error."""
+        """Loads a module. Raises RuntimeError with the log of the driver's compiler."""
         log = ctypes.create_string_buffer(8192)
         options = (ctypes.c_int * 2)(JIT_ERROR_LOG, JIT_ERROR_LOG_BYTES)
         values = (ctypes.c_void_p * 2)(ctypes.addressof(log), len(log))
@@ -85,7 +85,7 @@ class Driver:
     ) -> None:
         """Copies the CPU tensors in ``args`` and ``memory`` to the GPU, runs the kernel, and copies them back.
 
-        Structs (``bytes``) point to tensors of ``memory`` by their addresses in the host's memory.
+        Pointers in structs (``bytes``) are host addresses of tensors in ``memory``.
         """
         mapped = [argument.tensor for argument in args if isinstance(argument, TensorMap)]
         tensors = [*memory, *mapped, *(argument for argument in args if isinstance(argument, Tensor))]
@@ -106,12 +106,12 @@ class Driver:
             tensor.copy_(copies[tensor.data_ptr()])
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """With the same strides."""
+        """Returns a copy on the device with the same strides."""
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         return copy.copy_(tensor)
 
     def encoded(self, map: TensorMap, address: int) -> bytes:
-        """The map that the driver makes of the same box, of the tensor's copy."""
+        """Returns the driver's encoding of the same box of the tensor's copy at ``address``."""
         fields = map.fields
         storage = ctypes.create_string_buffer(128 + 64)
         place = -(-ctypes.addressof(storage) // 64) * 64
@@ -152,14 +152,14 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The machine's."""
+    """Returns the driver of this machine."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context
     return Driver()
 
 
 def has_gpu_for(target: str) -> bool:
-    """Whether there is a GPU that is no older than a target, and none but that one where no other takes it (sm_90a)."""
+    """Returns True if the machine's GPU can run a target: it is no older, or for ``sm_90a`` it is the same."""
     if not torch.cuda.is_available():
         return False
     needed, found = (int(target[3]), int(target[4])), torch.cuda.get_device_capability()

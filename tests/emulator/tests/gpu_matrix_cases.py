@@ -1,4 +1,4 @@
-"""Products of fragments on tensor cores, and by how much a GPU's may differ from the emulator's. Not a test module."""
+"""Tensor-core products, with bounds for the difference between a GPU and the emulator. Not a test module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpu_cases import HEADER
 
 @dataclass(frozen=True)
 class MatrixCase:
-    """``mma.sync`` of one warp. ``registers``: 32-bit ones of a, b, c and d. ``bound``: of |error| / sum of |a * b|
-    plus |c|, None where results are exact."""
+    """An ``mma.sync`` of one warp. ``registers``: the numbers of 32-bit registers of a, b, c and d. ``bound`` limits
+    |error| / (sum of |a * b| + |c|); None: results are exact."""
 
     opcode: str
     kind: str  # of a and b
@@ -56,8 +56,8 @@ class MatrixCase:
 
 
 def matrix_cases() -> list[MatrixCase]:
-    """Bounds: products are exact; hardware aligns them to the largest, cuts off below 24 bits (13 for fp8 on Hopper)
-    and adds k + 1 of them, so that each may lose one unit there; a sum in f16 is rounded to 11 bits at the end."""
+    """Returns the cases. Their bounds: hardware aligns the exact products to the largest and truncates them to 24 bits
+    (13 for fp8 on Hopper), so that each of k + 1 terms may lose one unit there; an f16 sum is rounded to 11 bits."""
     table: list[tuple[str, str, str, tuple[int, int, int, int], float | None, str]] = []
     for kind in ("f16", "bf16"):
         table.append(("m16n8k8", kind, "f32", (2, 1, 4, 4), 9 * 2**-23, "sm_80"))
@@ -93,7 +93,7 @@ FORMATS: dict[str, torch.dtype] = {
 
 
 def fragments(case: MatrixCase, generator: torch.Generator, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Registers of a, b and c, one row of 32 words each; ``function`` of the numbers before they are rounded."""
+    """Returns random registers of a, b and c, [registers, 32]. ``function`` maps the numbers before their rounding."""
     rows = []
     for count, kind in zip(case.registers, (case.kind, case.kind, case.sum_kind), strict=False):
         dtype = FORMATS[kind]

@@ -1,4 +1,4 @@
-"""Kernels of a few lines of PTX, for the emulator's tests. Not a test module."""
+"""Runs kernels of a few lines of PTX for the emulator's tests. Not a test module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulator import Module, Report
 def run(
     body: str, *tensors: Tensor, threads: int = 32, functions: str = "", target: str = "sm_80", **options: Any
 ) -> Report:
-    """Runs the body with the tensors' addresses in %rd0, %rd1, … and the thread's index in %r0, 4 times it in %rd9."""
+    """Runs the body. %rd0, %rd1, … hold the tensors' addresses, %r0 the thread's index, and %rd9 4 times the index."""
     loads = "".join(f"ld.param.u64 %rd{i}, [p{i}];\n" for i in range(len(tensors)))
     module = Module(f""".version 8.0\n.target {target}\n.address_size 64
 {functions}
@@ -29,10 +29,10 @@ def run(
 
 
 def evaluate(body: str, dtype: torch.dtype, *sources: Tensor, target: str = "sm_80", **options: Any) -> Tensor:
-    """What the body leaves in %d, for each element of the sources, which it finds in %a, %b, %c and %e.
+    """Runs the body for each element of the sources, which are in %a, %b, %c and %e, and returns what it leaves in %d.
 
-    Registers have the width of the elements, untyped. %p<4>, %h<9> (16 bits), %t<9> (32 bits) and %l<9> (64 bits) are
-    free to use; %i is the thread's index.
+    Registers are untyped, with the width of the elements. The body may use %p<4>, %h<9> (16 bits), %t<9> (32 bits) and
+    %l<9> (64 bits). %i is the thread's index.
     """
     count = len(sources[0])
     out = torch.zeros(count, dtype=dtype)
@@ -61,7 +61,7 @@ def evaluate(body: str, dtype: torch.dtype, *sources: Tensor, target: str = "sm_
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, but for which NaN it is."""
+    """Returns True if the tensors are equal bit for bit; all NaNs count as equal."""
     both = a.isnan() & b.isnan()
     return torch.equal(a.signbit() & ~both, b.signbit() & ~both) and torch.equal(
         a.masked_fill(both, 0), b.masked_fill(both, 0)

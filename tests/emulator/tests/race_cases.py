@@ -1,6 +1,4 @@
-"""Kernels of which an edge of the happens-before order is left out, for the tests of races and of proxies. Not a test
-module.
-"""
+"""Kernels with and without an edge of the happens-before order, for the tests of races and proxies. No test module."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ TRY_WAIT = AWAIT.format("try_wait.parity", 0)
 
 
 def kernel(body: str) -> Module:
-    """A kernel ``k(out)`` for CTAs of 64 threads.
+    """Returns a module with a kernel ``k(out)`` for CTAs of 64 threads.
 
-    ``%tid``: the thread; ``%cta``: the CTA; ``%mine``: its word of ``buffer``; ``%theirs``: that of the thread with its
-    lane in the other warp; ``%flag``, ``%bar``: 16 bytes each; ``%out``: the argument; ``%w``: where the thread's word
-    is in the first 256 bytes of it, ``%v``: that of the other warp's thread; ``%t0``: it is thread 0 of its CTA;
-    ``%w0``: it is in warp 0; ``%c0``: in CTA 0.
+    Its registers: ``%tid``, ``%cta``: the indices of thread and CTA. ``%mine``: the address of the thread's word of
+    ``buffer`` in shared memory; ``%theirs``: the word of the same lane in the other warp. ``%flag``, ``%bar``:
+    addresses of 16 bytes of shared memory. ``%out``: the argument. ``%w``, ``%v``: the same two words in its first 256
+    bytes. Predicates ``%t0``, ``%w0``, ``%c0``: true in thread 0 of a CTA, in warp 0 of a CTA, in CTA 0.
     """
     return Module(f"""
 .version 8.6
@@ -64,9 +62,8 @@ def kernel(body: str) -> Module:
 
 @dataclass(frozen=True)
 class Case:
-    """``body`` is right with each of ``right`` for its $0, $1, … and wrong with each of ``wrong``; with each of
-    ``unfenced`` it only lacks a fence between proxies, with each of ``narrow`` a scope that includes both CTAs.
-    """
+    """A kernel whose ``body`` has gaps $0, $1, …, with fillings: ``right`` ones have no race, ``wrong`` ones have one;
+    ``unfenced`` ones only lack a fence between proxies, ``narrow`` ones a scope that includes both CTAs."""
 
     body: str
     right: tuple[tuple[str, ...], ...]
@@ -88,13 +85,13 @@ class Case:
         module.launch("k", (self.grid,), (64,), [out], cluster=cluster, seed=seed, instruction_limit=1 << 22, **options)
 
     def check(self, parts: tuple[str, ...], **options: bool) -> None:
-        """Right at every seed."""
+        """Checks that the kernel is right at every seed."""
         module = self.fill(parts)
         for seed in SEEDS:
             self.launch(module, seed, **options)
 
     def check_wrong(self, parts: tuple[str, ...], kind: str, message: str, **options: bool) -> None:
-        """Found at every seed, and nothing else is wrong."""
+        """Checks that the error is found at every seed, and that nothing else is wrong."""
         module = self.fill(parts)
         for seed in SEEDS:
             with pytest.raises(EmulatorError, match=message) as caught:
@@ -104,7 +101,7 @@ class Case:
 
 
 def fillings(cases: Mapping[str, Case], of: str) -> list[Any]:
-    """(case, filling) for each of the cases' ``right``, ``wrong``, ``unfenced`` or ``narrow``."""
+    """Returns a parameter (case, filling) for each of the cases' ``right``, ``wrong``, ``unfenced`` or ``narrow``."""
     return [
         pytest.param(case, filling, id=f"{name}-{index}")
         for name, case in cases.items()

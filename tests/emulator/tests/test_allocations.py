@@ -1,4 +1,4 @@
-"""The tracking allocator: overruns into neighbours, memory that was freed, and what may outlive what."""
+"""Tests of the tracking allocator: overruns into neighbours, freed memory, and lifetimes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tracking() -> Iterator[None]:
 
 
 def store(address: int, first: int, count: int, **options: object) -> None:
-    """Zeros to the elements ``first`` to ``first + count`` from an address, as a kernel that got a bare pointer."""
+    """Runs a kernel that gets a bare pointer and stores zeros to the ``count`` elements from ``first`` on."""
     options = {"tracked": True} | options
     Module(PTX).launch("store", (1,), (32,), [address, first, count], **options)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def fails(address: int, first: int, count: int, text: str, **options: object) ->
 
 
 def neighbours() -> tuple[Tensor, Tensor]:
-    """Two tensors, the first of them lower in memory."""
+    """Returns two tensors, the one at the lower address first."""
     first, second = sorted((torch.ones(25) for _ in range(2)), key=Tensor.data_ptr)
     return first, second
 
@@ -85,7 +85,7 @@ def test_an_underrun_is_found() -> None:
 
 
 def test_no_tensor_lies_next_to_another() -> None:
-    """An overrun of a whole tile is not in somebody else's memory either."""
+    """Checks that the gap between tensors is at least as large as a tensor, so that it catches overruns of a tile."""
     tensors = [torch.empty(4096) for _ in range(8)]
     ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
     assert all(later[0] - earlier[1] >= tensors[0].nbytes for earlier, later in itertools.pairwise(ranges))
@@ -119,7 +119,7 @@ def test_fresh_and_freed_memory_is_nan() -> None:
 
 
 def test_views() -> None:
-    """The storage counts for launches with bare pointers, the view itself where it is an argument."""
+    """Checks that a kernel with a bare pointer may touch the whole storage, but with a view only the view."""
     base = torch.ones(8, 8)
     view = base[:, :4]
     store(view.data_ptr(), 4, 4)
@@ -178,14 +178,14 @@ assert allocations.live() == []
 
 @pytest.mark.parametrize(("offset", "text"), [(25, "at byte 100"), (-1, "at byte -4")])
 def test_red_zones_are_verified(offset: int, text: str) -> None:
-    """Where nothing checks each access: launches without checks, and code of the host."""
+    """Checks that `verify` finds the writes of a launch without checks."""
     tensor = torch.ones(25)
     allocations.label(tensor, "the output")
     store(tensor.data_ptr(), offset, 1, checks=False)
     with pytest.raises(EmulatorError, match=f"{text} of the output") as caught:
         allocations.verify()
     assert caught.value.kind == "out-of-bounds"
-    allocations.verify()  # it is said once
+    allocations.verify()  # reports it only once
     store(tensor.data_ptr(), 0, 25, checks=False)
     allocations.verify()
 
@@ -208,8 +208,8 @@ def test_writes_after_the_free_are_found() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(200, 4 << 20), (400_000, 1)], ids=["large", "small"])
 def test_memory_goes_back_in_the_end(count: int, size: int) -> None:
-    """What is in quarantine has a limit, red zones included. In a process that holds nothing else: in this one, memory
-    that other tests gave back could hide what the quarantine keeps."""
+    """Checks the limit of the quarantine, red zones included. In this process, memory that other tests freed could hide
+    what the quarantine holds, so the test starts another one."""
     script = f"""
 import ctypes, os, sys
 sys.path.insert(0, {str(Path(native.__file__).parent)!r})
@@ -232,7 +232,7 @@ assert grown < 128 << 20, f"{{grown >> 20}} MiB"
 
 
 def test_threads() -> None:
-    """Autograd's, and those that make and drop tensors at the same time."""
+    """Checks allocations by autograd's threads, and by several threads at the same time."""
     weight = torch.randn(32, 32, requires_grad=True)
     before = len(allocations.live())
 

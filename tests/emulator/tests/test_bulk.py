@@ -1,4 +1,4 @@
-"""Bulk copies, reductions by copies and distributed shared memory on the emulator, and planted faults."""
+"""Tests of bulk copies, their reductions, and distributed shared memory, with planted faults."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_cache_policies_and_prefetches_change_nothing() -> None:
     assert torch.equal(source, target)
 
 
-# What PTX says each operation makes of old and new values, in PyTorch's words.
+# PTX's definition of each operation on old and new values, in PyTorch.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda old, new: old + new,
     "min": torch.minimum,
@@ -115,7 +115,7 @@ GLOBAL = {
 
 
 def operands(kind: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Two lists of 256; unsigned ones are small, where PyTorch's signed integers are the same."""
+    """Returns two random tensors, [256]. Unsigned numbers are small, so that PyTorch's signed types hold them."""
     generator = torch.Generator().manual_seed(seed)
     if TYPES[kind].is_floating_point:
         return tuple(torch.randn(256, generator=generator).to(TYPES[kind]) for _ in range(2))
@@ -168,7 +168,7 @@ def test_reductions_of_many_ctas_add_up() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_multicast(size: int, is_tensor: bool) -> None:
-    """Each CTA loads its part for all; each has the whole."""
+    """Checks that each CTA's multicast of its rows reaches all CTAs of the cluster."""
     part, mask = 1024, (1 << size) - 1
     if is_tensor:
         copy = """cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
@@ -206,8 +206,9 @@ SKIP:
 def exchange(
     before: str, instruction: str, size: int, count: int = 1, after: str = "", *, ranks: int = 2
 ) -> Callable[[Tensor, Tensor, int], None]:
-    """Each CTA of a cluster sends `size` bytes from its shared memory at %r1 to %r23 of the next one in the ring, whose
-    mbarrier is at %r24; `count` threads do so. What arrived at %r1 + 2048 goes to global memory."""
+    """Returns a function that runs a kernel in which `count` threads of each CTA of a cluster execute `instruction`. It
+    sends `size` bytes from %r1 to %r23 in the next CTA, whose mbarrier is at %r24. What arrives goes to global
+    memory."""
     body = f"""
     mov.u32 %r19, %cluster_ctarank; add.u32 %r22, %r19, 1; rem.u32 %r22, %r22, {ranks}; add.u32 %r25, %r1, 2048;
     mov.u32 %r18, %ctaid.x; mul.wide.u32 %rd21, %r18, 1024; add.u64 %rd1, %rd1, %rd21; add.u64 %rd2, %rd2, %rd21;
@@ -255,7 +256,7 @@ def test_copies_between_ctas(ranks: int) -> None:
     + [("add", "u64")],
 )
 def test_reductions_between_ctas(op: str, kind: str) -> None:
-    """The destination starts with what the receiver's own source has."""
+    """Checks reductions into another CTA, whose destination starts as a copy of its own source."""
     move = copy_in("%rd1", 1024).replace("IN", "AGAIN").replace("st.shared.b32 [%r50]", "st.shared.b32 [%r50+2048]")
     reduce = f"cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{op}.{kind}"
     old = torch.stack([operands(kind, seed)[0] for seed in range(4)]).view(4, -1)[:, : 1024 // TYPES[kind].itemsize]
@@ -308,7 +309,7 @@ def test_red_async(op: str, kind: str) -> None:
 
 
 def test_shared_memory_of_another_cta() -> None:
-    """Loads, stores and atomics through addresses of both kinds, and what there is to ask of them."""
+    """Checks loads, stores, atomics and queries through .shared::cluster and generic addresses."""
     body = f"""
     mov.u32 %r19, %cluster_ctarank; xor.b32 %r22, %r19, 1;
     shl.b32 %r3, %r0, 2; add.u32 %r3, %r3, %r1;
@@ -343,7 +344,7 @@ def test_shared_memory_of_another_cta() -> None:
         assert out[rank, :, 5].eq(1 - rank).all() and out[rank, :, 6].eq(1 - rank).all() and out[rank, :, 7].eq(5).all()
 
 
-# Planted faults: each next to what it should have been
+# Planted faults, each with the correct kernel.
 
 
 SOURCE = torch.arange(256, dtype=torch.float32)
@@ -380,7 +381,7 @@ def test_a_wrong_number_of_bytes_is_a_deadlock_that_says_so() -> None:
 
 
 def outcomes(body: str, expected: Tensor, seeds: int = 16, **options: Any) -> set[str]:
-    """What a copy of SOURCE comes to, at several seeds."""
+    """Returns the outcomes of a copy of SOURCE at several seeds: "right", "wrong" or the kind of error."""
     seen = set()
     for seed in range(seeds):
         target = torch.zeros_like(expected)
@@ -400,7 +401,7 @@ def test_a_wrong_parity_reads_too_early_or_waits_for_ever() -> None:
 
 
 def test_a_missing_wait_for_a_load() -> None:
-    """A race at every seed. Where nobody looks for those, poison is read, or the CTA has ended when the copy lands."""
+    """Checks for a race. Without the race detector, the kernel reads poison, or the CTA ends before the copy lands."""
     wrong = bulk_load(1024, "")
     assert outcomes(wrong, SOURCE) == {"race"}
     assert outcomes(wrong, SOURCE, races=False) >= {"wrong", "cluster"}
@@ -417,7 +418,7 @@ def test_a_source_that_is_overwritten_before_it_is_read() -> None:
 
 
 def test_waiting_for_reads_is_not_waiting_for_writes() -> None:
-    """The CTA reads back what it stored: only wait_group without .read makes that visible."""
+    """Checks that only wait_group without .read lets the CTA read back what it stored."""
     again = "ld.global.b32 %r9, [%rd2+4]; st.global.b32 [%rd2], %r9; cp.async.bulk.wait_group 0;"
     expected = SOURCE.clone()
     expected[0] = SOURCE[1]
@@ -446,7 +447,7 @@ def test_leaving_before_the_source_is_read_is_an_error() -> None:
 
 
 def test_groups_are_counted() -> None:
-    """wait_group 1 leaves the last group alone and completes the one before."""
+    """Checks that wait_group 1 completes all groups but the last."""
     body = f"""
     {copy_in("%rd1", 1024)}
     fence.proxy.async.shared::cta;

@@ -1,4 +1,4 @@
-"""cvt of the emulator: every pair of types, roundings and modifiers."""
+"""Tests of cvt: every pair of types, roundings and modifiers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def limits(kind: str) -> tuple[int, int]:
 
 
 def target(*kinds: str) -> str:
-    """bf16 to and from other types than fp32 came with sm_90."""
+    """Returns the first target with the conversion: bf16 to and from types other than fp32 needs sm_90."""
     return "sm_90" if "bf16" in kinds and "f32" not in kinds else "sm_80"
 
 
 def to_integers(values: list[int], kind: str) -> Tensor:
-    """Tensors of bits: in a register of at least 16."""
+    """Returns the values' bits in the type of their registers, which have at least 16 bits."""
     width = 8 * torch.iinfo(INTEGERS[kind]).bits // 8
     held = {8: torch.int16, 16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
     bits = torch.iinfo(held).bits
@@ -58,7 +58,7 @@ def test_integer_to_integer(source: str, to: str) -> None:
 
 
 def nearest(value: Fraction, kind: str, mode: str) -> float:
-    """The number of the format that a rounding gives; overflow is left to the caller."""
+    """Rounds a value to a format. The caller handles overflow."""
     if value == 0:
         return 0.0
     exponent = math.floor(math.log2(abs(value)))
@@ -140,7 +140,7 @@ def test_modifiers() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("f16x2", torch.float16), ("bf16x2", torch.bfloat16)])
 def test_pairs(kind: str, dtype: torch.dtype) -> None:
-    """The first source is the upper half."""
+    """Checks that the first source becomes the upper half."""
     generator = torch.Generator().manual_seed(2)
     high, low = torch.randn(32, generator=generator), torch.randn(32, generator=generator)
     pair = evaluate(f"cvt.rn.{kind}.f32 %d, %a, %b;", torch.int32, high, low).view(dtype).view(-1, 2)
@@ -155,7 +155,7 @@ def test_pairs(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_tf32() -> None:
-    """Ten bits of mantissa: ties go away from zero with .rna, to the even neighbour with .rn."""
+    """Checks rounding to ten mantissa bits: .rna rounds ties away from zero, .rn to even."""
     values = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11, 1 + 2.0**-12, math.inf])
     away = evaluate("cvt.rna.tf32.f32 %d, %a;", torch.float32, values)
     assert away.tolist() == [1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10, 1, math.inf]

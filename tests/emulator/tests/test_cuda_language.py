@@ -1,4 +1,4 @@
-"""CUDA C++ kernels, compiled by nvcc, that use what the language and the toolkit's basic headers offer."""
+"""Tests of CUDA C++ kernels that use features of the language and of the toolkit's basic headers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def reverse(x: int) -> int:
 
 
 def close(got: Tensor, exact: Tensor, units: float) -> bool:
-    """Within so many units of the last place of ``got``'s type."""
+    """Returns True if all errors are within ``units`` units in the last place of ``got``'s type."""
     info = torch.finfo(got.dtype)
     bound = units * info.eps * exact.abs().clamp(min=info.tiny)
     return bool(((got.double() - exact).abs() <= bound).all())
@@ -167,7 +167,7 @@ def test_rounding_intrinsics_and_functions(arch: str) -> None:
     out = torch.zeros(10, 32)
     load("language", arch).launch("rounding", (1,), (32,), [a, b, c, out])
     x, y, z = a.double(), b.double(), c.double()
-    # Sums and products of such numbers are exact in fp64; quotients and roots are far from any fp32 number there.
+    # Sums and products of these numbers are exact in fp64. Quotients and roots are not close to an fp32 number.
     exact = [x + y, x + y, x * y, x * y + z, x / y, x.abs().sqrt(), 1 / x]
     for row, (value, mode) in enumerate(zip(exact, ["rz", "ru", "rd", "rz", "rd", "ru", "rz"], strict=True)):
         nearest = value.float()

@@ -1,4 +1,4 @@
-"""The emulated CUDA runtime under host code as nvcc compiles it (cuda/host_code.cu), called through ctypes."""
+"""Tests of the emulated CUDA runtime with host code of nvcc (cuda/host_code.cu), which they call through ctypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="needs nvcc")
 KIB = 1024
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, NO_IMAGE = 0, 1, 9, 209
 ILLEGAL_ADDRESS, NOT_SUPPORTED, INVALID_CLUSTER_SIZE = 700, 801, 912
-STATIC_BYTES = KIB  # of shared memory, in use_shared
+STATIC_BYTES = KIB  # static shared memory of use_shared
 
 Ints = ctypes.Array[ctypes.c_int]
 
@@ -64,7 +64,7 @@ def message(library: ctypes.CDLL, error: int) -> str:
 
 
 def test_arrivals_left_at_a_barrier() -> None:
-    """A warning of the report, or with the option an error of the launch; flags reach the compiler."""
+    """Checks the warning in the report, the error of the launch with ``unawaited``, and that flags reach nvcc."""
     source = Path(__file__).parent / "cuda" / "left_arrivals.cu"
     left = ctypes.CDLL(str(compile_library(source, ["compute_80"], flags=["-DNUM_CTAS=3"])))
     with launches.recorded() as found:
@@ -75,7 +75,7 @@ def test_arrivals_left_at_a_barrier() -> None:
 
 
 def test_arguments_and_variables(library: ctypes.CDLL, out: Ints) -> None:
-    """A pointer, an int and a struct with padding; device and constant variables, as they are at first and set."""
+    """Checks a pointer, an int and a struct with padding, and the initial and changed values of variables."""
     assert library.run_store(out, 20) == SUCCESS
     assert list(out[:21]) == [3 + (1, 2, 3, 4)[i % 4] + 10 + 100 for i in range(20)] + [0]
     assert library.set_variables(50, (ctypes.c_int * 4)(5, 6, 7, 8)) == SUCCESS
@@ -97,7 +97,7 @@ def test_template_kernels_and_grids(library: ctypes.CDLL, out: Ints) -> None:
 
 @pytest.mark.parametrize(("arch", "version"), [(80, 800), (86, 800), (90, 901), (100, 900)])
 def test_the_newest_ptx_that_the_gpu_runs(library: ctypes.CDLL, out: Ints, arch: int, version: int) -> None:
-    """compute_90a on 9.0 alone."""
+    """Checks which PTX each GPU runs; compute_90a only runs on 9.0."""
     with cuda_runtime.pretend(arch, 100, 99 * KIB):
         assert library.run_which(out) == SUCCESS
     assert out[0] == version
@@ -161,7 +161,7 @@ def test_more_threads_than_the_launch_bounds(library: ctypes.CDLL, out: Ints) ->
     [(32, 0, 32), (96, 0, 21), (1024, 0, 2), (32, 80 * KIB - STATIC_BYTES, 2), (32, 54 * KIB - STATIC_BYTES, 2)],
 )
 def test_occupancy(library: ctypes.CDLL, out: Ints, threads: int, dynamic_bytes: int, ctas: int) -> None:
-    """32 CTAs, 2048 threads, 164 KiB of which each CTA takes one more than it has."""
+    """Checks the limits of 32 CTAs, 2048 threads and 164 KiB; each CTA uses 1 KiB more than its own shared memory."""
     assert library.allow_shared(163 * KIB - STATIC_BYTES) == SUCCESS
     assert library.occupancy(out, threads, ctypes.c_size_t(dynamic_bytes)) == SUCCESS
     assert out[0] == ctas
@@ -256,7 +256,7 @@ def test_the_last_error_stays_until_it_is_got(library: ctypes.CDLL, out: Ints) -
 
 
 def test_a_real_runtime_in_the_same_process_is_not_taken(library_path: Path, tmp_path: Path) -> None:
-    """Not even where its symbols come first: torch's CUDA builds load libcudart for the whole process."""
+    """Checks that a real libcudart is not used even if its symbols come first, as with a CUDA build of torch."""
     source, versions, other = tmp_path / "cudart.cpp", tmp_path / "versions.map", tmp_path / "libcudart.so.13"
     source.write_text('extern "C" int cudaDeviceGetAttribute(int* value, int, int) { return *value = 42, 0; }')
     versions.write_text("libcudart.so.13 { global: *; };")
@@ -279,7 +279,7 @@ def test_a_real_runtime_in_the_same_process_is_not_taken(library_path: Path, tmp
 
 
 def test_driver_functions(library: ctypes.CDLL) -> None:
-    """The one that there is makes tensor maps."""
+    """Checks the lookup of cuTensorMapEncodeTiled, and that of an unknown function."""
     assert library.entry_point(b"cuCtxCreate") is None
     address = library.entry_point(b"cuTensorMapEncodeTiled")
     assert address is not None

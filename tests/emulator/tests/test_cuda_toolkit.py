@@ -1,4 +1,4 @@
-"""CUDA C++ kernels, compiled by nvcc, that use the toolkit's libraries: cooperative groups, libcu++, mma.h and CUB."""
+"""Tests of CUDA C++ kernels that use the toolkit's libraries: cooperative groups, libcu++, mma.h and CUB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that may begin before the one before has ended: griddepcontrol.wait orders their accesses after its own."""
+"""Tests of launches that may begin before the previous one has ended, so that griddepcontrol.wait orders accesses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_race(kernel: str, *arguments: object, seed: int) -> None:
 @each_seed
 @pytest.mark.parametrize("when", [BEFORE, NEVER])
 def test_accesses_before_the_wait(when: int, seed: int) -> None:
-    """It is a race to load what the kernel before writes, and to store to that or to what it reads."""
+    """Checks that it is a race to read what the previous kernel writes, or to write what it reads or writes."""
     values, middle, out = tensors()
     for kernel, arguments in (
         ("reads", (middle, out, when)),
@@ -64,7 +64,7 @@ def test_accesses_after_the_wait(when: int, seed: int) -> None:
 
 @each_seed
 def test_what_is_no_conflict(seed: int) -> None:
-    """Both read, both touch memory of their own, both count with atomics."""
+    """Checks that reads of the same memory, accesses to separate memory, and atomics are no races."""
     values, middle, out = tensors()
     run("first", values, middle, seed=seed, dependent=False)
     run("reads", values, out, NEVER, seed=seed)
@@ -75,7 +75,7 @@ def test_what_is_no_conflict(seed: int) -> None:
 
 @each_seed
 def test_the_launch_before_the_last_one(seed: int) -> None:
-    """It has ended where the last one waited for it before it let others begin."""
+    """Checks that the launch before the last has ended if the last waited for it before it let the next begin."""
     values, middle, out = tensors()
     for when in (BEFORE, NEVER, AFTER):
         run("first", values, middle, seed=seed, dependent=False)
@@ -89,7 +89,7 @@ def test_the_launch_before_the_last_one(seed: int) -> None:
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_of_a_stream(captures: bool) -> None:
-    """The attribute of a launch, with what comes between the two kernels of a stream."""
+    """Checks the launch attribute, and other work between two kernels of a stream."""
     if not cuda_runtime.is_available:
         pytest.skip("CUDA's headers were not found")
     library = ctypes.CDLL(str(compile_library(Path(__file__).parent / "cuda" / "dependent.cu", ["compute_90a"])))

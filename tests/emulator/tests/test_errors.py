@@ -1,4 +1,4 @@
-"""Planted faults: each is found and says where it is; the same kernel repaired passes."""
+"""Tests with planted faults: each is found with its place, and the repaired kernel passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
 
 def kernel(body: str, parameters: str = ".param .u64 out", shared: int = 0) -> Module:
-    """A kernel ``k`` of that body, with registers of every kind; ``%tid`` is in ``%r0`` and ``out`` in ``%rd0``."""
+    """Returns a kernel ``k`` with registers of every kind. ``%r0`` holds ``%tid.x``, and ``%rd0`` holds ``out``."""
     return Module(f"""{HEAD}
 .visible .entry k({parameters})
 {{
@@ -58,7 +58,7 @@ SPACES = (".global", "", ".local", ".shared")
 
 @pytest.mark.parametrize(("space", "instruction"), [*itertools.product(SPACES, (STORES, LOADS)), (".param", LOADS)])
 def test_just_below_address_zero(space: str, instruction: str) -> None:
-    """One element before a null pointer, where address and size add up to 0."""
+    """Checks an access one element before a null pointer, where address plus size overflows to 0."""
     frame = ".local .align 8 .b8 frame[16]; mov.u64 %rd1, 0; "
     with pytest.raises(EmulatorError) as caught:
         kernel(frame + instruction.format(space)).launch("k", (1,), (1,), [torch.zeros(4)])
@@ -67,11 +67,11 @@ def test_just_below_address_zero(space: str, instruction: str) -> None:
 
 def test_misaligned() -> None:
     error = fails(kernel(STORE.format(scale=2, offset=0)), "misaligned", "no multiple of its size")
-    assert error.thread in ((1, 0, 0), (33, 0, 0))  # of whichever warp came first
+    assert error.thread in ((1, 0, 0), (33, 0, 0))  # either warp may come first
 
 
 def test_a_copy_that_reaches_into_the_neighbour() -> None:
-    """Its first byte is in one argument and its last in the other, which lies right behind."""
+    """Checks a copy that begins in one argument and ends in another one, which follows it in memory."""
     body = "ld.param.u64 %rd0, [one]; mov.u32 %r1, buffer; cp.async.ca.shared.global [%r1], [%rd0], 16, {};"
     both = torch.zeros(64)
     for size, is_right in ((16, False), (12, False), (8, True)):
@@ -99,7 +99,7 @@ def test_local_memory_out_of_bounds() -> None:
 
 
 def test_uninitialised_shared_memory() -> None:
-    """Poisoned with NaN always, and an error on request."""
+    """Checks that it reads as NaN, and is an error with ``uninitialised``."""
     body = (
         "mov.u32 %r1, buffer;\n setp.eq.s32 %p1, %r0, 0; {}\n ld.shared.f32 %f1, [%r1]; @%p1 st.global.f32 [%rd0], %f1;"
     )
@@ -136,7 +136,7 @@ def test_barrier_that_nobody_waits_for() -> None:
 
 
 def test_arrivals_left_at_a_barrier_are_a_warning() -> None:
-    """PTX allows them: a consumer may leave a credit for a turn that does not come."""
+    """Checks the warning; PTX allows it, because the last arrival of a pipeline's barrier may have no waiter."""
     left = kernel("setp.lt.u32 %p1, %r0, 32; @%p1 bar.arrive 2, 64;")
     report = left.launch("k", (3,), (64,), [torch.zeros(1)])
     text = "threads arrived at barrier 2, which nobody waited for"
@@ -159,7 +159,7 @@ MATRICES = [
 
 @pytest.mark.parametrize("instruction", MATRICES, ids=["ldmatrix", "mma"])
 def test_matrix_of_which_some_lanes_have_left(instruction: str) -> None:
-    """Every lane has a part of it, whereas the other .aligned instructions want those that are still there."""
+    """Checks that matrix instructions need all 32 lanes; other .aligned ones need the lanes that have not exited."""
     exits = "setp.lt.u32 %p1, %r0, 16; @!%p1 exit; bar.sync 0;"
     fails(kernel(exits + instruction, shared=128), "divergence", "lanes 0xffff of the warp's 0xffffffff", threads=32)
     fails(kernel(instruction, shared=128), "divergence", "lanes 0xff of the warp's 0xffffffff", threads=40)
@@ -222,7 +222,7 @@ def test_a_missing_wait_shows_at_some_seed() -> None:
     ],
 )
 def test_what_is_not_known_is_an_error(body: str, text: str) -> None:
-    """Even where it would not be reached."""
+    """Checks that unsupported code is an error even if it is never reached."""
     error = fails(kernel(f"bra.uni DONE;\n{body}\nDONE:"), "unsupported", text)
     assert error.text == body
 

@@ -1,6 +1,6 @@
-"""Floating-point instructions of the emulator: rounding modes, modifiers, minima and maxima, classes, 16-bit pairs.
+"""Tests of floating-point instructions: rounding modes, modifiers, minima and maxima, 16-bit pairs.
 
-Correct rounding is checked with fractions: exact arithmetic, and the neighbours that the format has.
+Correct rounding is checked with exact fractions and the neighbouring numbers of the format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TINY = 2.0**-126
 
 
 def numbers(dtype: torch.dtype, seed: int, count: int = 256) -> Tensor:
-    """Of all magnitudes: about 1, far apart, subnormal, and the special ones."""
+    """Returns numbers of all magnitudes: about 1, far apart, subnormal, and special values."""
     generator = torch.Generator().manual_seed(seed)
     plain = torch.randn(count // 2, generator=generator, dtype=torch.float64)
     wide = torch.randn(count // 2, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def numbers(dtype: torch.dtype, seed: int, count: int = 256) -> Tensor:
 
 @np.errstate(over="ignore")
 def rounded(exact: Fraction, kind: type[np.floating], mode: str) -> float:
-    """The number of the format below or above an exact value."""
+    """Rounds an exact value to a neighbouring number of the format, in the direction of ``mode``."""
     try:
         guess = kind(float(exact))
     except OverflowError:
@@ -78,7 +78,7 @@ def test_directed_rounding(operation: str, mode: str, kind: str) -> None:
             continue
         expected = exact[operation](*map(Fraction, values))
         if expected == 0:
-            continue  # its sign is below
+            continue  # the sign of zero is checked below
         assert result == rounded(expected, np.float32 if kind == "f32" else np.float64, mode), values
         checked += 1
     assert checked > 200
@@ -108,7 +108,7 @@ def test_zeros_of_directed_sums() -> None:
 
 
 def test_rounding_mode_does_not_leak() -> None:
-    """Neither into the next instruction nor into the arithmetic of PyTorch, which would follow it."""
+    """Checks that the rounding mode affects neither the next instruction nor PyTorch's arithmetic."""
     a, b = torch.tensor([1.0]), torch.tensor([2.0**-30])
     assert evaluate("add.rp.f32 %d, %a, %b;", torch.float32, a, b).item() == 1 + 2.0**-23
     assert evaluate("add.rp.f32 %d, %a, %b; add.rn.f32 %d, %a, %b;", torch.float32, a, b).item() == 1
@@ -178,7 +178,7 @@ HALVES = [("f16", torch.float16), ("bf16", torch.bfloat16)]
 @pytest.mark.parametrize(("kind", "dtype"), HALVES)
 @pytest.mark.parametrize("name", ["add", "sub", "mul"])
 def test_half_arithmetic(name: str, kind: str, dtype: torch.dtype) -> None:
-    """One number, and the same in pairs, which PyTorch computes in fp32 and rounds: exact for one operation."""
+    """Checks numbers and pairs against PyTorch, which computes in fp32 and rounds: correct for one operation."""
     a, b = numbers(dtype, 12), numbers(dtype, 13)
     expected = getattr(torch, name)(a, b)
     assert same(evaluate(f"{name}.rn.{kind} %d, %a, %b;", dtype, a, b), expected)

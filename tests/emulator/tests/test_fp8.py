@@ -1,4 +1,4 @@
-"""Conversions with fp8 against PyTorch, every number of them, and mma.sync with fp8 operands."""
+"""Tests of conversions of all fp8 numbers against PyTorch, and of mma.sync with fp8 operands."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def convert(instructions: str, *sources: Tensor) -> Tensor:
 
 
 def saturated(numbers: Tensor, kind: str) -> Tensor:
-    """What .rn.satfinite makes of numbers, as bytes. PyTorch's own conversion does not saturate."""
+    """Converts numbers as .rn.satfinite does, and returns bytes. PyTorch's own conversion does not saturate."""
     largest = torch.finfo(DTYPES[kind]).max
     narrow = numbers.float().clamp(-largest, largest).to(DTYPES[kind]).view(torch.uint8)
     return torch.where(numbers.isnan(), torch.tensor(0x7F, dtype=torch.uint8), narrow).int()
 
 
 def all_neighbours(kind: str) -> Tensor:
-    """Each number of the format, the midpoints between them, and what lies next to these."""
+    """Returns all numbers of the format, the midpoints between them with their neighbours, and special values."""
     numbers = torch.arange(256, dtype=torch.uint8).view(DTYPES[kind]).float()
     finite = numbers[numbers.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
@@ -66,7 +66,7 @@ def test_from_single(kind: str) -> None:
             other,
         )
         expected = [saturated(torch.where(x < 0, torch.tensor(0.0), x) if relu else x, kind) for x in (numbers, other)]
-        assert torch.equal(got, expected[0] << 8 | expected[1])  # the first is the upper half
+        assert torch.equal(got, expected[0] << 8 | expected[1])  # the first source is the upper half
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -99,7 +99,7 @@ def test_every_number_to_half(kind: str) -> None:
 @pytest.mark.parametrize("b_kind", DTYPES)
 @pytest.mark.parametrize("a_kind", DTYPES)
 def test_mma(a_kind: str, b_kind: str, depth: int, sums: str) -> None:
-    """Whole numbers, so that sums are exact. The maps are those of the manual's figures, written out."""
+    """Checks exact sums of integers. The fragment layouts are written out from the manual's figures."""
     generator = torch.Generator().manual_seed(depth)
     a = torch.randint(-8, 9, (16, depth), generator=generator).float().to(DTYPES[a_kind])
     b = torch.randint(-8, 9, (8, depth), generator=generator).float().to(DTYPES[b_kind])  # by columns
@@ -145,7 +145,7 @@ def test_mma(a_kind: str, b_kind: str, depth: int, sums: str) -> None:
 @pytest.mark.parametrize(
     ("instruction", "target"),
     [
-        ("cvt.rn.e4m3x2.f32 %h1, %f1, %f1;", "sm_90"),  # saturates, or is none
+        ("cvt.rn.e4m3x2.f32 %h1, %f1, %f1;", "sm_90"),  # lacks .satfinite, which PTX requires
         ("cvt.rn.satfinite.e4m3x2.bf16x2 %h1, %r1;", "sm_90"),
         ("cvt.rn.satfinite.e2m1x2.f32 %h1, %f1, %f1;", "sm_90"),
         ("cvt.rz.satfinite.ue8m0x2.f32 %h1, %f1, %f1;", "sm_90"),

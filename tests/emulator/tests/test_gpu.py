@@ -1,7 +1,7 @@
-"""The same PTX on the emulator and on a GPU: equal bit for bit, or within what PTX states, or within a bound.
+"""Tests that the same PTX gives the same bits on the emulator and on a GPU, or results within a bound.
 
-Without a GPU, each case runs on the emulator alone, its PTX goes through ptxas, the comparison is shown wrong results,
-and the launch through the driver's API is tried on a library that has the driver's functions and runs the emulator.
+Without a GPU, each case runs on the emulator only and its PTX is compiled by ptxas. The comparison is tested with wrong
+results, and launches through the driver API with a fake driver, which runs kernels on the emulator.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SEED = 20
 
 
 def worst(name: str, got: Tensor, expected: Tensor, excess: Tensor) -> str:
-    """What to say of the place where a result is farthest beyond what it may be."""
+    """Returns a message about the element with the largest ``excess``."""
     place = int(excess.flatten().double().argmax())
     return f"{name}: at {place} the GPU has {got.flatten()[place]}, the emulator {expected.flatten()[place]}"
 
 
 def check(name: str, got: Tensor, expected: Tensor, bound: Bound | None) -> None:
-    """``bound`` None: equal bits, but that any NaN is as good as another. The emulator's own result is the exact one,
-    rounded once."""
+    """Checks a GPU's result against the emulator's, which is the exact result rounded once. With ``bound`` None, bits
+    must be equal, but any NaN equals any other."""
     if got.dtype.is_floating_point:
         assert torch.equal(got.isnan(), expected.isnan()), worst(name, got, expected, got.isnan() ^ expected.isnan())
         got, expected = got.nan_to_num(nan=0.0, posinf=None, neginf=None), expected.nan_to_num(nan=0.0)
@@ -60,7 +60,7 @@ def check(name: str, got: Tensor, expected: Tensor, bound: Bound | None) -> None
 
 
 def check_sums(name: str, got: Tensor, expected: Tensor, magnitude: Tensor, bound: float) -> None:
-    """``magnitude``: sum of |a * b| plus |c|. Both sides may be off by the bound."""
+    """Checks sums of products with an error of ``bound * magnitude`` on both sides; magnitude: sum of |a * b| + |c|."""
     excess = (got.double() - expected.double()).abs() - 2 * bound * magnitude.double()
     assert (excess <= 0).all(), worst(name, got, expected, excess)
 
@@ -71,12 +71,12 @@ def check_sums(name: str, got: Tensor, expected: Tensor, magnitude: Tensor, boun
 def operands_of(case: Case) -> list[Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     a, b, c = (gpu_cases.operand(case.operands, case.domain, generator) for _ in range(3))
-    b[::7] = a[::7]  # comparisons want equal ones too
+    b[::7] = a[::7]  # equal operands, for comparisons
     return [a, b, c]
 
 
 def results_of(case: Case, words: Tensor) -> Tensor:
-    """What is stored, as numbers of the result's type."""
+    """Returns the stored words as numbers of the result's type."""
     numbers = words.view(RESULTS[case.result][1])
     used = {"f32": (2, 1), "f16": (4, 1), "bf16": (4, 1), "f16x2": (4, 2), "bf16x2": (4, 2)}
     of, count = used.get(case.result, (1, 1))
@@ -139,7 +139,7 @@ def test_tensor_cores(case: MatrixCase) -> None:
     check_sums(str(case), got, expected, magnitude, case.bound)
 
 
-# A process has the library that takes CPU tensors or the one of the GPU, so that the emulator's half has its own.
+# The emulator's half of the test is a separate process, because a process has either its library or the GPU's.
 EMULATED_ATTENTION = """
 import sys
 from emulator import allocations, device, native_library, options
@@ -175,7 +175,7 @@ def attention_inputs(head_dim: int) -> list[Tensor]:
 @pytest.mark.skipif(not torch.cuda.is_available() or nvcc() is None, reason="needs a GPU and nvcc")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_native_forward_kernel(head_dim: int, tmp_path: Path) -> None:
-    """A whole kernel: bf16, causal, several tiles. Rounding of probabilities to bf16 is what may differ most."""
+    """Checks a bf16 causal kernel with several tiles. Rounding probabilities to bf16 causes most of the difference."""
     import fastattn
 
     tensors = attention_inputs(head_dim)
@@ -187,7 +187,7 @@ def test_the_native_forward_kernel(head_dim: int, tmp_path: Path) -> None:
     check("lse", got_lse.cpu(), lse, Bound(absolute=2**-14))
 
 
-# --- What can be known of these tests without a GPU -------------------------------------------------------------------
+# --- Tests of these tests, without a GPU ------------------------------------------------------------------------------
 
 ALL = [*CASES, *ATOMICS, *MATRIX_CASES]
 
@@ -204,7 +204,7 @@ def test_the_emulated_half_of_the_native_kernel_is_attention(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas")
 def test_ptxas_takes_all_of_it(tmp_path: Path) -> None:
-    """Kernels of one target in one file: what differs from case to case is the name."""
+    """Compiles all kernels of a target in one file, under different names."""
     for target in sorted({case.target for case in ALL}):
         parts = [case.ptx() for case in ALL if case.target == target]
         bodies = [part.split(".visible", 1)[1].replace(".entry k(", f".entry k{i}(") for i, part in enumerate(parts)]
@@ -250,7 +250,7 @@ STRUCT = """.version 8.0\n.target sm_80\n.address_size 64
 
 
 def test_structs_and_strides(fake: tuple[Driver, FakeDriver]) -> None:
-    """Pointers in structs become those of the copies, and a copy has the gaps of its tensor."""
+    """Checks that pointers in structs are replaced by those of the copies, and that copies keep strides."""
     driver, _ = fake
     out = torch.zeros(8, 2, dtype=torch.int32)[:, 0]
     pointer = out.data_ptr().to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""wgmma and tensor copies on the emulator and on a Hopper GPU: the same PTX and results. See test_gpu."""
+"""Tests that wgmma and tensor copies give the same results on the emulator and on a Hopper GPU. See test_gpu."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["fake"]  # the fixture
 
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu_for("sm_90a"), reason="needs a Hopper GPU")]
 
-# Of |error| / (sum of |a * b| plus |c|): see gpu_matrix_cases; K is 32 bytes deep.
+# Bounds of |error| / (sum of |a * b| + |c|), see gpu_matrix_cases; K is 32 bytes.
 BOUNDS = {"f16": 17 * 2**-23, "bf16": 17 * 2**-23, "tf32": 9 * 2**-23, "e4m3": 33 * 2**-13, "e5m2": 33 * 2**-13}
 
 
 def on_driver(monkeypatch: pytest.MonkeyPatch, which: Driver) -> None:
-    """Within the test, every launch goes there."""
+    """Sends every launch of the test to a driver."""
 
     def launch(module: Module, name: str, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **_: Any) -> Any:
         which.launch(module, name, grid, block, args, shared_bytes)
@@ -40,7 +40,7 @@ def drawn(types: tuple[str, str, str], case: int) -> emulator_wgmma.Form:
 
 
 def roundings(form: emulator_wgmma.Form, case: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers of all sizes, whose sums have to be rounded."""
+    """Returns A, B and C with random numbers, whose sums must be rounded."""
     generator = torch.Generator().manual_seed(case)
     shapes = ((64, form.depth), (form.columns, form.depth), (64, form.columns))
     dtypes = (emulator_wgmma.DTYPES[form.a], emulator_wgmma.DTYPES[form.b], wgmma.SUMS[form.sum])
@@ -50,7 +50,7 @@ def roundings(form: emulator_wgmma.Form, case: int) -> tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize("types", [pytest.param(types, marks=on_hopper) for types in wgmma.TYPES], ids="-".join)
 def test_wgmma(types: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of whole numbers are exact, in four shapes; of others they are rounded within the bound."""
+    """Checks exact sums of integers in four shapes, and rounded sums within the bound."""
     forms = [drawn(types, case) for case in range(4)]
     inputs = [wgmma.matrices(form, torch.Generator().manual_seed(i), -4, 5) for i, form in enumerate(forms)]
     rounded = [(forms[0], roundings(forms[0], 0))] if types[2] == "f32" else []
@@ -66,7 +66,7 @@ def test_wgmma(types: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def loaded(which: Any, dtype: torch.dtype, swizzle: str, at: tuple[int, int]) -> Tensor:
-    """Shared memory after a box of 16 rows of 32 to 128 bytes was copied there, of a tensor with 20 rows."""
+    """Returns shared memory after a copy of a box of 16 rows of 32 to 128 bytes from a tensor with 20 rows."""
     columns = {"none": 64, "32B": 32, "64B": 64, "128B": 128}[swizzle] // dtype.itemsize
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(20, columns + 16, generator=generator).to(dtype)
@@ -97,7 +97,7 @@ def test_tensor_copies(swizzle: str) -> None:
         check(f"{dtype} at {at}", got.view(dtype), loaded(emulated, dtype, swizzle, at).view(dtype), None)
 
 
-# --- What can be known of these tests without a GPU -------------------------------------------------------------------
+# --- Tests of these tests, without a GPU ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "swizzle", "at"), COPIES[::5])
@@ -118,7 +118,7 @@ def test_products_through_the_drivers_functions(
     of_emulator = Module.launch
 
     def launch(module: Module, name: str, grid: Any, block: Any, args: Any, shared_bytes: int = 0, **more: Any) -> Any:
-        if "tracked" in more:  # the launch that the fake driver makes
+        if "tracked" in more:  # a launch by the fake driver
             return of_emulator(module, name, grid, block, args, shared_bytes, **more)
         return fake[0].launch(module, name, grid, block, args, shared_bytes)
 

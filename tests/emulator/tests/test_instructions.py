@@ -1,4 +1,4 @@
-"""Single instructions of the emulator against what PyTorch, or a definition written down here, says."""
+"""Tests of single instructions against PyTorch or a definition written down here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptx_body import run
 
 
 def unary(instruction: str, source: Tensor) -> Tensor:
-    """``instruction`` has %r2 or %f2 as its result and %r1 or %f1 as its source, 4 bytes each."""
+    """Runs ``instruction`` for each 4-byte element of ``source``, from %r1 or %f1 to %r2 or %f2."""
     count = len(source)
     source = torch.cat([source, source.new_zeros(-count % 32)])  # whole warps
     out = torch.zeros_like(source)
@@ -99,7 +99,7 @@ def test_minimum_and_nan() -> None:
 
 
 def operand(matrix: Tensor, row: int, column: int, count: int) -> int:
-    """The register with ``count`` neighbours of a row, the first in the lowest bits."""
+    """Returns a register with ``count`` adjacent elements of a row, the first in the lowest bits."""
     return int.from_bytes(
         matrix[row, column : column + count].contiguous().view(torch.uint8).numpy().tobytes(), "little"
     )
@@ -120,7 +120,7 @@ def operand(matrix: Tensor, row: int, column: int, count: int) -> int:
     ],
 )
 def test_mma(kind: str, dtype: torch.dtype, depth: int) -> None:
-    """Small integers, so that every sum is exact. The maps are those of the manual's figures, written out."""
+    """Checks exact sums of small integers. The fragment layouts are written out from the manual's figures."""
     generator = torch.Generator().manual_seed(depth)
     low = 0 if kind == "u8" else -8
     a = torch.randint(low, 9, (16, depth), generator=generator).to(dtype)
@@ -183,7 +183,7 @@ def test_ldmatrix(trans: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_lanes_part_and_meet(seed: int) -> None:
-    """Each lane counts to its own index in a loop, in a function that half of them call; then all shuffle."""
+    """Checks divergence: half of the lanes call a function that loops up to the lane's index; then all shuffle."""
     function = """.func (.param .b32 result) count(.param .b32 upto)
 { .reg .pred %p<2>; .reg .b32 %r<4>; ld.param.b32 %r1, [upto]; mov.u32 %r2, 0;
 LOOP: setp.ge.u32 %p1, %r2, %r1; @%p1 bra END; add.u32 %r2, %r2, 1; bra LOOP;

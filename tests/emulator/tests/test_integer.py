@@ -1,4 +1,4 @@
-"""Integer instructions of the emulator against the manual's definitions, written down in Python."""
+"""Tests of integer instructions against the manual's definitions, written down in Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def integers(bits: int, seed: int, count: int = 96) -> Tensor:
-    """Random ones, small ones, and the extremes."""
+    """Returns random integers, small integers, and the extremes."""
     generator = torch.Generator().manual_seed(seed)
     info = torch.iinfo(DTYPES[bits])
     values = torch.randint(info.min, info.max, (count,), generator=generator)
@@ -33,7 +33,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def check(body: str, function: Callable[..., int], kinds: str, bits: int = 32, target: str = "sm_80") -> None:
-    """``kinds``: s or u for each source, which says how ``function`` gets it. Its result counts modulo 2^bits."""
+    """Checks a body against ``function``, modulo 2^bits. ``kinds`` is s or u for each source: signed or unsigned."""
     sources = [integers(bits, seed) for seed in range(len(kinds))]
     got = evaluate(body, DTYPES[bits], *sources, target=target)
     for *values, result in zip(*(source.tolist() for source in sources), got.tolist(), strict=True):
@@ -44,7 +44,7 @@ def check(body: str, function: Callable[..., int], kinds: str, bits: int = 32, t
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("kind", ["u", "s"])
 def test_carry_chains(bits: int, kind: str) -> None:
-    """Sums, differences and products of twice the width, from two instructions that pass the carry on."""
+    """Checks sums, differences and products of twice the width, which two instructions with a carry compute."""
     low_a, high_a, low_b, high_b = (integers(bits, seed) for seed in range(4))
     wide = 2 * bits
 
@@ -74,7 +74,7 @@ def test_carry_chains(bits: int, kind: str) -> None:
 
 
 def test_carry_of_three_words() -> None:
-    """addc.cc both reads and writes the flag."""
+    """Checks that addc.cc both reads and writes the flag."""
     a, b = integers(32, 1), integers(32, 2)
     body = "add.cc.u32 %t0, %a, %b; addc.cc.u32 %t1, %a, %b; addc.u32 %d, 0, 0;"
     got = evaluate(body, torch.int32, a, b)
@@ -189,7 +189,7 @@ def by_halves(function: Callable[..., int], kind: str) -> Callable[..., int]:
 
 
 def test_hopper_extremes_and_pairs() -> None:
-    """sm_90 has pairs of 16-bit integers, and .relu."""
+    """Checks pairs of 16-bit integers and .relu, which sm_90 added."""
     cases: list[tuple[str, Any, str]] = [
         ("min.relu.s32", lambda a, b: max(0, min(a, b)), "s"),
         ("max.relu.s32", lambda a, b: max(0, a, b), "s"),

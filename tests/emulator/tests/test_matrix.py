@@ -1,6 +1,6 @@
-"""mma.sync of the emulator in all shapes of the manual beside those of test_instructions.py.
+"""Tests of mma.sync in the shapes that test_instructions.py does not have.
 
-The places of elements are those of the manual's figures, written out here once more.
+The fragment layouts are written out from the manual's figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPES = {"f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 
 
 def bits_of(value: float, kind: str) -> int:
-    """The element as an unsigned integer."""
+    """Returns the bits of an element as an unsigned integer."""
     if kind in DTYPES:
         tensor = torch.tensor([value], dtype=DTYPES[kind])
         return int.from_bytes(tensor.view(torch.uint8).numpy().tobytes(), "little")
@@ -27,7 +27,7 @@ def bits_of(value: float, kind: str) -> int:
 
 
 def fragment(matrix: Tensor, kind: str, place: Place, count: int) -> list[list[int]]:
-    """Registers by lanes: elements from the lowest bits on."""
+    """Returns the fragment's registers, [register][lane], with elements from the lowest bits on."""
     width, bits = (64 if kind == "f64" else 32), BITS[kind]
     each = width // bits
     registers = [[0] * 32 for _ in range(count // each)]
@@ -38,7 +38,7 @@ def fragment(matrix: Tensor, kind: str, place: Place, count: int) -> list[list[i
 
 
 def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place], counts: list[int]) -> Tensor:
-    """D of one instruction on sm_90. ``kinds``, ``places``, ``counts``: of a lane's elements of A, B, C and D."""
+    """Runs an mma, returns D. ``kinds``, ``places``, ``counts``: types, positions and numbers of a lane's elements."""
     *sources, to = kinds.split()
     tensors, declared, loads, operands = [], "", "", []
     for index, (matrix, kind) in enumerate(zip(matrices, sources, strict=True)):
@@ -74,7 +74,7 @@ def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place
 
 
 def values(kind: str, *shape: int, seed: int) -> Tensor:
-    """Small integers, so that all sums are exact."""
+    """Returns small random integers, so that all sums are exact."""
     low, high = {"b1": (0, 2), "u4": (0, 16), "s4": (-8, 8), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-4, 5))
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).double()
 
@@ -138,7 +138,7 @@ def test_saturation() -> None:
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 def test_rounding_of_fp64_products(mode: str) -> None:
-    """1 + 2^-60 lies between two numbers."""
+    """Checks the rounding of 1 + 2^-60, which is between two numbers."""
     a, b, c = torch.zeros(8, 4).double(), torch.zeros(4, 8).double(), torch.ones(8, 8).double()
     a[0, 0], b[0, 0] = 2.0**-30, 2.0**-30
     places: list[Place] = [
@@ -158,7 +158,7 @@ def quad_rows(lane: int) -> int:
 @pytest.mark.parametrize("layouts", ["row.col", "col.row", "row.row", "col.col"])
 @pytest.mark.parametrize(("c_kind", "d_kind"), [("f16", "f16"), ("f32", "f32"), ("f16", "f32")])
 def test_quads(layouts: str, c_kind: str, d_kind: str) -> None:
-    """m8n8k4 of fp16: four products side by side, here as blocks on the diagonal of one."""
+    """Checks m8n8k4 of fp16, which computes four products; here they are diagonal blocks of one product."""
     layout_a, layout_b = layouts.split(".")
     a, b, c = values("f16", 32, 4, seed=1), values("f16", 4, 32, seed=2), values("f16", 32, 8, seed=3)
 
@@ -193,7 +193,7 @@ def test_quads(layouts: str, c_kind: str, d_kind: str) -> None:
 
 @pytest.mark.parametrize("k", [8, 16])
 def test_fp16_sums(k: int) -> None:
-    """The accumulator holds fp16: two columns in a register."""
+    """Checks fp16 accumulators, which have two columns in a register."""
     a, b, c = values("f16", 16, k, seed=1), values("f16", k, 8, seed=2), values("f16", 16, 8, seed=3)
 
     def place_a(lane: int, i: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def test_fp16_sums(k: int) -> None:
     counts = [16 * k // 32, 8 * k // 32, 4, 4]
     got = multiply(opcode, "f16 f16 f16 f16", [a, b, c], [place_a, place_b, place_c, place_c], counts)
     assert torch.equal(got, a @ b + c)
-    large = torch.full_like(c, 2048.0)  # where fp16 has even numbers only
+    large = torch.full_like(c, 2048.0)  # from here on, fp16 has even numbers only
     a[:], b[:] = 0, 0
     a[:, 0], b[0, :] = 1, 1
     got = multiply(opcode, "f16 f16 f16 f16", [a, b, large], [place_a, place_b, place_c, place_c], counts)

@@ -1,4 +1,4 @@
-"""mbarrier objects, clusters, and CTAs that wait for each other, on the emulator. Kernels in PTX."""
+"""Tests of mbarrier objects, clusters, and CTAs that wait for each other, with kernels in PTX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEEDS = range(8)
 
 
 def kernel(body: str, declarations: str = "", target: str = "sm_90a") -> Module:
-    """One kernel ``k(.u64 out)`` with 20 registers of each kind; %rd0 is ``out`` and %r0 the thread's index."""
+    """Returns a kernel ``k(.u64 out)`` with 20 registers of each kind; %rd0 is ``out`` and %r0 the thread's index."""
     return Module(f"""
 .version 8.8
 .target {target}
@@ -32,7 +32,7 @@ def kernel(body: str, declarations: str = "", target: str = "sm_90a") -> Module:
 
 
 def store(register: str = "%r1") -> str:
-    """``out[global thread index] = register``"""
+    """Returns PTX for ``out[global thread index] = register``."""
     return f"""
   mov.u32 %r18, %ctaid.x;
   mov.u32 %r19, %ntid.x;
@@ -58,7 +58,7 @@ def fails(module: Module, kind: str, match: str, **launch: object) -> None:
     assert caught.value.line is not None
 
 
-# The first warp writes data and arrives, the second waits for the phase and reads what it has written.
+# The first warp writes data and arrives; the second waits for the phase and reads the data.
 HANDOVER = """
   shl.b32 %r2, %r0, 2;
   mov.u32 %r3, data;
@@ -92,7 +92,7 @@ def test_a_phase_completes_when_all_have_arrived(wait: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_phases_alternate_and_states_name_them(seed: int) -> None:
-    """All threads arrive and wait five times, by turns with the state and with the parity."""
+    """Checks five phases, in which all threads arrive and wait, alternately with the state and with the parity."""
     body = init(64) + "\n  mov.u32 %r1, 0;"
     for phase in range(5):
         wait = "[bar], %rd1" if phase % 2 == 0 else f"[bar], {phase % 2}"
@@ -127,7 +127,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
 
 
 def test_bytes_may_come_before_they_are_expected() -> None:
-    """The phase waits for both, in whatever order: here the expectation is the last to come."""
+    """Checks that expect_tx may come after complete_tx and the arrival."""
     out = torch.zeros(64, dtype=torch.int32)
     body = f"""
   {init(1)}
@@ -147,7 +147,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_try_wait_gives_up_in_the_end(seed: int) -> None:
-    """Nobody arrives but those who have polled; `test_wait` and a wait that ends at once are the same to a program."""
+    """Checks that a thread may poll before it arrives itself, so that try_wait must not block for ever."""
     body = f"""
   {init(64)}
   mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
@@ -162,7 +162,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
 
 
 def test_dropped_arrivals_are_not_expected_again() -> None:
-    """The second warp drops out; the first goes through two more phases alone."""
+    """Checks that after the second warp has dropped out, the first one completes two more phases alone."""
     body = (
         init(64)
         + """
@@ -277,7 +277,7 @@ def test_cluster_barriers_and_sizes_are_checked() -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctas_may_wait_for_others_that_are_resident(workers: int) -> None:
-    """Every CTA counts itself and spins until all have come, which one after the other could not."""
+    """Checks that CTAs run concurrently: each increments a counter and spins until all CTAs have."""
     body = f"""
   add.u64 %rd1, %rd0, 64;
   atom.global.add.u32 %r1, [%rd0], 1;
@@ -289,6 +289,6 @@ LOOP: ld.relaxed.gpu.global.u32 %r1, [%rd0];
     out = torch.zeros(16 + 40, dtype=torch.int32)
     module.launch("k", grid=(40,), block=(1,), args=[out], num_sms=2, workers=workers)
     assert out[16:].tolist() == [40] * 40
-    with pytest.raises(EmulatorError, match="instruction_limit"):  # one multiprocessor holds 32
+    with pytest.raises(EmulatorError, match="instruction_limit"):  # only 32 of the 40 CTAs fit on one SM
         out.zero_()
         module.launch("k", grid=(40,), block=(1,), args=[out], num_sms=1, instruction_limit=1 << 18, workers=workers)

@@ -1,5 +1,4 @@
-"""Memory instructions of the emulator: modifiers of loads and stores, atomics, addresses, variables; and instructions
-that its targets do not have, which stay errors."""
+"""Tests of loads and stores, atomics, addresses, variables, and of instructions that the targets do not have."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def test_cache_policies_and_hints() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_asynchronous_copies_to_a_mapped_address(seed: int) -> None:
-    """The window of the cluster's shared memory holds the CTA's own too."""
+    """Checks that cp.async takes a .shared::cluster address of the CTA's own shared memory."""
     source, out = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     body = """.shared .align 16 .b8 s[128]; mov.u32 %r1, s; shl.b32 %r2, %r0, 2; add.u32 %r1, %r1, %r2;
     mov.u32 %r3, %cluster_ctarank; mapa.shared::cluster.u32 %r4, %r1, %r3; add.u64 %rd2, %rd0, %rd9;
@@ -63,7 +62,7 @@ def test_asynchronous_copies_to_a_mapped_address(seed: int) -> None:
 
 
 def test_asynchronous_copies_with_hints() -> None:
-    """A policy, and a source that a predicate says to leave out: zeros."""
+    """Checks a cache policy, and a predicate that ignores the source, which gives zeros."""
     source, out = torch.arange(128, dtype=torch.int32), torch.full((128,), -1, dtype=torch.int32)
     body = """.shared .align 16 .b8 s[512]; mov.u32 %r1, s; shl.b32 %r2, %r0, 4; add.s32 %r1, %r1, %r2;
     cvt.u64.u32 %rd2, %r2; add.s64 %rd3, %rd0, %rd2; add.s64 %rd4, %rd1, %rd2; mov.b64 %rd5, 0;
@@ -81,7 +80,7 @@ def test_asynchronous_copies_with_hints() -> None:
 
 
 def test_registers_of_128_bits() -> None:
-    """Loaded, stored, taken apart and put together; exchanged and compared in memory on sm_90."""
+    """Checks loads, stores, unpacking and packing; on sm_90 also atomic exch and cas."""
     storage = torch.arange(8, dtype=torch.int64)
     data = storage[(-storage.data_ptr() % 16) // 8 :][:6]
     data.copy_(torch.tensor([1, 2, 3, 4, 5, 6]))
@@ -119,7 +118,7 @@ def test_vector_atomics(vector: str, kind: str, returns: bool) -> None:
 
 @pytest.mark.parametrize("space", ["", ".global"])
 def test_atomics_flush_subnormals_in_global_memory_alone(space: str) -> None:
-    """PTX ISA, "atom": to zero of the same sign, operands and results; shared memory keeps them."""
+    """Checks that .f32 additions flush operands and results in global memory, but not in shared (PTX ISA, "atom")."""
     tiny = 2.0**-130
     data = torch.tensor([0.0, 2.0**-126, -tiny, tiny, 0.0, 0.0])
     body = f"""setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE; mov.f32 %f1, 0f00080000; mov.f32 %f2, 0f80C00000;
@@ -171,7 +170,7 @@ def test_an_initial_value_that_is_nowhere() -> None:
 
 @pytest.mark.parametrize("space", ["global", "shared", "local", "param"])
 def test_address_spaces(space: str) -> None:
-    """A generic address made of each is of this one alone, and the way back gives what it was made of."""
+    """Checks that a generic address is in exactly one state space, and that cvta.to reverses cvta."""
     places = {"global": "%rd0", "shared": "s", "local": "l", "param": "p0"}
     tests = "".join(
         f"isspacep.{other} %p1, %rd2; selp.b32 %r2, {1 << i}, 0, %p1; or.b32 %r1, %r1, %r2;"

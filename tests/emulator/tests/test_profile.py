@@ -1,4 +1,4 @@
-"""``python -m emulator profile``: what it prints of a script's launches and of sources, with ptxas and without."""
+"""Tests of ``python -m emulator profile``, for scripts and for sources, with ptxas and without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from command_in_process import command
 from emulator import nvcc_compile, static_facts
 
-pytestmark = pytest.mark.slow  # a process for each script, which imports torch
+pytestmark = pytest.mark.slow  # each script is a process that imports torch
 
 with_tools = pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxas, cuobjdump and nvdisasm")
 
@@ -74,13 +74,13 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def cells(text: str, name: str) -> list[str]:
-    """The row of a table that begins so."""
+    """Returns the words of the only line that begins with ``name``."""
     (line,) = (line for line in text.splitlines() if line.strip().startswith(name))
     return line.split()
 
 
 def test_a_script(files: tuple[Path, Path], tmp_path: Path) -> None:
-    """Counts of both launches, 2 warps and 3 rounds each, and the script's own arguments."""
+    """Checks the counts of two launches of 2 warps with 3 iterations, and that the script gets its arguments."""
     done = profile("--json", tmp_path / "out.json", files[1], files[0], 2)
     assert done.returncode == 0, done.stderr
     scale, other = done.stdout.split("\n\nother\n")
@@ -115,7 +115,7 @@ product[(1,)](a, b, torch.empty(64, 64), 64)
 @with_tools
 @pytest.mark.parametrize(("arch", "product"), [("sm_80", "mma.sync"), ("sm_90", "wgmma")])
 def test_a_triton_kernel(arch: str, product: str, files: tuple[Path, Path], tmp_path: Path) -> None:
-    """Triton writes PTX of different versions for these."""
+    """Checks two architectures, for which Triton emits different PTX versions."""
     pytest.importorskip("triton")
     files[1].write_text(TRITON_SCRIPT)
     out = tmp_path / "out.json"

@@ -1,8 +1,8 @@
-"""Random programs on the emulator against a lane-by-lane evaluation with numpy and PyTorch.
+"""Tests with random programs, which are compared with a lane-by-lane evaluation in numpy and PyTorch.
 
-A program is a tree of straight lines and of branches on predicates that differ by lane. Both sides of a branch and what
-follows work on one set of registers, so that a lane which takes part in too much or too little shows. What is drawn is
-the same in each run (``derandomize``); a failure shows the smallest program found.
+A program is a tree of straight-line code and of branches on predicates that differ by lane. All of it uses one set of
+registers, which reveals a lane that executes too much or too little. Every run draws the same programs
+(``derandomize``), and a failure shows the smallest program found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ U32, S32 = np.uint32, np.int32
 
 @dataclass(frozen=True)
 class Operation:
-    """``text`` with {d}, {a}, {b}, {c} for registers of ``kind``; ``apply`` gets and gives numpy scalars of it."""
+    """An instruction. ``text`` has {d}, {a}, {b}, {c} for registers of ``kind``; ``apply`` evaluates numpy scalars."""
 
     text: str
     kind: str  # "r", "f" or "h"
@@ -47,7 +47,7 @@ def half(function: Callable[..., torch.Tensor]) -> Callable[..., np.float16]:
 
 
 def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    """One rounding: the product is exact in fp64; the sum is made odd there before it is rounded to fp32."""
+    """Computes a * b + c with one rounding: the exact product is added in fp64, rounded to odd, then to fp32."""
     product, c64 = np.float64(a) * np.float64(b), np.float64(c)
     total = product + c64
     if not np.isfinite(total):
@@ -112,7 +112,7 @@ COMPARISONS: dict[str, Callable[..., bool]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """An operation on registers, which may have a guard: a comparison of two integers."""
+    """An operation with its registers and optionally a guard, which is a comparison of two integers."""
 
     operation: Operation
     registers: tuple[int, ...]  # d, a, b, c
@@ -143,7 +143,7 @@ BLOCK = st.recursive(
 
 @dataclass
 class Writer:
-    """PTX of a program."""
+    """Writes the PTX of a program."""
 
     lines: list[str] = field(default_factory=list)
     labels: int = 0
@@ -170,7 +170,7 @@ class Writer:
 
 
 def evaluate(block: Block, registers: Registers) -> None:
-    """One lane."""
+    """Evaluates a program for one lane."""
 
     def holds(condition: tuple[str, int, int]) -> bool:
         return COMPARISONS[condition[0]](registers["r"][condition[1]], registers["r"][condition[2]])
@@ -188,7 +188,7 @@ KINDS = {"r": (np.uint32, 4, "b32"), "f": (np.float32, 4, "b32"), "h": (np.float
 
 
 def run(block: Block, inputs: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """The registers of a warp after the program."""
+    """Runs a program on the emulator, and returns the registers of the warp."""
     writer = Writer()
     writer.block(block)
     moved = {kind: np.array(values) for kind, values in inputs.items()}

@@ -1,6 +1,4 @@
-"""The happens-before order of what hardware does by itself, bulk copies, st.async and wgmma: through which proxy they
-see memory, and how others know that they are complete.
-"""
+"""Tests of the happens-before order of bulk copies, st.async and wgmma: their proxies and their completion."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ BULK_LOAD = """@%t0 mbarrier.init.shared.b64 [%bar], 1; bar.sync 0; $0 @!%t0 bra
     WAIT: $1"""
 BULK_STORE = "@%t0 cp.async.bulk.global.shared::cta.bulk_group [%out], [%buffer], 256; cp.async.bulk.commit_group;"
 
-# Of a cluster of two, CTA 0 sends to CTA 1.
+# In a cluster of two CTAs, CTA 0 sends to CTA 1.
 SEND = """@%t0 mbarrier.init.shared.b64 [%bar], 1; barrier.cluster.arrive; barrier.cluster.wait; @%c0 bra SEND;
     @%t0 mbarrier.arrive.expect_tx.shared.b64 _, [%bar], 256; $0 ld.shared.u32 %r7, [%mine]; $1 bra DONE;
     SEND: mapa.shared::cluster.u32 %r5, %mine, 1; mapa.shared::cluster.u32 %r6, %bar, 1;
@@ -115,7 +113,7 @@ def test_an_edge_orders_accesses(case: Case, filling: tuple[str, ...]) -> None:
 
 MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
 
-# Kernels that `strict_proxy_reads` rejects: the async proxy writes over what threads have read, without a fence.
+# Kernels that `strict_proxy_reads` rejects: the async proxy overwrites what threads have read, without a fence.
 READS = {
     "bulk copy over what was read": Case(
         f"st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; {BULK_LOAD}",
@@ -129,7 +127,7 @@ READS = {
             ("fence.proxy.async; ld.shared.u32 %r6, [%theirs]; bar.sync 0;", TRY_WAIT),
             ("ld.shared.u32 %r6, [%theirs]; bar.sync 0; @!%w0 fence.proxy.async;", TRY_WAIT),
             ("ld.shared.u32 %r6, [%theirs]; fence.proxy.async.global; bar.sync 0;", TRY_WAIT),
-            # A copy's own read in between does not hide the thread's.
+            # A read by a copy in between does not hide the thread's read.
             (f"ld.shared.u32 %r6, [%theirs]; bar.sync 0; {BULK_STORE} cp.async.bulk.wait_group 0;", TRY_WAIT),
         ),
     ),
@@ -139,7 +137,7 @@ READS = {
         wrong=(),
         unfenced=(("",), ("fence.proxy.async.shared::cta;",)),
     ),
-    # Of a cluster of two, CTA 0 copies over what CTA 1 has read. A narrow arrival tells it that the reads are over.
+    # In a cluster of two CTAs, CTA 0 copies over what CTA 1 has read. An arrival of scope .cta tells it of the reads.
     "bulk copy to what another CTA has read": Case(
         f"""@%t0 mbarrier.init.shared.b64 [%bar], 64; @%t0 mbarrier.init.shared.b64 [%flag], 1;
         st.shared.u32 [%mine], 0; fence.proxy.async; {MEET} @%c0 bra WRITER;
@@ -190,7 +188,7 @@ LEFT_UNDER_WAY = {
 
 @pytest.mark.parametrize("name", LEFT_UNDER_WAY)
 def test_nothing_outlasts_the_cta_whose_memory_it_touches(name: str) -> None:
-    """Found at every seed, whether it is over by chance or not."""
+    """Checks that the error is found at every seed, also if the operation happens to complete in time."""
     body, bad, good, ctas = LEFT_UNDER_WAY[name]
     Case(body.replace("{}", good), (), (), grid=ctas, cluster=ctas).check(())
     case = Case(body.replace("{}", bad), (), (), grid=ctas, cluster=ctas)
@@ -249,7 +247,7 @@ WAIT_ALL = "wgmma.wait_group.sync.aligned 0; bar.sync 0;"
     ],
 )
 def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
-    """Written by all, read by the async proxy, and written again."""
+    """Checks operands that threads write, wgmma reads, and threads write again."""
     module = Module(WGMMA.replace("$0", before).replace("$1", after))
     for seed in SEEDS:
         if kind is None:
@@ -260,7 +258,7 @@ def test_operands_of_wgmma(before: str, after: str, kind: str | None) -> None:
         assert caught.value.kind == kind, caught.value
 
 
-# Warp 4 writes over what the warpgroup has read when one thread of that says so, as CUTLASS's pipelines have it.
+# As in CUTLASS's pipelines, warp 4 overwrites what the warpgroup has read after one of its threads has arrived.
 RELEASE = """
     .reg .pred %p<4>;
     .shared .align 8 .b64 bar;
@@ -291,7 +289,7 @@ END: ret;"""
     ],
 )
 def test_one_thread_speaks_for_the_warpgroup(wait: str, kind: str | None) -> None:
-    """Who has waited for a multiplication knows that all four warps' reads of matrix B are over."""
+    """Checks that a warp that has waited for a wgmma knows that all four warps have read matrix B."""
     text = WGMMA.replace("buffer[2304]", "buffer[4352]").replace("[%r2+2048]", "[%r2+2560]")
     module = Module(text.replace("$0", RELEASE).replace("$1", RELEASED.format(wait=wait)))
     for seed in range(8):
@@ -306,7 +304,7 @@ def test_one_thread_speaks_for_the_warpgroup(wait: str, kind: str | None) -> Non
 @pytest.mark.parametrize("warps", [1, 3, 4])
 @pytest.mark.parametrize("written", ["B", "the last warp's rows of A", "the next warp's rows of A"])
 def test_waits_that_tell_of_their_own_warp(written: str, warps: int) -> None:
-    """With `wgmma_waits_by_warp`, what may be written over when so many warps have waited, and said so."""
+    """Checks what may be overwritten after ``warps`` warps have waited and arrived, with `wgmma_waits_by_warp`."""
     offset = {"B": 2048, "the last warp's rows of A": 512 * (warps - 1), "the next warp's rows of A": 512 * (warps % 4)}
     text = WGMMA.replace("buffer[2304]", "buffer[4352]").replace("[%r2+2048]", "[%r2+2560]")
     lanes = f"and.b32 %r3, %r0, 31; setp.eq.u32 %p3, %r3, 0; setp.lt.and.u32 %p3, %r0, {32 * warps}, %p3;"

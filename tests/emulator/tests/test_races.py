@@ -1,5 +1,4 @@
-"""The emulator's happens-before detector: each kind of edge left out of a kernel is found at every seed, whatever order
-things came in; with the edge, the kernel passes."""
+"""Tests of the race detector: a kernel without an edge is an error at every seed, and with the edge it passes."""
 
 from __future__ import annotations
 
@@ -9,21 +8,21 @@ import torch
 from emulator import EmulatorError
 from race_cases import AWAIT, SEEDS, TRY_WAIT, Case, fillings, kernel
 
-# Warp 0 writes what warp 1 reads, with $0 and $1 between.
+# Warp 0 writes and executes $0; warp 1 executes $1 and reads.
 HANDOVER = """@!%w0 bra READER; st.shared.u32 [%mine], %tid; $0 bra DONE;
     READER: $1 ld.shared.u32 %r6, [%theirs];
     DONE:"""
-# Likewise where a word of shared memory is 0 at first.
+# The same with a word of shared memory that is 0 at first.
 FLAG = f"@%t0 st.shared.u32 [%flag], 0; bar.sync 0; {HANDOVER}"
 SPIN = "AGAIN: ld.{}.shared.u32 %r7, [%flag]; setp.eq.u32 %p3, %r7, 0; @%p3 bra AGAIN;"
-# CTA 0 writes what CTA 1 reads; thread 0 of the first does $0 and thread 0 of the other $1.
+# CTA 0 writes what CTA 1 reads; thread 0 of CTA 0 executes $0, thread 0 of CTA 1 executes $1.
 SPLIT = """@!%c0 bra READER; st.global.u32 [%w], 1; bar.sync 0; @!%t0 bra DONE; $0 bra DONE;
     READER: @!%t0 bra WAIT; $1
     WAIT: bar.sync 0; ld.global.u32 %r6, [%v];
     DONE:"""
 POLL = "AGAIN: {} %r7, [%out+1024]; setp.eq.u32 %p3, %r7, 0; @%p3 bra AGAIN;"
 ADD = "atom.global.add.u32 %r7, [%out+1024], 0; setp.eq.u32 %p3, %r7, 0; @%p3 bra AGAIN;"
-# Every CTA writes a part, does $0 and adds to a counter with $1; the last one does $2 and reads all.
+# Every CTA writes some words, executes $0, and adds to a counter with $1; the last CTA executes $2 and reads all words.
 LAST_CTA = """mul.wide.u32 %rd1, %cta, 256; add.u64 %rd1, %rd1, %w; st.global.u32 [%rd1], %tid; $0 bar.sync 0;
     @!%t0 bra JOIN; $1 st.shared.u32 [%flag], %r6;
     JOIN: bar.sync 0; ld.shared.u32 %r6, [%flag]; setp.ne.u32 %p2, %r6, 3; @%p2 bra DONE; $2
@@ -39,7 +38,7 @@ REMOTE = """@!%c0 bra WAIT; mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::c
     DONE:"""
 CLUSTER_MEETS = "barrier.cluster.arrive; barrier.cluster.wait;"
 ARRIVE_REMOTE = "mbarrier.arrive.shared::cluster.b64 _, [%r5];"
-# Warp 0 of CTA 0 writes to CTA 1 and arrives there; all of CTA 1 wait and read.
+# Warp 0 of CTA 0 writes to CTA 1 and arrives there; all threads of CTA 1 wait and read.
 BETWEEN_CTAS = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%c0 bra READER; @!%w0 bra DONE;
     mapa.shared::cluster.u32 %r5, %mine, 1; st.shared::cluster.u32 [%r5], %tid;
     mapa.shared::cluster.u32 %r5, %bar, 1; $0 mbarrier.arrive.$1.shared::cluster.b64 _, [%r5]; bra DONE;
@@ -47,7 +46,7 @@ BETWEEN_CTAS = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%
     @%w0 ld.shared.u32 %r6, [%mine]; bra END;
     DONE: $3
     END: {CLUSTER_MEETS}"""
-# What warp 0 of CTA 0 has written to CTA 1, warp 1 tells that CTA of.
+# Warp 0 of CTA 0 writes to CTA 1; warp 1 of CTA 0 arrives there.
 PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%c0 bra READER;
     mapa.shared::cluster.u32 %r5, %mine, 1; @%w0 st.shared::cluster.u32 [%r5], %tid; bar.sync 0;
     mapa.shared::cluster.u32 %r5, %bar, 1; @!%w0 mbarrier.arrive.$0.shared::cluster.b64 _, [%r5]; bra DONE;
@@ -55,7 +54,7 @@ PASSED_ON = f"""@%t0 mbarrier.init.shared.b64 [%bar], 32; {CLUSTER_MEETS} @!%c0 
     @%w0 ld.shared.u32 %r6, [%mine];
     DONE: {CLUSTER_MEETS}"""
 
-# %p1: whether this is the first lane of the warp; %r2: the lane; %r3: a word of shared memory that is the warp's own.
+# %p1: true in lane 0; %r2: the lane; %r3: the address of a word of shared memory for the warp.
 FIRST_LANE = """and.b32 %r2, %tid, 31; setp.eq.u32 %p1, %r2, 0; sub.u32 %r3, %tid, %r2; shl.b32 %r3, %r3, 2;
     add.u32 %r3, %r3, %buffer;"""
 MEET = "bar.warp.sync -1;"
@@ -306,7 +305,7 @@ CASES = {
 }
 
 
-# Between the lanes of a warp whose paths have parted.
+# Between diverged lanes of a warp.
 CASES |= {
     "what one lane has written": Case(
         f"{FIRST_LANE} @!%p1 bra REST; st.shared.u32 [%r3], 1; REST: $0 ld.shared.u32 %r6, [%r3];",
@@ -390,7 +389,7 @@ CASES |= {
 
 
 def test_lanes_in_step_see_what_the_others_have_written() -> None:
-    """As long as they have not parted: PTX does not promise it, but kernels rely on it."""
+    """Checks that this holds until they diverge; PTX does not promise it, but kernels rely on it."""
     exchange = "xor.b32 %r3, %mine, 4; st.shared.u32 [%mine], 1; $ ld.shared.u32 %r6, [%r3];"
     parted = f"{FIRST_LANE} {exchange.replace('$', '@!%p1 bra REST; mov.u32 %r7, 1; REST:')}"
     for seed in SEEDS:
@@ -432,9 +431,7 @@ def test_both_accesses_are_named() -> None:
 
 
 def test_stores_of_the_same_value() -> None:
-    """They are races, but for compilers that have several warps store what they all hold; even then only by the same
-    instruction, and if the value is the same.
-    """
+    """Checks that they are races, except with ``replicated_stores`` by the same instruction and with the same value."""
     same, others = "st.shared.u32 [%buffer], 7;", "st.shared.u32 [%buffer], %tid;"
     two = "@%w0 st.shared.u32 [%buffer], 7; @!%w0 st.shared.u32 [%buffer], 7;"
     for seed in SEEDS:
@@ -452,7 +449,7 @@ ADDED_BY_WARPS = "@%w0 red.$0 [%w], $1; $2 @!%w0 red.$0 [%v], $1;"
 REDUCE = (
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%out], [%buffer], 256; cp.async.bulk.commit_group;"
 )
-# CTAs add in the order of their turns.
+# CTAs add one after the other, in the order of their indices.
 TURNS = f"""st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; @!%t0 bra DONE;
     AGAIN: ld.$0.gpu.global.u32 %r7, [%out+1024]; setp.lt.u32 %p3, %r7, %cta; @%p3 bra AGAIN;
     {REDUCE} cp.async.bulk.wait_group$1 0; red.$2.gpu.global.add.u32 [%out+1024], 1;

@@ -1,4 +1,4 @@
-"""Registers that are not alive at the same time share a slot of a warp's frame: nothing of that may be seen."""
+"""Tests that registers keep their values, although those that are not alive at the same time share a slot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from ptx_body import run
 
-# Each value is made, used and forgotten, so that the slots before it are free again.
+# Each value is computed and used once, so that the slots of earlier values are free again.
 CHURN = "".join(f"add.u32 %r{i}, %r{i - 1}, 7; xor.b32 %r{i + 1}, %r{i}, %r0; " for i in range(21, 38, 2))
 
 
@@ -22,7 +22,7 @@ def test_a_guarded_write_leaves_the_other_lanes(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_value_lives_around_a_loop(seed: int) -> None:
-    """It is read at the loop's top alone, before registers of the rest of the loop are written again."""
+    """Checks a value that is read only at the top of a loop, before the loop writes other registers."""
     out = torch.zeros(32, dtype=torch.int32)
     body = f"""mov.u32 %r1, 1000; mov.u32 %r2, 0; mov.u32 %r3, 0;
 again: add.u32 %r2, %r2, %r1; mov.u32 %r20, %r2; {CHURN} add.u32 %r3, %r3, 1;

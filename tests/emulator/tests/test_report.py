@@ -1,4 +1,4 @@
-"""What launches count: tensor-core work by type, requests to memory, waits, and sums of several launches."""
+"""Tests of the counters of launches: tensor-core work by type, memory requests, waits, and sums over launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PTX = """.version 8.0
 
 
 def launch(stride: int, grid: int = 1) -> Report:
-    # CTAs write the same numbers to the same places.
+    # races=False: the CTAs write the same numbers to the same addresses.
     return Module(PTX).launch("k", (grid,), (64,), [torch.zeros(1024), stride], races=False)
 
 
@@ -50,7 +50,7 @@ def test_memory_by_request(stride: int, sectors: int, conflicts: int) -> None:
 
 
 def test_waits_are_counted_for_each_barrier() -> None:
-    """Of two warps, the later one completes the barrier and waits for nobody."""
+    """Checks that only one of two warps waits, because the later one completes the barrier."""
     assert launch(4).waits == {"barrier 3": 1}
     assert launch(4, grid=5).waits == {"barrier 3": 5}
 
@@ -72,7 +72,7 @@ def counts(opcode: str, warps: int = 8, kernel: str = "k", line: int = 1) -> Ins
         ("mma.sync.aligned.m16n8k32.row.col.satfinite.s32.u8.s8.s32", "u8 * s8 + s32", 8, 8 * 16 * 8 * 32),
         ("mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e5m2.f16", "e4m3 * e5m2 + f16", 8, 8 * 16 * 8 * 32),
         ("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "f64 * f64 + f64", 8, 8 * 8 * 8 * 4),
-        # Four warps execute it as one.
+        # Four warps execute one wgmma.
         ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "bf16 * bf16 + f32", 2, 2 * 64 * 256 * 16),
         ("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3", "e4m3 * e4m3 + f32", 2, 2 * 64 * 8 * 32),
     ],

@@ -1,4 +1,4 @@
-"""``python -m emulator run``: scripts that think that they have a GPU."""
+"""Tests of ``python -m emulator run``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from command_in_process import command
 from emulator.toolkit import nvcc
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow  # a process for each script, which imports torch
+pytestmark = pytest.mark.slow  # each script is a process that imports torch
 
 TESTS = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_any_triton_kernel(tmp_path: Path) -> None:
 
 
 def test_an_overrun_is_an_error(tmp_path: Path) -> None:
-    """Into memory that torch did not allocate, although it is in the process."""
+    """Checks an overrun into memory of the process that torch did not allocate."""
     done = run(ADD_ONE, tmp_path, arguments=("201",))
     assert done.returncode != 0
     assert "EmulatorError: out-of-bounds" in done.stderr and "script.py:" in done.stderr
@@ -144,7 +144,7 @@ def test_an_impossible_gpu_is_refused() -> None:
 
 
 def test_replicas_of_what_changes_in_place_are_a_race(tmp_path: Path) -> None:
-    """All four warps load the 16 elements, and one of them stores."""
+    """Checks a kernel in which all four warps load 16 elements, and one warp stores them."""
     script = ADD_ONE.replace("BLOCK=128", "BLOCK=16").replace("torch.zeros(200)", "torch.zeros(32)")
     done = run(script, tmp_path, arguments=("32",))
     assert done.returncode == 1 and "EmulatorError: race" in done.stderr
@@ -153,7 +153,7 @@ def test_replicas_of_what_changes_in_place_are_a_race(tmp_path: Path) -> None:
 
 
 def test_a_script_finds_its_neighbours_and_keeps_its_exit_code(tmp_path: Path) -> None:
-    """Kernels of another module too; options after the script's name are the script's."""
+    """Checks kernels of another module, and that options after the script's name go to the script."""
     (tmp_path / "neighbour.py").write_text(textwrap.dedent(ADD_ONE.rpartition("    x = torch")[0]))
     script = """
         import sys

@@ -1,4 +1,4 @@
-"""When CTAs begin, and how those that stay on their SM share work out: late beginnings, claims ahead of the work."""
+"""Tests of CTAs that begin late, and of persistent CTAs that claim work tiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_claim_ahead_is_found(seed: int, num_tiles: int) -> None:
 
 
 def test_ctas_begin_late(seed: int) -> None:
-    """By more than any fixed time that another one gives them."""
+    """Checks that CTAs begin so late that only an explicit wait sees all of them, not a fixed delay."""
     num_ctas = 24
     for waits in (False, True):
         begun, counts = torch.zeros(num_ctas).int(), torch.zeros(num_ctas).int()

@@ -1,4 +1,4 @@
-"""Where shared memory begins: behind the system's part, and at no more than the alignment that the kernel declares."""
+"""Tests that shared memory begins after the system's bytes, with no more alignment than the kernel declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ each_seed = pytest.mark.parametrize("seed", range(4))
 
 
 def copies(kernel: str, seed: int) -> bool:
-    """Whether the box arrives as the kernel reads it."""
+    """Returns True if the kernel reads the box correctly."""
     values = torch.arange(8 * 64).half().view(8, 64)
     out = torch.zeros(8, 64, dtype=torch.half)
     tensor_map = TensorMap(values, (8, 64), "128B")

@@ -1,4 +1,4 @@
-"""What is read out of machine code: loops, classes of instructions, and what ptxas says of registers and spills."""
+"""Tests of the facts from machine code: loops, classes of instructions, registers and spills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ with_tools = pytest.mark.skipif(not static_facts.has_tools(), reason="needs ptxa
 
 
 def test_the_inspection_itself() -> None:
-    """A loop is found with its out-of-line block, and straight code and forward branches are not loops."""
+    """Checks that a loop includes its out-of-line block, and that straight code and forward branches are no loops."""
     lines = [
         "MOV R1, c[0x0][0x28] ;",
         ".L_x_0:",
@@ -106,7 +106,7 @@ PTX = """.version 8.0
 
 @with_tools
 def test_what_ptxas_says() -> None:
-    """A kernel that keeps 90 words over a barrier where it may have 64 registers."""
+    """Checks a kernel that keeps 90 words across a barrier with at most 64 registers."""
     loads = "".join(f"ld.volatile.global.u32 %r{i}, [%rd0+{4 * i}];" for i in range(1, 91))
     stores = "".join(f"st.volatile.global.u32 [%rd0+{4 * i}], %r{91 - i};" for i in range(1, 91))
     facts = static_facts.of_ptx(PTX.replace("@LOADS@", loads).replace("@STORES@", stores))

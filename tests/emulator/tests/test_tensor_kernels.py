@@ -1,5 +1,4 @@
-"""CUDA C++ kernels with tensor copies, compiled by nvcc with the toolkit's headers, on the emulator: pipelines with
-mbarriers, reductions, clusters; and the same with something left out."""
+"""Tests of CUDA C++ kernels with tensor copies: pipelines with mbarriers, reductions, clusters, and planted faults."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def test_pipeline(seed: int) -> None:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        # The producer writes over what is read, or announces more than the phase takes.
+        # The producer overwrites what is read, or announces more bytes than the mbarrier can count.
         ("without_wait_for_empty", {"race", "mbarrier"}),
         ("without_proxy_fence", {"proxy"}),
         ("with_half_of_the_bytes", {"deadlock"}),
@@ -49,7 +48,7 @@ def test_pipeline(seed: int) -> None:
     ],
 )
 def test_pipelines_with_something_left_out(name: str, kinds: set[str]) -> None:
-    """An error at every seed; and without the race detector, what comes of it at some."""
+    """Checks for an error at every seed, and for wrong results or errors at some seeds without the race detector."""
     for seed in range(4):
         with pytest.raises(EmulatorError) as caught:
             pipeline(name, seed=seed)

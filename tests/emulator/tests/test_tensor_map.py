@@ -1,4 +1,4 @@
-"""Tensor maps on the emulator: what the driver refuses, how kernels get them, make them, and misuse them."""
+"""Tests of tensor maps: invalid arguments, maps as arguments, maps that kernels create, and their misuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SKIP:
 
 
 def box(tensor_map: Any, x: int, y: int, body: str = "", *, has_map: bool = True, **options: Any) -> torch.Tensor:
-    """A box of 16 x 32 halfs."""
+    """Loads a box of 16 x 32 halfs at (x, y) and returns it."""
     out = torch.zeros(16, 32, dtype=torch.float16)
     module = build(body or load(), 4096, 1 if has_map else 2, integers=2, has_map=has_map)
     arguments = [tensor_map, out] if has_map else [out, tensor_map]
@@ -139,7 +139,7 @@ def test_arrays_of_numpy_and_dimensions_of_one_element() -> None:
     assert torch.equal(got[0], row[0, :32]) and got[1:].eq(0).all()
 
 
-# What Triton emits for tl.make_tensor_descriptor: a map made in shared memory, then published.
+# Triton's code for tl.make_tensor_descriptor: it creates a map in shared memory, then publishes it.
 REPLACE = "tensormap.replace.tile"
 MAKE = f"""
     shl.b32 %r20, %r0, 2; add.u32 %r20, %r20, %r1; mov.u32 %r21, 0; st.shared.b32 [%r20], %r21;
@@ -198,7 +198,7 @@ def test_maps_made_by_kernels() -> None:
 @pytest.mark.filterwarnings("ignore:a tensor map")
 @pytest.mark.parametrize("number", range(16))
 def test_element_types_of_ptx_are_not_the_drivers(number: int) -> None:
-    """PTX ISA, table "Tensormap new_val validity"; the last three need a later architecture."""
+    """Checks PTX's numbers (PTX ISA, table "Tensormap new_val validity"). The last three need a later architecture."""
     dtypes = ["uint8", "uint16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float32_ftz", "float64"]
     dtypes += ["bfloat16", "tfloat32", "tfloat32_ftz"]
     body = MAKE.replace(
@@ -215,7 +215,7 @@ def test_element_types_of_ptx_are_not_the_drivers(number: int) -> None:
     return None
 
 
-# Planted faults
+# Planted faults.
 
 
 def test_maps_that_a_copy_cannot_use() -> None:
@@ -232,7 +232,7 @@ def test_maps_that_a_copy_cannot_use() -> None:
 
 
 def test_a_tensor_larger_than_its_memory() -> None:
-    """Rows within the tensor as the map has it are read, and checked, whatever else of the box is not."""
+    """Checks that the rows of a box that are inside the map's tensor are checked against the memory."""
     part = MATRIX[:33].clone()
     larger = TensorMap(part, [16, 32])
     larger.tensor = part[:32]
@@ -249,7 +249,7 @@ def test_boxes_that_do_not_fit_into_shared_memory() -> None:
 
 
 def test_a_wrong_number_of_bytes() -> None:
-    """A box that is partly outside of the tensor has all of its bytes for the mbarrier."""
+    """Checks that a box that is partly outside the tensor still signals all of its bytes to the mbarrier."""
     good = TensorMap(MATRIX, [16, 32])
     box(good, 40, 60)
     short = load().replace("_, [%r2], 1024", "_, [%r2], 192")

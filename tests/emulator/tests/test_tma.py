@@ -1,4 +1,4 @@
-"""Tensor maps and tensor copies of the emulator against maps written down here, and planted faults."""
+"""Tests of tensor copies against index maps written down here, with planted faults."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SKIP:
 
 
 def raw(tensor: Tensor) -> np.ndarray:
-    """The elements as unsigned integers."""
+    """Returns the elements' bits as unsigned integers."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(integers).numpy().view(BYTES[tensor.element_size()])
 
@@ -60,7 +60,7 @@ def raw(tensor: Tensor) -> np.ndarray:
 def box_indices(
     shape: Sequence[int], box: Sequence[int], at: Sequence[int], steps: Sequence[int]
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Of each element of the box: its indices in the tensor, and whether it is inside."""
+    """Returns each box element's indices in the tensor, and True for those inside it."""
     axes = [start + np.arange(-(-size // step)) * step for size, start, step in zip(box, at, steps, strict=True)]
     grid = np.meshgrid(*axes, indexing="ij")
     inside = np.logical_and.reduce([(g >= 0) & (g < size) for g, size in zip(grid, shape, strict=True)])
@@ -68,8 +68,8 @@ def box_indices(
 
 
 def places(size: int, swizzle: str, offset: int = 0) -> np.ndarray:
-    """Where in shared memory each byte of a box is: among the 16-byte parts of a 128-byte line, it is the part with
-    another number, by exclusive or with the line's number modulo as many as the swizzle's span has parts."""
+    """Returns the offset in shared memory of each byte of a box. The swizzle xors the number of a 16-byte chunk in its
+    128-byte row with the row's number modulo the chunks of the swizzle's width."""
     address = offset + np.arange(size)
     if swizzle == "none":
         return address
@@ -117,7 +117,7 @@ def check_load(
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype = torch.float16, padding: int = 0) -> Tensor:
-    """Elements whose bits count up; rows begin at multiples of 16 bytes, and have `padding` times that between."""
+    """Returns elements whose bits count up. Rows are 16-byte aligned, with `padding` times 16 bytes between them."""
     unit = 16 // dtype.itemsize
     pitch = -(-shape[-1] // unit) * unit + padding * unit
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -126,7 +126,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype = torch.float16, padding: i
 
 
 def whole(tensor: Tensor) -> np.ndarray:
-    """All of its storage."""
+    """Returns the whole storage of a tensor as unsigned integers."""
     return raw(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0))
 
 
@@ -185,7 +185,7 @@ def test_element_strides(steps: list[int]) -> None:
 
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 def test_swizzles_follow_the_address(swizzle: str) -> None:
-    """Where a box does not begin at a multiple of the pattern, its rows have the pattern of where they are."""
+    """Checks that the swizzle depends on the address, for a box that does not begin at a multiple of the pattern."""
     check_load(numbers([40, 64]), [20, 16], [1, 2], swizzle, offset=384)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels that know nothing of the package, as Triton compiles them for a GPU, against PyTorch."""
+"""Tests of Triton kernels that do not use the package, against PyTorch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def arch(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def small_integers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Their products and sums are exact in every type."""
+    """Returns integers whose products and sums are exact in every type."""
     return torch.randint(-8, 9, shape).to(dtype)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["row-major", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, *FP8], ids=str)
 def test_matmul(dtype: torch.dtype, transposed: bool, arch: int) -> None:
-    """Sizes that fill no block."""
+    """Checks sizes that are no multiples of the blocks."""
     if dtype == torch.float8_e4m3fn and arch == 80:
         pytest.skip("Triton has no e4m3 before sm_89")
     m, n, k = 70, 50, 90
@@ -69,7 +69,7 @@ def test_matmul_from_registers(dtype: torch.dtype, arch: int, request: pytest.Fi
 
 @pytest.mark.parametrize("num_ctas", [1, 2])
 def test_matmul_of_descriptors_from_the_host(num_ctas: int, arch: int) -> None:
-    """Tensor maps on sm_90, where two CTAs can share a tile; what lies outside of the tensors reads as zero."""
+    """Checks host descriptors: tensor maps on sm_90, where two CTAs can share a tile. Outside, tensors read as zero."""
     if num_ctas > 1 and arch == 80:
         pytest.skip("sm_80 has no clusters")
     m, n, k = 100, 72, 88
@@ -94,7 +94,7 @@ def test_matmul_of_descriptors_from_the_kernel(specialised: bool, arch: int, req
     a, b = small_integers(m, k, dtype=torch.bfloat16), small_integers(n, k, dtype=torch.bfloat16)
     out = torch.full((m, n), torch.nan)
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.uint8))
-    # 128 rows: of fewer, two groups of specialised warps make all of the tile, both, and store it both.
+    # 128 rows: with fewer, each of two groups of specialised warps would compute and store the whole tile.
     kernels.describing_matmul_kernel[(2, 2)](
         a, b, out, m, n, k, M_BLOCK=128, N_BLOCK=64, K_BLOCK=32, SPECIALISED=specialised
     )
@@ -158,7 +158,7 @@ def test_autotuned_kernels_take_their_first_configuration() -> None:
 
 
 def test_a_program_too_many_is_caught() -> None:
-    """The mask is computed with a size that the tensor does not have."""
+    """Checks a mask that is computed with more than the tensor's size."""
     values, counts = torch.zeros(100, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
     with pytest.raises(EmulatorError, match="out-of-bounds") as caught:
         kernels.histogram_kernel[(1,)](values, counts, 101, BLOCK=128)

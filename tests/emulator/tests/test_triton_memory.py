@@ -1,4 +1,4 @@
-"""Kernels that Triton compiled for an emulated GPU go with it."""
+"""Tests that Triton's kernels for an emulated GPU are freed after the GPU's block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triton_programs import softmax_kernel  # noqa: E402
 
 
 def launch() -> Any:
-    """The compiled kernel."""
+    """Launches a kernel, and returns Triton's compiled kernel."""
     x = torch.randn(5, 300)
     out = torch.empty(5, 300)
     kernel = softmax_kernel[(5,)](x, out, 300, BLOCK=512)

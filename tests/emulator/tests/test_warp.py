@@ -1,4 +1,4 @@
-"""Instructions of the emulator that work on whole warps and CTAs, calls, control flow and special registers."""
+"""Tests of instructions for whole warps and CTAs, calls, control flow and special registers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_match(width: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_members_that_differ_by_lane(seed: int) -> None:
-    """Lanes of one path, each with the mask of its own group of 8."""
+    """Checks lanes of one path whose member masks differ: each has the mask of its group of 8."""
     body = "and.b32 %t0, %i, 24; shl.b32 %t0, 0xff, %t0; {}"
     shuffled = evaluate(body.format("shfl.sync.bfly.b32 %d, %a, 5, 31, %t0;"), torch.int32, LANES, seed=seed)
     assert torch.equal(shuffled, LANES ^ 5)
@@ -97,7 +97,7 @@ PROTOTYPE = "proto: .callprototype (.param .b32 _) _ (.param .b32 _)"
 @pytest.mark.parametrize("listed", ["targets: .calltargets twice, leaves", PROTOTYPE])
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_through_pointers(listed: str, seed: int) -> None:
-    """Even lanes call one function, odd lanes another, in which some end; lane 4 does not call."""
+    """Checks that even lanes call one function and odd lanes another, where some exit; lane 4 does not call."""
     out = torch.full((32,), -7, dtype=torch.int32)
     body = CALL.format(list=listed, second="leaves", label=listed.split(":")[0])
     run(body, out, functions=FUNCTIONS, seed=seed)
@@ -114,7 +114,7 @@ def test_call_through_a_pointer_to_something_else() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exit_of_some_lanes(seed: int) -> None:
-    """The rest of the warp goes on together, and a barrier for all waits for those that are left."""
+    """Checks that the remaining lanes reconverge, and that a barrier for all threads does not wait for exited ones."""
     body = """setp.lt.u32 %p1, %r0, 8; @%p1 bra SOME; and.b32 %r1, %r0, 1; setp.eq.u32 %p2, %r1, 0; @%p2 exit;
     bra.uni REST; SOME: setp.eq.u32 %p3, %r0, 5; @%p3 exit; REST: vote.sync.ballot.b32 %r2, 1, 0xffffffff;
     barrier.cta.sync 0; add.s64 %rd1, %rd0, %rd9; st.global.b32 [%rd1], %r2;"""

@@ -1,4 +1,4 @@
-"""What Hopper's kernels have around their matrix instructions: stmatrix, elect, setmaxnreg, griddepcontrol."""
+"""Tests of Hopper's instructions around wgmma: stmatrix, elect, setmaxnreg, griddepcontrol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emulator import EmulatorError, Module, Report
 
 
 def module(body: str, directives: str = "", shared: int = 1024) -> Module:
-    """``%r0`` is the thread's index, ``%rd0`` the argument, ``%r1`` the address of shared memory."""
+    """Returns a kernel: ``%r0`` is the thread's index, ``%rd0`` the argument, ``%r1`` the address of shared memory."""
     return Module(f""".version 8.4\n.target sm_90a\n.address_size 64
 .visible .entry k(.param .u64 out) {directives}
 {{
@@ -31,7 +31,8 @@ def fails(kernel: Module, kind: str, text: str, threads: int = 128) -> EmulatorE
 
 
 def store_matrices(count: int, trans: bool, stride: int) -> tuple[torch.Tensor, Report]:
-    """Register r of lane t holds elements 64 r + 2 t and the next; rows of 16 bytes are ``stride`` bytes apart."""
+    """Runs stmatrix with rows of 16 bytes, ``stride`` bytes apart. Register r of lane t holds elements 64 r + 2 t and
+    64 r + 2 t + 1. Returns the stored matrices, [count, 8, 8], and the report."""
     registers = ", ".join(f"%r{10 + i}" for i in range(count))
     values = "".join(
         f"mad.lo.u32 %r{10 + i}, %r0, 2, {64 * i}; mad.lo.u32 %r{10 + i}, %r{10 + i}, 65537, 65536;"
@@ -70,7 +71,7 @@ def test_stmatrix_conflicts_and_faults() -> None:
 
 
 def test_elect() -> None:
-    """One leader, the same for the same lanes; with or without its number."""
+    """Checks that one lane leads, always the same one, with and without the result for its number."""
     body = """mov.u32 %r2, 0; mov.u32 %r3, 0xff0; setp.lt.u32 %p2, %r0, 4; setp.ge.u32 %p3, %r0, 12;
     @%p2 bra END; @%p3 bra END;
     elect.sync %r4|%p1, %r3; selp.u32 %r2, 100, 0, %p1; add.u32 %r2, %r2, %r4; elect.sync _|%p4, %r3;
@@ -82,7 +83,7 @@ END: mul.wide.u32 %rd1, %r0, 4; add.s64 %rd1, %rd0, %rd1; st.global.u32 [%rd1], 
     fails(module("elect.sync _|%p1, 0xf;"), "divergence", "member mask", 32)
 
 
-# Two warpgroups: the first gives registers back, the second takes them.
+# Two warpgroups: the first releases registers, the second takes them.
 SPLIT = """setp.lt.u32 %p1, %r0, 128; @%p1 bra PRODUCER; {consumer} bra END; PRODUCER: {producer} END:"""
 INCREASE, DECREASE = "setmaxnreg.inc.sync.aligned.u32 {};", "setmaxnreg.dec.sync.aligned.u32 {};"
 
@@ -91,7 +92,7 @@ INCREASE, DECREASE = "setmaxnreg.inc.sync.aligned.u32 {};", "setmaxnreg.dec.sync
     "directives", [".maxnreg 128", ".maxntid 256, 1, 1 .minnctapersm 2", ".reqntid 256 .minnctapersm 2"]
 )
 def test_setmaxnreg(directives: str) -> None:
-    """128 registers a thread: 40 and 216 are as many, 40 and 224 are more."""
+    """Checks the limit with 128 registers per thread: 40 + 216 fit into 2 * 128, 40 + 224 do not."""
     split = SPLIT.format(producer=DECREASE.format(40), consumer=INCREASE.format("{}"))
     for seed in range(4):
         module(split.format(216), directives).launch("k", (1,), (256,), [torch.zeros(1)], seed=seed)
@@ -100,7 +101,7 @@ def test_setmaxnreg(directives: str) -> None:
 
 
 def test_setmaxnreg_waits_for_the_other_warpgroup() -> None:
-    """The consumer comes to its instruction first, and goes on when the producer has reached its own."""
+    """Checks that the consumer's .inc waits for the producer's .dec, which comes later."""
     late = (
         f"mov.u32 %r5, 0; LOOP: add.u32 %r5, %r5, 1; setp.lt.u32 %p2, %r5, 3000; @%p2 bra LOOP; {DECREASE.format(24)}"
     )
@@ -116,7 +117,7 @@ def test_setmaxnreg_faults() -> None:
     part = f"setp.lt.u32 %p1, %r0, 64; @%p1 bra END; {DECREASE.format(64)} END:"
     fails(module(part, ".maxnreg 128"), "wgmma", "only some warps of warpgroup 0")
     module(DECREASE.format(64), ".maxnreg 128").launch("k", (1,), (128,), [torch.zeros(1)])
-    module(INCREASE.format(256)).launch("k", (1,), (128,), [torch.zeros(1)])  # nothing is known, as for ptxas
+    module(INCREASE.format(256)).launch("k", (1,), (128,), [torch.zeros(1)])  # registers at launch unknown: no limit
     for number in (16, 100, 264):
         with pytest.raises(EmulatorError, match="multiple of 8"):
             module(DECREASE.format(number)).parameters("k")

@@ -1,4 +1,4 @@
-"""wgmma against PyTorch, with operands laid out by maps written here, and the errors that its rules call for."""
+"""Tests of wgmma against PyTorch, with independent operand layouts, and of the errors for broken rules."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ INT8 = ("s8", "u8")
 
 
 def draw_layout(draw: random.Random, rows: int, width: int, mn_major: bool) -> Layout:
-    """Any that the canonical layouts allow, dense or with gaps, inside of a larger pattern or on its own."""
-    # Where M or N is contiguous, a matrix is whole atoms, each as wide as the swizzle.
+    """Draws a canonical layout, dense or with gaps, alone or inside a larger pattern."""
+    # A matrix with M or N contiguous must consist of whole atoms, which are as wide as the swizzle.
     swizzle = draw.choice([each for each in (0, 32, 64, 128) if not mn_major or each == 0 or rows * width % each == 0])
     gap = draw.choice((0, 0, 16 if swizzle == 0 else 1024))
-    depth_units = 2  # of 16 bytes
+    depth_units = 2  # chunks of 16 bytes
     if not mn_major:
         if swizzle == 0:
             leading = 128 + gap if draw.random() < 0.5 else rows // 8 * 128 + gap
@@ -62,7 +62,7 @@ SUMS = {"f32": torch.float32, "f16": torch.float16, "s32": torch.int32}
 
 
 def matrices(form: Form, generator: torch.Generator, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A, B and C of whole numbers."""
+    """Returns A, B and C with random integers."""
 
     def matrix(rows: int, columns: int, low: int, dtype: torch.dtype) -> Tensor:
         return torch.randint(low, high, (rows, columns), generator=generator).to(torch.float32).to(dtype)
@@ -87,7 +87,7 @@ def expected(form: Form, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", range(6))
 @pytest.mark.parametrize(("a", "b", "sums"), TYPES)
 def test_drawn_forms(a: str, b: str, sums: str, case: int) -> None:
-    """Whole numbers so small that all sums are exact: any element out of place shows."""
+    """Checks exact sums of small integers, which reveal any element in a wrong position."""
     draw = random.Random(f"{a} {b} {sums} {case}")
     form = draw_form(draw, a, b, sums)
     left, right, start = matrices(form, torch.Generator().manual_seed(case), -4, 5)
@@ -113,7 +113,7 @@ PLAIN = Form(16, "bf16", "bf16", "f32", K_MAJOR, Layout(128, False, 16, 2, 16, 1
     ("kind", "bound"), [("bf16", 2e-7), ("f16", 2e-7), ("tf32", 2e-7), ("e4m3", 4e-4), ("e5m2", 4e-4)]
 )
 def test_precision(kind: str, bound: float) -> None:
-    """Sums of numbers of all sizes are within a bound times the sum of the products' magnitudes. fp8 loses more."""
+    """Checks that errors are within a bound times the sum of |a * b|; the bound of fp8 is larger."""
     width = WIDTHS[kind]
     layouts = (Layout(32, False, 64, width, 16, 256), Layout(32, False, 32, width, 16, 256))
     form = Form(32, kind, kind, "f32", *layouts)
@@ -134,10 +134,10 @@ def test_precision(kind: str, bound: float) -> None:
 @pytest.mark.parametrize(
     ("product", "start", "small", "result"),
     [
-        (1.0, 1.75 * 2**-13, 2.0**-14, 1 + 2**-13),  # the small product is lost, and part of what was there
+        (1.0, 1.75 * 2**-13, 2.0**-14, 1 + 2**-13),  # the small product and some bits of the accumulator are lost
         (-1.0, 1.75 * 2**-13, 0.0, -1 + 2**-13),
         (1.0, 2.0**-14, -(2.0**-14), 1.0),
-        (0.0, 1 + 2.0**-20, 0.0, 1.0),  # the last 10 bits of the mantissa
+        (0.0, 1 + 2.0**-20, 0.0, 1.0),  # the last 10 mantissa bits are lost
         (0.0, 2.0**-30, 2.0**-14, 2.0**-14),
     ],
 )
@@ -177,7 +177,7 @@ def plain(body: str, seed: int = 0, form: Form = PLAIN, **options: object) -> Te
 
 
 def fails(body: str, text: str, kind: str = "wgmma", form: Form = PLAIN, **options: object) -> EmulatorError:
-    """At every seed."""
+    """Checks that the error occurs at every seed, and returns it."""
     for seed in range(4):
         with pytest.raises(EmulatorError) as caught:
             plain(body, seed, form, **options)
@@ -262,7 +262,7 @@ def test_faults(name: str) -> None:
 
 
 def test_matrix_a_in_registers_is_touched() -> None:
-    """Written or read before the wait, or written after the fence."""
+    """Checks registers of A that are written or read before the wait, or written after the fence."""
     early = "wgmma.commit_group.sync.aligned; {} wgmma.wait_group.sync.aligned 0;"
     fails(f"{FENCE} {{mma}} " + early.format("mov.b32 %r11, 0;"), "matrix A is written before", form=REGISTERS)
     fails(f"{FENCE} {{mma}} " + early.format("add.u32 %r20, %r11, 1;"), "matrix A is read before", form=REGISTERS)
@@ -280,7 +280,7 @@ def n_major(columns: int, swizzle: int, start: int = 0) -> Form:
     ("columns", "swizzle", "widest"), [(96, 128, 64), (160, 128, 64), (80, 128, 32), (48, 64, 32), (80, 64, 32)]
 )
 def test_matrices_with_n_contiguous_are_whole_swizzle_atoms(columns: int, swizzle: int, widest: int) -> None:
-    """B ends in the middle of an atom; the widest swizzle that divides N is right."""
+    """Checks a B that ends in the middle of an atom, and the widest swizzle that divides N."""
     multiply = f"{FENCE} {{mma}} {WAIT}"
     fails(multiply, "Shared Memory Matrix Layout", form=n_major(columns, swizzle))
     plain(multiply, form=n_major(columns, widest))
@@ -297,7 +297,7 @@ def test_matrices_of_several_swizzle_atoms_begin_with_one() -> None:
 
 @pytest.mark.parametrize("start", [0, 32, 64])
 def test_a_matrix_may_lie_in_one_swizzle_atom(start: int) -> None:
-    """Triton has it so where warpgroups share N."""
+    """Checks this case, which Triton uses when several warpgroups split N."""
     form = n_major(32, 128, start)
     a, b, c = matrices(form, torch.Generator().manual_seed(0), -4, 5)
     assert torch.equal(run(form, a, b, c)[0].double(), expected(form, a, b, c))
@@ -324,7 +324,7 @@ def test_warpgroups_are_whole() -> None:
 
 
 def test_the_moment_of_reading_is_drawn() -> None:
-    """B changes after the issue: some warps see the old numbers, some the new ones; after the wait all saw the old."""
+    """Checks that some warps see a change of B between issue and wait, and none sees a change after the wait."""
     change = "bar.sync 0; mov.b32 %r21, 0x41004100; mov.u32 %r22, smem; mad.lo.u32 %r22, %r0, 16, %r22;"
     change += "st.shared.v4.b32 [%r22+9216], {%r21, %r21, %r21, %r21}; bar.sync 0;"
     right = plain(f"{FENCE} {{mma}} {WAIT}")
@@ -346,7 +346,7 @@ def test_operands_need_a_fence_between_the_proxies() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_move_renames_what_is_under_way(seed: int) -> None:
-    """As compilers write it in loops: the accumulators get other names between two instructions on them."""
+    """Checks movs that give accumulators other names between two wgmma, as compilers emit in loops."""
     names = [f"%f{i}" for i in range(8)]
     there = " ".join(f"mov.f32 %g{i}, {name};" for i, name in enumerate(names))
     back = " ".join(f"mov.f32 {name}, %g{i};" for i, name in enumerate(names))

@@ -1,4 +1,4 @@
-"""Kernels with wgmma as nvcc compiles them: loops with two groups under way, and what a missing wait does."""
+"""Tests of nvcc's kernels with wgmma: loops with two groups in flight, and missing waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ptx() -> str:
 
 
 def gemm(text: str, seed: int) -> tuple[Tensor, Tensor]:
-    """(what the kernel gives, what is right): whole numbers, all sums are exact."""
+    """Returns the kernel's result and the right one, for integers whose sums are exact."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, (rows, 320), generator=generator).bfloat16() for rows in (128, 192))
     c = torch.full((128, 192), torch.nan)
@@ -55,7 +55,7 @@ def test_attention(seed: int) -> None:
 
 
 def without(pattern: str, which: int) -> str:
-    """The kernels without one of the instructions that match."""
+    """Returns the PTX without the ``which``-th instruction that matches."""
     found = list(re.finditer(pattern, ptx()))[which]
     return ptx()[: found.start()] + ptx()[found.end() :]
 
@@ -71,7 +71,7 @@ def entry(name: str) -> tuple[int, int]:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("instruction", ["wgmma.wait_group.sync.aligned 0;", "wgmma.fence.sync.aligned;"])
 def test_a_missing_instruction_is_found(name: str, instruction: str) -> None:
-    """All of its kind are left out of one kernel."""
+    """Checks one kernel without any of these instructions."""
     start, end = entry(name)
     text = ptx()[:start] + ptx()[start:end].replace(instruction, "") + ptx()[end:]
     with pytest.raises(EmulatorError) as caught:
@@ -80,7 +80,7 @@ def test_a_missing_instruction_is_found(name: str, instruction: str) -> None:
 
 
 def test_a_tile_overwritten_too_early_shows() -> None:
-    """With two groups allowed to be under way, the gemm's three stages are one too few at some seed."""
+    """Checks that with two more groups in flight, three stages are too few for the gemm at some seed."""
     start, end = entry("gemm")
     body = ptx()[start:end].replace("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 3;")
     text = ptx()[:start] + body + ptx()[end:]

@@ -1,4 +1,4 @@
-"""Small Triton kernels that know nothing of the package, for test_triton.py. Not a test module."""
+"""Small Triton kernels that do not use the package, for test_triton.py. Not a test module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matmul_kernel(
     K_BLOCK: tl.constexpr,
     DOUBLE: tl.constexpr = False,
 ):
-    """``c[M, N] = a[M, K] @ b[K, N]``, or of 2a, which then comes from registers; a and c are contiguous."""
+    """Computes ``c[M, N] = a[M, K] @ b[K, N]``; with DOUBLE, of 2a from registers. a and c are contiguous."""
     rows = tl.program_id(0) * M_BLOCK + tl.arange(0, M_BLOCK)
     columns = tl.program_id(1) * N_BLOCK + tl.arange(0, N_BLOCK)
     total = tl.zeros((M_BLOCK, N_BLOCK), SUM)
@@ -40,7 +40,7 @@ def matmul_kernel(
 
 @triton.jit
 def described_matmul_kernel(a, b, c, K, M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr):
-    """``c = a @ b^T`` of tensor descriptors that the host made."""
+    """Computes ``c = a @ b^T`` with tensor descriptors of the host."""
     row, column = tl.program_id(0) * M_BLOCK, tl.program_id(1) * N_BLOCK
     total = tl.zeros((M_BLOCK, N_BLOCK), tl.float32)
     for start in range(0, K, K_BLOCK):
@@ -61,7 +61,7 @@ def describing_matmul_kernel(
     K_BLOCK: tl.constexpr,
     SPECIALISED: tl.constexpr,
 ):
-    """The same with descriptors made by the kernel itself, and its loop by specialised warps if asked to."""
+    """Computes ``c = a @ b^T`` with descriptors that the kernel makes, and with specialised warps if SPECIALISED."""
     of_a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [M_BLOCK, K_BLOCK])
     of_b = tl.make_tensor_descriptor(b, [N, K], [K, 1], [N_BLOCK, K_BLOCK])
     of_c = tl.make_tensor_descriptor(c, [M, N], [N, 1], [M_BLOCK, N_BLOCK])
@@ -74,7 +74,7 @@ def describing_matmul_kernel(
 
 @triton.jit
 def softmax_kernel(x, out, COLUMNS, BLOCK: tl.constexpr):
-    """One row per program."""
+    """Computes the softmax of one row per program."""
     column = tl.arange(0, BLOCK)
     row = tl.load(x + tl.program_id(0) * COLUMNS + column, mask=column < COLUMNS, other=-float("inf")).to(tl.float32)
     exponential = tl.exp(row - tl.max(row, 0))
@@ -88,7 +88,7 @@ def add(x, y):
 
 @triton.jit
 def reductions_kernel(x, sums, largest, where, running, order, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Along both dimensions, a scan, and a sort."""
+    """Computes reductions along both dimensions, a scan, and a sort."""
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     place = row[:, None] * COLUMNS + column
     tile = tl.load(x + place)
@@ -102,7 +102,7 @@ def reductions_kernel(x, sums, largest, where, running, order, ROWS: tl.constexp
 
 @triton.jit
 def histogram_kernel(values, counts, SIZE, BLOCK: tl.constexpr):
-    """Counts of each value, by atomic additions."""
+    """Counts each value by atomic additions."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(values + place, mask=place < SIZE, other=0)
     tl.atomic_add(counts + found, 1, mask=place < SIZE)
@@ -110,7 +110,7 @@ def histogram_kernel(values, counts, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def atomics_kernel(x, total, total16, largest, lock, guarded, BLOCK: tl.constexpr):
-    """Sums in fp32 and fp16, a maximum, and a sum under a lock."""
+    """Computes sums in fp32 and fp16, a maximum, and a sum under a lock."""
     tile = tl.load(x + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
     tl.atomic_add(total + tl.arange(0, BLOCK), tile)
     tl.atomic_add(total16 + tl.arange(0, BLOCK), tile.to(tl.float16))
@@ -125,7 +125,7 @@ def atomics_kernel(x, total, total16, largest, lock, guarded, BLOCK: tl.constexp
 def arguments_kernel(
     out, pair, nothing, wide, flag, half: tl.float16, brain: tl.bfloat16, double: tl.float64, FACTOR: tl.constexpr
 ):
-    """Every kind of argument, each stored where the test can see it."""
+    """Takes every kind of argument, and stores each of them."""
     tl.store(out, tl.load(pair[0]))
     tl.store(out + 1, pair[1].to(tl.float64))
     tl.store(out + 2, 1.0 if nothing is None else 0.0)

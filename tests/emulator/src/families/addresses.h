@@ -6,7 +6,7 @@
 
 namespace emulator {
 
-// Keeps an address operand in an operation: its base in `slot`, offset in `value`, the base's width in option[3].
+// Stores an address operand in an operation: the base in `slot`, the offset in `value`, the base's width in option[3].
 inline void set_address(Operation& operation, Slot& slot, const Address& address) {
     slot = address.base;
     operation.value = address.offset;
@@ -24,8 +24,8 @@ inline void lane_addresses(Warp& warp, const Operation& operation, Slot base, ui
     }
 }
 
-// Memory is sequentially consistent here: orders and scopes are for the race detector. What has an order but no scope
-// (volatile accesses, atomics) is for the whole device.
+// Accepts the order (default: `without`) and the scope (default: .gpu) of an access. Only the race detector uses them,
+// because the emulator's memory is sequentially consistent.
 inline void accept_order_and_scope(Decoder& d, Order without) {
     constexpr Order kOrders[] = {Order::kWeak,    Order::kRelaxed, Order::kRelaxed,
                                  Order::kAcquire, Order::kRelease, Order::kAcquireRelease};
@@ -36,7 +36,7 @@ inline void accept_order_and_scope(Decoder& d, Order without) {
     d.operation().scope = scope < 0 ? Scope::kGpu : static_cast<Scope>(std::min(scope, 2));
 }
 
-// Hints to the caches. True: the instruction has a cache policy as its last operand.
+// Accepts cache hints, which have no effect. Returns true if the last operand is a cache policy.
 inline bool accept_cache_hints(Decoder& d) {
     d.accept_any({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
     d.accept_any({"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"});

@@ -1,5 +1,5 @@
-// atom, red. PTX ISA, "Parallel Synchronization and Communication Instructions". CTAs run on several threads of the
-// host, so these are atomic there too.
+// atom, red. PTX ISA, "Parallel Synchronization and Communication Instructions". They use the host's atomics, because
+// CTAs run on several threads of the host.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -11,7 +11,7 @@
 namespace emulator {
 namespace {
 
-// Calls function(lane) for each lane of the mask. Their order is not defined by PTX.
+// Calls function(lane) for each lane of the mask. It begins with a random lane, because PTX does not define an order.
 template <typename Function>
 void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
     const uint32_t rotation = warp.cta.random.below(kWarpSize);
@@ -21,8 +21,8 @@ void each_lane_in_turn(Warp& warp, uint32_t mask, Function&& function) {
     }
 }
 
-// Lanes of an instruction that add floating numbers to the same place do so in no order. The race detector lets them
-// pass, since they are in step.
+// Throws a Fault if two lanes of an instruction add floating-point numbers to the same address, which has no fixed
+// order. The race detector does not report this, because the lanes are in step.
 void check_order_of_sum(const Warp& warp, const Operation& o, const uint64_t* addresses, uint32_t mask) {
     if (!o.is_sum || !warp.cta.launch.ordered_sums) return;
     std::vector<std::pair<uint64_t, int>> places;
@@ -38,7 +38,7 @@ void check_order_of_sum(const Warp& warp, const Operation& o, const uint64_t* ad
                 found->second);
 }
 
-// Calls function(where it is) for an update of memory.
+// Checks an atomic update, reports it to the race detector, and calls function(Located) to carry it out.
 template <typename Function>
 void update_memory(Warp& warp, Space space, uint64_t address, int bytes, int lane, Function&& function) {
     warp.locate(space, address, bytes, lane, false);
@@ -49,7 +49,7 @@ void update_memory(Warp& warp, Space space, uint64_t address, int bytes, int lan
     warp.acquire(at, lane);
 }
 
-// Of one number, `offset` bytes from there.
+// Updates one number at `offset` bytes from `at`, and returns its previous bits.
 template <typename F>
 typename F::Bits update_at(const Located& at, size_t offset, int op, typename F::Bits b, typename F::Bits c) {
     if constexpr (std::is_same_v<F, Single>) {
@@ -58,7 +58,7 @@ typename F::Bits update_at(const Located& at, size_t offset, int op, typename F:
     return update<F>(at.host + offset, op, b, c);
 }
 
-// r: result, address, b, c. option: state space, operation.
+// r: result, address, b, c. option: state space, ReductionOp.
 template <typename F>
 Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     using Bits = typename F::Bits;
@@ -76,7 +76,7 @@ Next atomic(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Each number of a vector by itself. r: results, address, the numbers of b; option[2]: how many.
+// Updates each number of a vector atomically. r: results, address, numbers of b. option[2]: how many numbers.
 template <typename F>
 Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     using Bits = typename F::Bits;
@@ -86,7 +86,7 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     lane_addresses(warp, o, o.r[count], mask, addresses);
     check_order_of_sum(warp, o, addresses, mask);
     each_lane_in_turn(warp, mask, [&](int lane) {
-        Bits b[8];  // read before any result is written, which may have the same register
+        Bits b[8];  // read first, because a result may have the same register
         for (int i = 0; i < count; ++i) b[i] = warp.reg<Bits>(o.r[count + 1 + i])[lane];
         update_memory(warp, space, addresses[lane], bytes, lane, [&](const Located& at) {
             for (int i = 0; i < count; ++i) {
@@ -98,7 +98,7 @@ Next atomic_vector(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// exch and cas of 16 bytes.
+// .exch and .cas of 16 bytes.
 Next atomic_wide(Warp& warp, const Operation& o, uint32_t mask) {
     __extension__ using Bits = unsigned __int128;
     const auto space = static_cast<Space>(o.option[0]);

@@ -8,7 +8,7 @@
 namespace emulator {
 namespace {
 
-// r: result, id, count, predicate. option: has a count, reduction, xor of the predicate.
+// r: result, id, count, predicate. option: 1 with a count, reduction, mask to xor with the predicate.
 Next wait(Warp& warp, const Operation& o, uint32_t mask) {
     return warp.wait_at_barrier(o, mask);
 }
@@ -18,7 +18,7 @@ Next arrive(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Lanes named by the mask have gathered already.
+// bar.warp.sync: the warp has gathered the lanes of the member mask already.
 Next synchronise_lanes(Warp& warp, const Operation&, uint32_t mask) {
     if (HappensBefore* const order = warp.cta.cluster.order.get(); order != nullptr) {
         order->synchronise(warp.acting(mask));

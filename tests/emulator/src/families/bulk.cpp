@@ -1,4 +1,4 @@
-// What the families of asynchronous copies share.
+// Functions that the families of asynchronous copies share.
 #include "bulk.h"
 
 #include "../cluster.h"
@@ -50,7 +50,7 @@ Targets find_targets(Warp& warp, Space space, uint64_t to, uint64_t mbarrier, ui
     if (mask >> warp.cta.cluster.num_ctas() != 0) {
         throw Fault("cluster", "a multicast to more CTAs than the cluster has", lane);
     }
-    warp.shared_owner(space, mbarrier, lane);  // leaves the offset
+    warp.shared_owner(space, mbarrier, lane);  // replaces the address by the offset
     for (uint32_t rank = 0; mask >> rank != 0; ++rank) {
         if ((mask >> rank & 1) == 0) continue;
         const uint64_t base = (rank + 1) * kCtaBytes;

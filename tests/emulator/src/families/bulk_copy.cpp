@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kAlignment = 16;
 
-// Addresses: destination, source, mbarrier. Then the registers with the number of bytes and the multicast's CTA mask.
-// option[0]: the destination's state space; option[1]: 1 has a mask; option[2]: a reduction, see reduction_of.
+// registers: addresses of destination, source and mbarrier; then the number of bytes and the multicast's CTA mask.
+// option[0]: the destination's state space; option[1]: 1 with a CTA mask; option[2]: a reduction, see reduction_of.
 constexpr int kSizeOfFill = 6, kMaskOfFill = 7, kSizeOfDrain = 4, kSizeOfPrefetch = 2;
 
 constexpr int kNoReduction = -1;
@@ -63,7 +63,7 @@ Next fill(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// From the CTA's shared memory to that of another.
+// Copies from the CTA's shared memory to that of another CTA.
 Next send(Warp& warp, const Operation& o, uint32_t mask) {
     each_lane(mask, [&](int lane) {
         const int64_t bytes = size_of(warp, o, kSizeOfFill, lane);
@@ -121,7 +121,7 @@ Next commit_group(Warp& warp, const Operation&, uint32_t mask) {
     return Next::kContinue;
 }
 
-// option[0]: .read.
+// value: the most groups that may stay in flight. option[0]: 1 with .read.
 Next wait_group(Warp& warp, const Operation& o, uint32_t mask) {
     Cluster& cluster = warp.cta.cluster;
     each_lane(mask, [&](int lane) {

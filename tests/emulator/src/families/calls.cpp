@@ -1,4 +1,4 @@
-// call: of functions by name and through pointers, and of the few that the driver would provide.
+// call: functions by name and through pointers, and the functions of the device library.
 #include <algorithm>
 
 #include "../machine.h"
@@ -15,8 +15,8 @@ bool is_call(const ptx::Instruction& instruction) {
     return instruction.opcode == "call" || instruction.opcode.rfind("call.", 0) == 0;
 }
 
-// call (results), callee, (arguments), list; all but the callee may be missing. A list of targets or a prototype says
-// that the callee is a register.
+// The operands of `call (results), callee, (arguments), list`; only the callee is required. With a list of targets or a
+// prototype, the callee is a register.
 struct Parts {
     const ptx::Operand *results = nullptr, *callee = nullptr, *arguments = nullptr, *list = nullptr;
     bool is_known = true;
@@ -43,8 +43,8 @@ size_t count(const ptx::Operand* list) {
     return list == nullptr ? 0 : list->elements.size();
 }
 
-// How a call passes its parameters to one function and takes the results back. The formals' places are those that the
-// callee's frame has for them: results, then parameters.
+// Returns how a call copies its arguments to one function and the results back. In the callee's frame, results come
+// first, then parameters, as lay_out_formals places them.
 std::unique_ptr<Call> make_call(Decoder& d, const Parts& parts, const FunctionCode& callee) {
     auto call = std::make_unique<Call>();
     call->callee = &callee;
@@ -77,7 +77,7 @@ Next call_by_name(Warp& warp, const Operation& o, uint32_t mask) {
     return warp.call(o, calls, mask);
 }
 
-// r: the functions' addresses.
+// r[0]: the functions' addresses.
 Next call_through_pointer(Warp& warp, const Operation& o, uint32_t mask) {
     const auto& functions = warp.cta.launch.program->indirect_calls[o.value];
     const uint64_t* addresses = warp.reg<uint64_t>(o.r[0]);

@@ -13,7 +13,7 @@ struct Placed {
     uint64_t offset;
 };
 
-// Where an address is; whether that CTA still runs does not matter. option[0]: .shared::cluster, no generic address.
+// Returns the CTA and the offset of an address, even if that CTA has ended. option[0]: 0 if the address is generic.
 Placed place(Warp& warp, const Operation& o, uint64_t address, int lane) {
     if (o.option[0] == 0) address -= kSharedWindow;
     if (address < kCtaBytes) return {warp.cta.rank, address};
@@ -49,8 +49,8 @@ Next find_rank(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Addresses: destination, mbarrier. Then the values' registers. option[0]: the addresses' state space; option[1]: bytes
-// of one value; option[2]: of a reduction its ElementType << 8 | ReductionOp.
+// registers: addresses of destination and mbarrier, then the values. option[0]: the addresses' state space; option[1]:
+// bytes of one value; option[2]: for red.async, ElementType << 8 | ReductionOp.
 constexpr int kFirstValue = 4;
 
 const Reach kFromRegisters{{}, {}, Proxy::kGeneric};
@@ -105,7 +105,7 @@ bool accept_cluster_space(Decoder& d) {
     return space == Space::kCluster;
 }
 
-// [destination], value, [mbarrier]
+// Decodes the operands [destination], value, [mbarrier].
 void decode_asynchronous(Decoder& d, Type type, size_t count) {
     Operation& o = d.operation();
     d.require_any({"mbarrier::complete_tx::bytes"});

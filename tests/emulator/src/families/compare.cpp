@@ -46,7 +46,7 @@ bool compare(T a, T b) {
     }
 }
 
-struct FlushedSingle {  // a register of fp32 whose subnormals count as 0
+struct FlushedSingle {  // an fp32 register whose subnormals count as 0
     float bits;
     operator float() const { return flush(bits); }
 };
@@ -105,7 +105,7 @@ CompareLanes pick_compare(int which) {
     return kTable[which];
 }
 
-// p = (a ? b) op c; q = !(a ? b) op c. op is in option[0]: -1 none, 0 and, 1 or, 2 xor.
+// p = (a compare b) op c; q = !(a compare b) op c. op is in option[0]: -1 none, 0 and, 1 or, 2 xor.
 uint32_t combine(uint32_t bits, uint32_t c, int op) {
     return op == 0 ? bits & c : op == 1 ? bits | c : op == 2 ? bits ^ c : bits;
 }
@@ -126,7 +126,7 @@ Next setp(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// A pair of halves at a time: which lanes' lower and upper halves compare so. T: how to read a half's register.
+// Compares the lower halves into `low` and the upper halves into `high`, one bit per lane. T converts a half to float.
 template <typename T>
 void compare_halves(Warp& warp, const Operation& o, uint32_t mask, uint32_t& low, uint32_t& high) {
     const uint32_t *a = warp.reg<uint32_t>(o.r[2]), *b = warp.reg<uint32_t>(o.r[3]);
@@ -142,7 +142,7 @@ void compare_halves(Warp& warp, const Operation& o, uint32_t mask, uint32_t& low
     low = combine(low, c, o.option[0]), high = combine(high, c, o.option[0]);
 }
 
-// p for the lower half, q for the upper.
+// Sets p for the lower half and q for the upper half.
 template <typename T>
 Next setp_pair(Warp& warp, const Operation& o, uint32_t mask) {
     uint32_t low, high;
@@ -188,7 +188,7 @@ int accept_compare(Decoder& d) {
     return found > kNan ? kUnsigned[found - kNan - 1] : found;
 }
 
-// The comparison, its operands and the predicate that it is combined with.
+// Decodes a comparison of scalars and its two operands.
 void decode_comparison(Decoder& d, int which, Type type, bool flushes) {
     Operation& o = d.operation();
     o.type = Class::kCompare;
@@ -273,7 +273,7 @@ Execute decode_pair_comparison(Decoder& d, int which, Type type, bool flushes) {
                      : Shape::template kExecute<BfloatRegister>;
 }
 
-// What set gives where the comparison holds: all ones in integers, 1.0 in numbers. For pairs, of each half.
+// Returns what `set` yields for true (in each half of a pair): all ones for integers, 1.0 for floating-point types.
 int yes_of(Type result, bool is_pair) {
     switch (result) {
         case Type::kF32:

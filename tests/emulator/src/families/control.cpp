@@ -28,7 +28,7 @@ Next past_the_end(Warp&, const Operation&, uint32_t mask) {
 }  // namespace
 
 void decode_branch(Decoder& d) {
-    d.accept("uni");  // a hint: lanes that part after all are parted
+    d.accept("uni");  // a hint; lanes that diverge nevertheless are handled
     d.require_operands(1, 1);
     d.operation().type = Class::kControl;
     d.operation().target = d.target(d.operand(0));
@@ -48,7 +48,7 @@ void decode_branch_indexed(Decoder& d) {
     d.operation().execute = branch_indexed;
 }
 
-// In a function, a return is a branch to its end, where all lanes meet.
+// In a .func, a return is a branch to its end, where all lanes reconverge.
 void decode_return(Decoder& d) {
     d.accept("uni");
     d.operation().type = Class::kControl;
@@ -81,7 +81,7 @@ std::vector<int> successors_of(const Program& program, const FunctionCode& code,
 Operation end_of_function(bool is_entry) {
     Operation end;
     end.type = Class::kControl;
-    end.execute = is_entry ? leave_kernel : past_the_end;  // a function's paths are taken over before they execute it
+    end.execute = is_entry ? leave_kernel : past_the_end;  // a .func returns in arrive_at_joins, before this executes
     return end;
 }
 

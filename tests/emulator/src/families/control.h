@@ -15,8 +15,8 @@ void decode_return(Decoder& d);
 void decode_exit(Decoder& d);
 void decode_trap(Decoder& d);
 
-// The functions of the module that an instruction may call, or takes the address of, and those that variables which it
-// names hold the addresses of. A Fault where a callee has no body.
+// Appends to `found` the functions that an instruction may reach: those that it calls or takes the address of, and
+// those whose addresses are in variables that it names. Throws a Fault if a callee has no body.
 void add_callees(const ptx::Module& module, const ptx::Function& caller, const ptx::Instruction& instruction,
                  std::vector<const ptx::Function*>& found);
 std::vector<int> successors_of(const Program& program, const FunctionCode& code, int index);

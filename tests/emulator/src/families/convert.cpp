@@ -10,7 +10,7 @@
 namespace emulator {
 namespace {
 
-// What one conversion needs to know, unpacked from the operation's options.
+// The parameters of a conversion, unpacked from the operation's options.
 struct Conversion {
     Type to, from;
     Rounding rounding;
@@ -29,7 +29,7 @@ Conversion unpack(const Operation& o) {
             (flags & 16) != 0};
 }
 
-// Registers may be wider than the type: the value is in their lower bits.
+// Returns the bits of a lane's register, which may be wider than the type; the value is in the lower bits.
 uint64_t load_bits(const std::byte* at, int width) {
     uint64_t bits = 0;
     std::memcpy(&bits, at, width);
@@ -117,7 +117,7 @@ uint64_t convert(uint64_t bits, const Conversion& c) {
     if (is_integer(c.from)) {
         const Wide value = load_integer(bits, c.from);
         if (is_integer(c.to)) return static_cast<uint64_t>(c.saturates ? clamp(value, c.to) : value);
-        // Through double, only integers of more than 53 bits could be rounded twice: these go to odd first.
+        // Integers of more than 53 bits are rounded to odd before the second rounding; f64 only needs one.
         double x = static_cast<double>(value);
         const bool is_below = static_cast<Wide>(x) < value;
         if (static_cast<Wide>(x) != value && c.to == Type::kF64) {
@@ -143,7 +143,7 @@ uint64_t convert(uint64_t bits, const Conversion& c) {
     return store_float(x, c);
 }
 
-// r[0] the result, r[1] the source; their registers' widths are in `value`.
+// r: result, source. value: the widths of their registers in bytes, result | source << 4.
 Next cvt(Warp& warp, const Operation& o, uint32_t mask) {
     const Conversion c = unpack(o);
     const int to_width = static_cast<int>(o.value & 15), from_width = static_cast<int>(o.value >> 4);
@@ -151,13 +151,13 @@ Next cvt(Warp& warp, const Operation& o, uint32_t mask) {
     const std::byte* a = warp.reg<std::byte>(o.r[1]);
     each_lane(mask, [&](int lane) {
         uint64_t bits = convert(load_bits(a + lane * from_width, from_width), c);
-        if (is_integer(c.to)) bits = static_cast<uint64_t>(load_integer(bits, c.to));  // extended into a wider register
+        if (is_integer(c.to)) bits = static_cast<uint64_t>(load_integer(bits, c.to));  // extends it to a wider register
         std::memcpy(d + lane * to_width, &bits, to_width);
     });
     return Next::kContinue;
 }
 
-// Two fp32 numbers become a pair; the first is the upper half.
+// Converts two fp32 numbers to a pair. The first source becomes the upper half.
 Next cvt_pair(Warp& warp, const Operation& o, uint32_t mask) {
     const Conversion c = unpack(o);
     uint32_t* d = warp.reg<uint32_t>(o.r[0]);

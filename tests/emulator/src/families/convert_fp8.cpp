@@ -6,7 +6,7 @@
 namespace emulator {
 namespace {
 
-// option[0]: the fp8 type is e5m2, else e4m3; option[1]: relu. In pairs the second source is the lower half.
+// option[0]: 1 for e5m2, 0 for e4m3; option[1]: 1 with .relu. In pairs the second source is the lower half.
 
 uint32_t narrow(double value, const Operation& o) {
     if (o.option[1] != 0 && value < 0) value = 0;

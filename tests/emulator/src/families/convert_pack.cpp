@@ -6,7 +6,7 @@
 namespace emulator {
 namespace {
 
-// d = the bits of c above those of a above those of b, a and b clamped to `value` bits. option[0]: signed.
+// d = c << (2 n) | a << n | b, with a and b clamped to n = `value` bits. option[0]: 1 if they are signed.
 Next pack(Warp& warp, const Operation& o, uint32_t mask) {
     const int bits = static_cast<int>(o.value);
     const int32_t least = o.option[0] != 0 ? -(1 << (bits - 1)) : 0;

@@ -6,9 +6,9 @@
 namespace emulator {
 namespace {
 
-// r: shared address, global address, bytes to read. value and option[3]: the destination's offset and width; option[1]:
-// the source's offset (which the compilers keep small), option[0]: bytes; option[2]: see below.
-enum Reads : int { kAll, kSome, kNoneIf, kNoneUnless };  // some: r[2] bytes; the others ask the predicate r[2]
+// r: shared address, global address, bytes to read or a predicate. value, option[3]: the destination's offset and the
+// width of its base. option[0]: bytes; option[1]: the source's offset, which compilers keep small; option[2]: a Reads.
+enum Reads : int { kAll, kSome, kNoneIf, kNoneUnless };  // kSome: r[2] bytes; kNoneIf, kNoneUnless: r[2] is a predicate
 
 Next copy(Warp& warp, const Operation& o, uint32_t mask) {
     AsyncCopy copy{};

@@ -1,4 +1,4 @@
-// printf, assert, malloc and free of device code.
+// printf and assert in device code. malloc and free are errors.
 #include "device_library.h"
 
 #include <cstdio>
@@ -18,7 +18,7 @@ T load(Warp& warp, Space space, uint64_t address, int lane) {
     return value;
 }
 
-// A parameter of the call: slots hold the places of parameters in local memory.
+// Returns an argument of the call. The slot holds the argument's address in local memory.
 template <typename T>
 T argument(Warp& warp, Slot slot, int lane) {
     return load<T>(warp, Space::kLocal, warp.reg<uint64_t>(slot)[lane], lane);
@@ -30,7 +30,7 @@ std::string load_string(Warp& warp, uint64_t address, int lane) {
     return text;
 }
 
-// The values that follow a format, each at the next multiple of its size.
+// The arguments of printf, which vprintf gets in a buffer. Each is aligned to its size.
 class Arguments {
   public:
     Arguments(Warp& warp, uint64_t address, int lane) : warp_(warp), address_(address), lane_(lane) {}
@@ -59,7 +59,7 @@ std::string print_one(const std::string& specifier, T value) {
     return text;
 }
 
-// One conversion, from its % on: flags, width and precision as C has them, the length by itself.
+// Formats one conversion, from its % on, with the host's snprintf. The length modifier determines the argument's type.
 std::string convert(const std::string& format, size_t& at, Arguments& arguments, int lane) {
     std::string specifier = "%", length;
     for (++at; at < format.size() && std::strchr("-+ #0123456789.*", format[at]) != nullptr; ++at) {
@@ -109,7 +109,7 @@ std::string convert(const std::string& format, size_t& at, Arguments& arguments,
     }
 }
 
-// r: result, format, values, as places in local memory.
+// r: addresses in local memory of the result, the format and the values.
 Next print(Warp& warp, const Operation& o, uint32_t mask) {
     std::string text;
     each_lane(mask, [&](int lane) {
@@ -126,7 +126,7 @@ Next print(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// r: expression, file, line, function.
+// r: addresses in local memory of the expression, the file, the line and the function.
 Next fail_assertion(Warp& warp, const Operation& o, uint32_t mask) {
     const int lane = __builtin_ctz(mask);
     const auto text = [&](int i) { return load_string(warp, argument<uint64_t>(warp, o.r[i], lane), lane); };

@@ -1,4 +1,4 @@
-// Functions that device code calls and the driver provides.
+// The functions that the driver provides to device code: vprintf, __assertfail, malloc and free.
 #pragma once
 
 #include "../decoder.h"
@@ -7,7 +7,7 @@ namespace emulator {
 
 bool is_in_device_library(const std::string& name);
 
-// A call of one; the lists may be nullptr.
+// Decodes a call of one of them. `results` and `arguments` may be nullptr.
 void decode_device_library(Decoder& d, const std::string& name, const ptx::Operand* results,
                            const ptx::Operand* arguments);
 

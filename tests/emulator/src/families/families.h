@@ -1,4 +1,4 @@
-// The decoders of all families. Those with a type are reached through the table's dispatch by type.
+// The decoders of all families. table.cpp calls those with a parameter `type` after it has decoded the type.
 #pragma once
 
 #include "../decoder.h"
@@ -7,9 +7,9 @@ namespace emulator {
 
 void decode_integer(Decoder& d, Type type);
 void decode_float(Decoder& d, Type type);  // f32, f64
-// f16, bf16 and their pairs; `flushes`: .ftz has been accepted already.
+// f16, bf16 and their pairs. `flushes`: the caller has accepted .ftz.
 void decode_half(Decoder& d, Type type, bool flushes = false);
-void decode_extended(Decoder& d, bool writes_carry);  // with the carry flag
+void decode_extended(Decoder& d, bool writes_carry);  // add, sub and mad with the carry flag
 
 void decode_approximate(Decoder& d);  // ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt
 void decode_carry(Decoder& d);        // addc, subc, madc
@@ -60,7 +60,7 @@ void decode_wgmma(Decoder& d);
 void decode_setmaxnreg(Decoder& d);
 void decode_griddepcontrol(Decoder& d);
 void decode_mma(Decoder& d);
-bool decode_other_mma(Decoder& d);  // false: it is of decode_mma
+bool decode_other_mma(Decoder& d);  // the shapes of mma_shapes.cpp; false: the instruction is none of them
 void decode_nanosleep(Decoder& d);
 
 }  // namespace emulator

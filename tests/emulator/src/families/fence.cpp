@@ -57,7 +57,7 @@ void keep(Decoder& d, FenceKind kind, FenceOrder order, FenceScope scope) {
     o.execute = fence;
 }
 
-// .acquire names the tensor map, .release none.
+// .acquire has the tensor map's address as an operand, .release has no operands.
 void decode_tensormap(Decoder& d) {
     const FenceOrder order = require_direction(d);
     keep(d, FenceKind::kProxyTensormap, order, require_scope(d));
@@ -103,7 +103,7 @@ void decode_fence(Decoder& d) {
         return keep(d, FenceKind::kMbarrierInit, FenceOrder::kRelease, FenceScope::kCluster);
     }
     const int order = d.accept_any({"sc", "acq_rel", "acquire", "release"});
-    // Only what the manual allows: acquire orders shared memory of the cluster, release that of the CTA.
+    // PTX has these two forms only: acquire for the cluster's shared memory, release for the CTA's.
     if (order >= 2 && d.accept(order == 2 ? "sync_restrict::shared::cluster" : "sync_restrict::shared::cta")) {
         d.require_any({"cluster"});
         return keep(d, FenceKind::kMemory, static_cast<FenceOrder>(order), FenceScope::kCluster);

@@ -1,5 +1,5 @@
-// What a fence or membar says. Memory is sequentially consistent here; who checks orders and proxies reads it from the
-// operation.
+// The order, scope and kind of a fence or membar. Only the race detector uses them, because the emulator's memory is
+// sequentially consistent.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ enum class FenceKind : uint8_t {
     kMemory,
     kMbarrierInit,
     kProxyAlias,
-    kProxyAsync,           // generic and async accesses to every state space
-    kProxyAsyncGlobal,     // … to one
-    kProxyAsyncShared,     // … of the CTA
-    kProxyAsyncCluster,    // … of the cluster
+    kProxyAsync,           // .async: generic and async accesses to all state spaces
+    kProxyAsyncGlobal,     // .async.global
+    kProxyAsyncShared,     // .async.shared::cta
+    kProxyAsyncCluster,    // .async.shared::cluster
     kProxyAsyncToGeneric,  // .async::generic
-    kProxyTensormap,       // .tensormap::generic; acquire: of 128 bytes at the address in r[0]
+    kProxyTensormap,       // .tensormap::generic; an acquire covers the 128 bytes at the address in r[0]
 };
 
-// Where an operation keeps them: option[0] a FenceOrder, option[1] a FenceScope, option[2] a FenceKind, and option[3]
-// for kProxyTensormap with acquire as set_address has it.
+// An operation stores a FenceOrder in option[0], a FenceScope in option[1] and a FenceKind in option[2]. For an
+// acquiring kProxyTensormap, set_address also uses option[3].
 }  // namespace emulator

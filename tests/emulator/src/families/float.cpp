@@ -1,7 +1,7 @@
-// fp32 and fp64 arithmetic. PTX ISA, "Floating Point Instructions". Results that are NaN are the canonical one.
+// fp32 and fp64 arithmetic. PTX ISA, "Floating Point Instructions". A NaN result is the canonical NaN.
 //
-// The .approx forms are computed in double precision and rounded to nearest: closer to the true value than the bounds
-// that the manual gives for hardware, and so within them, but not what a GPU gives bit for bit.
+// The .approx forms are computed in double precision and rounded to nearest. That is within the error bounds of the
+// manual, but not bit-identical to a GPU.
 #include <cfenv>
 #include <cmath>
 
@@ -42,7 +42,7 @@ struct Div {
         return a / b;
     }
 };
-struct DivApprox {  // as a * (1 / b): the reciprocal of a large b is too small for a normal number, and is zero
+struct DivApprox {  // computes a * (1 / b): the reciprocal of a large b is subnormal and becomes zero
     static float apply(float a, float b) { return std::fabs(b) > 0x1p126f ? a * std::copysign(0.0f, b) : a / b; }
 };
 struct Fma {
@@ -109,8 +109,8 @@ struct Double {
     }
 };
 
-// Rounds in another direction than to nearest while `value`, an Execute, runs. The call through a pointer keeps the
-// compiler from moving arithmetic over the changes of mode.
+// Runs the Execute in `value` with the rounding mode in option[0]. The call through a pointer keeps the compiler from
+// moving arithmetic across the changes of mode.
 Next directed(Warp& warp, const Operation& o, uint32_t mask) {
     std::fesetround(o.option[0]);
     const Next next = reinterpret_cast<Execute>(o.value)(warp, o, mask);
@@ -118,7 +118,7 @@ Next directed(Warp& warp, const Operation& o, uint32_t mask) {
     return next;
 }
 
-// .rn or another rounding; false: none is named.
+// Accepts a rounding and stores its mode in option[0]. Returns false if there is none.
 bool accept_rounding(Decoder& d) {
     const int found = d.accept_any({"rn", "rz", "rm", "rp"});
     constexpr int kModes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
@@ -126,7 +126,7 @@ bool accept_rounding(Decoder& d) {
     return found >= 0;
 }
 
-// After `execute` has been chosen.
+// Wraps `execute`, which has been chosen before, for a rounding other than to nearest.
 void apply_rounding(Operation& o) {
     if (o.option[0] == FE_TONEAREST) return;
     o.value = reinterpret_cast<int64_t>(o.execute);
@@ -212,7 +212,7 @@ void read_operands(Decoder& d, Type type, int count) {
     for (int i = 1; i <= count; ++i) d.operation().r[i] = d.read(i, type);
 }
 
-// Of the source's upper 32 bits; the lower ones of the result are 0. Subnormals count as, and become, zeros.
+// Uses only the upper 32 bits of the source; the lower 32 bits of the result are 0. Subnormals are flushed.
 template <typename F>
 struct UpperHalf {
     static double keep(double x) {
@@ -262,7 +262,7 @@ void decode_float(Decoder& d, Type type) {
         const bool is_neg = root == "neg";
         if (flushes) {
             operation.execute = is_neg ? pick<Neg, 1>(type, true, false) : pick<Abs, 1>(type, true, false);
-        } else if (is_single) {  // only the sign: a NaN keeps its bits
+        } else if (is_single) {  // changes only the sign: a NaN keeps its bits
             operation.execute = is_neg ? unary<float, Neg> : unary<float, Abs>;
         } else {
             operation.execute = is_neg ? unary<double, Neg> : unary<double, Abs>;
@@ -288,7 +288,7 @@ void decode_float(Decoder& d, Type type) {
         operation.execute = form == 1 ? pick_single<DivApprox, 2>(flushes, false) : pick<Div, 2>(type, flushes, false);
         return apply_rounding(operation);
     }
-    // Without a rounding, sums and products are rounded to nearest; fma must name one.
+    // add, sub and mul round to nearest by default; fma and mad must name a rounding.
     const bool is_rounded = accept_rounding(d), needs_rounding = root == "fma" || root == "mad";
     if (needs_rounding && !is_rounded) d.fail("a rounding is missing");
     if (root == "fma" || root == "mad") {
@@ -313,7 +313,7 @@ void decode_approximate(Decoder& d) {
     const bool flushes = d.accept("ftz");
     const Type type = d.require_type();
     if (is_packed(type) || type == Type::kF16 || type == Type::kBF16) {
-        // ex2 of bf16 always flushes, and says so; that of fp16 may.
+        // .ftz is required for ex2 of bf16, optional for ex2 of fp16, and not allowed for the others.
         if (root == "ex2" ? type != Type::kF16 && type != Type::kF16x2 && !flushes : flushes) {
             d.fail("unknown modifier, or .ftz is missing");
         }

@@ -11,7 +11,7 @@ uint32_t encode(double value, Format format, Rounding rounding, bool saturate) {
     if (std::isinf(magnitude)) return sign | (saturate ? largest : infinity);
     if (magnitude == 0) return sign;
     int exponent;
-    std::frexp(magnitude, &exponent);  // magnitude in [0.5, 1) · 2^exponent
+    std::frexp(magnitude, &exponent);  // magnitude is in [0.5, 1) · 2^exponent
     const int lowest = 1 - format.bias();
     const int unit = (exponent - 1 < lowest ? lowest : exponent - 1) - m;  // log2 of the last place
     const double scaled = std::ldexp(magnitude, -unit);                    // exact
@@ -35,7 +35,7 @@ uint32_t encode(double value, Format format, Rounding rounding, bool saturate) {
             break;
     }
     if (up) whole += 1;
-    // whole < 2^(m+1), or equal to it after a carry, which the addition moves into the exponent.
+    // whole <= 2^(m+1). If rounding up made it equal, the addition carries into the exponent.
     const int biased = unit + m + format.bias();
     const auto significand = static_cast<uint32_t>(whole);
     const uint32_t bits =

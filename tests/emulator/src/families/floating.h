@@ -30,7 +30,7 @@ inline float from_half(uint16_t h) {
     return bit_cast<float>(bits | sign);
 }
 
-inline float from_e4m3(uint8_t b) {  // has no infinities, and one NaN of each sign
+inline float from_e4m3(uint8_t b) {  // e4m3 has no infinities, and one NaN of each sign
     const float finite = bit_cast<float>(uint32_t{b & 0x7fu} << 20) * 0x1p120f;
     return (b & 0x7f) == 0x7f ? bit_cast<float>(0x7fffffffu) : (b & 0x80) != 0 ? -finite : finite;
 }
@@ -45,10 +45,10 @@ inline float from_bfloat(uint16_t b) {
 
 enum class Rounding : uint8_t { kNearestEven, kZero, kDown, kUp, kNearestAway };
 
-// A value of a format with so many explicit mantissa bits and that range of exponents.
+// A binary floating-point format: the numbers of explicit mantissa bits and of exponent bits.
 struct Format {
     int mantissa_bits, exponent_bits;
-    bool has_infinity = true;  // if not, the largest exponent has finite numbers too
+    bool has_infinity = true;  // false: the largest exponent has finite numbers too
     constexpr int bias() const { return (1 << (exponent_bits - 1)) - 1; }
     constexpr uint32_t nan() const { return (1u << (mantissa_bits + exponent_bits)) - 1; }
     constexpr uint32_t largest() const {
@@ -57,8 +57,8 @@ struct Format {
 };
 constexpr Format kHalf{10, 5}, kBfloat{7, 8}, kTf32{10, 8}, kSingle{23, 8}, kE4m3{3, 4, false}, kE5m2{2, 5};
 
-// The value as the format's bits; NaN is the canonical one. Overflow gives infinity (NaN where there is none), or with
-// `saturate` the largest finite number, as does rounding towards zero.
+// Rounds a value to a format and returns the format's bits. NaN becomes the canonical NaN. Overflow gives infinity (NaN
+// if the format has none), or the largest finite number with `saturate` or with rounding towards zero.
 uint32_t encode(double value, Format format, Rounding rounding, bool saturate = false);
 
 inline uint16_t to_half(double value) {
@@ -68,7 +68,7 @@ inline uint16_t to_bfloat(double value) {
     return static_cast<uint16_t>(encode(value, kBfloat, Rounding::kNearestEven));
 }
 
-// a * b + c where a * b is exact: rounded to odd, so that a second rounding to half the precision is right.
+// Returns a * b + c rounded to odd, so that a second rounding to half the precision is correct. a * b must be exact.
 inline double multiply_add_to_odd(double a, double b, double c) {
     const double product = a * b, sum = product + c;
     if (!std::isfinite(sum)) return sum;

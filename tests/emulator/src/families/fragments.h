@@ -1,4 +1,4 @@
-// Elements of matrices in the registers of a warp.
+// Access to matrix elements in the registers of a warp.
 #pragma once
 
 #include "../machine.h"
@@ -6,8 +6,8 @@
 
 namespace emulator {
 
-// One element of a fragment that is `bits` wide, the i-th of a lane: the first ones are in the first register, from its
-// lowest bits on. Registers have 4 bytes, or 8 for elements of 64 bits.
+// Returns element i of a lane's fragment. Elements have `bits` bits, and fill the first register from its lowest bits
+// on, then the next. Registers have 4 bytes, or 8 bytes for elements of 64 bits.
 inline uint64_t load_element(Warp& warp, const Slot* registers, int bits, int lane, int i) {
     if (bits == 64) return warp.reg<uint64_t>(registers[i])[lane];
     const int each = 32 / bits;
@@ -26,7 +26,7 @@ inline void store_element(Warp& warp, const Slot* registers, int bits, int lane,
     word = (word & ~field) | (static_cast<uint32_t>(value << shift) & field);
 }
 
-// All registers of operand `i`, which must be so many; the first operand of a load or product is written.
+// Appends the registers of operand `i` to `slots`; fails unless there are `count` of them.
 inline void append_fragment(Decoder& d, size_t i, size_t count, Element element, bool is_written,
                             std::vector<Slot>& slots) {
     const Type type = element == Element::kF64 ? Type::kF64 : element == Element::kF32 ? Type::kF32 : Type::kB32;
@@ -37,7 +37,7 @@ inline void append_fragment(Decoder& d, size_t i, size_t count, Element element,
     }
 }
 
-// What an operation that multiplies keeps of a product, in option[0] to option[2].
+// Stores a product's types and modifiers in option[0] to option[2]; kept_product reads them.
 inline void keep_product(Operation& o, const Product& p) {
     const auto index = [](Element element) { return static_cast<int>(element); };
     o.option[0] = index(p.a) | index(p.b) << 4 | index(p.c) << 8 | index(p.d) << 12;

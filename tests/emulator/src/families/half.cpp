@@ -22,8 +22,7 @@ uint16_t flush_half(uint16_t bits) {
     return (bits & 0x7fff) < 0x0400 ? bits & 0x8000 : bits;
 }
 
-// Sums and products of such numbers are exact in double precision or, for a sum, round to odd there: one rounding is
-// seen.
+// Results are rounded once: in double precision, products of 16-bit numbers are exact, and sums are rounded to odd.
 struct Add {
     static double apply(double a, double b) { return multiply_add_to_odd(1, a, b); }
 };

@@ -48,7 +48,7 @@ struct MulHi {
         return static_cast<T>((static_cast<Wide>(a) * static_cast<Wide>(b)) >> (8 * sizeof(T)));
     }
 };
-// What division by zero gives is unspecified in PTX; GPUs give all ones.
+// PTX does not specify division by zero; GPUs return all ones.
 struct Div {
     template <typename T>
     static T apply(T a, T b) {
@@ -85,7 +85,7 @@ struct NotNegative {  // .relu
     }
 };
 template <typename T, typename F>
-struct Pair {  // of 16-bit numbers in a register
+struct Pair {  // two 16-bit numbers in a register
     static uint32_t apply(uint32_t a, uint32_t b) {
         const T low = F::apply(static_cast<T>(a), static_cast<T>(b));
         const T high = F::apply(static_cast<T>(a >> 16), static_cast<T>(b >> 16));
@@ -120,7 +120,7 @@ struct MadHiSat {
     static int32_t apply(int32_t a, int32_t b, int32_t c) { return AddSat::apply(MulHi::apply(a, b), c); }
 };
 
-// d = a * b + c with a d and c of twice the width.
+// d = a * b + c, where d and c have twice the width of a and b.
 template <typename Narrow, typename Wide>
 Next multiply_wide(Warp& warp, const Operation& operation, uint32_t mask) {
     Wide* d = warp.reg<Wide>(operation.r[0]);

@@ -1,5 +1,5 @@
-// Integer instructions beside the usual arithmetic: carry chains, sums of differences and of short dot products,
-// masks. PTX ISA, "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions".
+// Less common integer instructions: carry chains, sad, dp4a, bmsk and szext. PTX ISA, "Integer Arithmetic
+// Instructions", "Extended-Precision Integer Arithmetic Instructions".
 #include <limits>
 
 #include "../decoder.h"
@@ -12,8 +12,8 @@ namespace {
 template <typename T>
 using Bits = std::make_unsigned_t<T>;
 
-// r: result, carry, a, b, c. option[0]: reads the carry; option[1]: writes it; option[2]: subtracts (the carry is a
-// borrow); option[3]: 1 adds the low, 2 the high half of a * b to c.
+// r: result, carry, a, b, c. option[0]: 1 reads the carry; option[1]: 1 writes it; option[2]: 1 subtracts (the carry is
+// a borrow); option[3]: 1 adds the low half of a * b to c, 2 the high half.
 template <typename T>
 Next extended(Warp& warp, const Operation& o, uint32_t mask) {
     __extension__ using Signed = __int128;
@@ -49,7 +49,7 @@ struct SumOfDifference {
     }
 };
 
-// Four products of bytes.
+// c plus four products of bytes.
 template <typename A, typename B>
 struct Dot4 {
     static uint32_t apply(uint32_t a, uint32_t b, uint32_t c) {

@@ -1,5 +1,5 @@
-// Between the lanes of a warp: shfl, vote, match, redux, activemask, elect. The machine has gathered the lanes that the member
-// mask names before one of these executes.
+// Instructions between the lanes of a warp: shfl, vote, match, redux, activemask, elect. The warp gathers the lanes of
+// the member mask before it executes one of them.
 #include "../decoder.h"
 #include "../machine.h"
 #include "families.h"
@@ -122,7 +122,7 @@ Next activemask(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// The first of the lanes that take part leads, for the same lanes always the same.
+// The lowest lane that takes part is the leader; PTX requires that the same mask always elects the same lane.
 Next elect(Warp& warp, const Operation& o, uint32_t mask) {
     uint32_t* d = warp.reg<uint32_t>(o.r[0]);
     const int leader = __builtin_ctz(mask);
@@ -137,7 +137,7 @@ void set_members(Decoder& d, size_t operand) {
     d.operation().type = Class::kWarp;
 }
 
-// d|p: either may be missing.
+// Decodes the results d|p; p may be missing.
 void write_results(Decoder& d, Slot& value, Slot& predicate) {
     const ptx::Operand& results = d.operand(0);
     const bool is_pair = results.kind == ptx::Operand::Kind::kPair;

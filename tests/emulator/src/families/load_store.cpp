@@ -1,14 +1,14 @@
-// ld, st and what only touches caches. PTX ISA, "Data Movement and Conversion Instructions: ld, st".
+// ld, st, and instructions for caches only. PTX ISA, "Data Movement and Conversion Instructions: ld, st".
 #include "addresses.h"
 #include "families.h"
 
 namespace emulator {
 namespace {
 
-constexpr int kMostBytes = 16;  // of a lane
+constexpr int kMostBytes = 16;  // per lane
 
 struct Shape {
-    int count, width, register_width;  // of an element in memory and of its register
+    int count, width, register_width;  // number of elements; bytes of one in memory and of its register
     bool extends_sign;
 };
 
@@ -63,7 +63,7 @@ Next store(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// A .b128 register.
+// Loads or stores a .b128 register.
 template <bool kLoads>
 Next access_wide(Warp& warp, const Operation& o, uint32_t mask) {
     constexpr int kBytes = 16;
@@ -158,7 +158,7 @@ void decode_prefetch(Decoder& d) {
     d.operation().execute = nothing;
 }
 
-// A policy says what the L2 cache should keep; there is none.
+// Policies advise the L2 cache, which is not emulated.
 void decode_createpolicy(Decoder& d) {
     const int form = d.require_any({"fractional", "range", "cvt"});
     size_t least = 1, most = 2;  // a fraction

@@ -86,7 +86,7 @@ Next lop3(Warp& warp, const Operation& operation, uint32_t mask) {
     return Next::kContinue;
 }
 
-// p = (d != 0) op q. r[4]: p, r[5]: q; option[0]: or; option[1]: xor of q.
+// p = (d != 0) op q. r[4]: p, r[5]: q; option[0]: 1 for or, 0 for and; option[1]: mask to xor with q.
 Next lop3_predicate(Warp& warp, const Operation& operation, uint32_t mask) {
     lop3(warp, operation, mask);
     const uint32_t* d = warp.reg<uint32_t>(operation.r[0]);
@@ -97,12 +97,12 @@ Next lop3_predicate(Warp& warp, const Operation& operation, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Selectors that the modes f4e, b4e, rc8, ecl, ecr and rc16 make of the lower two bits of c.
+// The selectors of modes f4e, b4e, rc8, ecl, ecr and rc16, by the lower two bits of c.
 constexpr uint16_t kPermutations[6][4] = {{0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
                                           {0x0000, 0x1111, 0x2222, 0x3333}, {0x3210, 0x3211, 0x3222, 0x3333},
                                           {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
 
-// Each byte of the result is one of the eight of b:a, or eight copies of its sign.
+// Each byte of the result is one of the eight bytes of b:a, or eight copies of that byte's sign bit.
 Next prmt(Warp& warp, const Operation& operation, uint32_t mask) {
     uint32_t* d = warp.reg<uint32_t>(operation.r[0]);
     const uint32_t *a = warp.reg<uint32_t>(operation.r[1]), *b = warp.reg<uint32_t>(operation.r[2]);

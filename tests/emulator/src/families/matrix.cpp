@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kM = 16, kN = 8;
 
-// A is 16 x K by rows: lane 4g + t holds, in register r, row g + 8 (r % 2) from column (t + 4 (r / 2)) · kEach on, where
-// kEach elements share a register.
+// Gathers A, [16, K] row-major. Register r of lane 4g + t holds kEach elements of row g + 8 (r % 2), from column
+// (t + 4 (r / 2)) · kEach on.
 template <typename A, int kK, typename T>
 void gather_a(Warp& warp, const Slot* slots, T (&a)[kM * kK]) {
     constexpr int kEach = 4 / A::kBytes;
@@ -22,7 +22,7 @@ void gather_a(Warp& warp, const Slot* slots, T (&a)[kM * kK]) {
     }
 }
 
-// B is K x 8 by columns: lane 4g + t holds, in register r, column g from row (t + 4 r) · kEach on.
+// Gathers B, [K, 8]. Register r of lane 4g + t holds kEach elements of column g, from row (t + 4 r) · kEach on.
 template <typename B, int kK, typename T>
 void gather_b(Warp& warp, const Slot* slots, T (&b)[kK * kN]) {
     constexpr int kEach = 4 / B::kBytes;
@@ -35,16 +35,16 @@ void gather_b(Warp& warp, const Slot* slots, T (&b)[kK * kN]) {
     }
 }
 
-// C and D are 16 x 8: lane 4g + t holds rows g and g + 8, columns 2t and 2t + 1; element i of the lane's four is here.
+// Returns the row-major index in C or D, [16, 8], of a lane's element i: rows g and g + 8 of columns 2t and 2t + 1.
 constexpr int place(int lane, int i) {
     return (lane / 4 + 8 * (i / 2)) * kN + lane % 4 * 2 + i % 2;
 }
 
-// C and D in fp32 have one element to a register, in fp16 two. r: D, A, B, C.
+// r: registers of D, A, B, C. Those of C and D hold one fp32 or two fp16 elements.
 template <typename A, typename B, int kK, bool kHalfSums>
 Next mma_float(Warp& warp, const Operation& o, uint32_t) {
     constexpr int kRegistersC = kHalfSums ? 2 : 4, kRegistersA = kM * kK * A::kBytes / 4 / kWarpSize;
-    // As many as an sm_80 tensor core adds at a time; it takes fp8 as fp16, as sm_90's does here.
+    // The number of products that a tensor core adds at a time. mma.sync computes fp8 as fp16.
     constexpr int kStep = A::kBytes == 4 ? 4 : 8;
     const Slot *d_slots = o.r, *a_slots = o.r + kRegistersC, *b_slots = a_slots + kRegistersA;
     const Slot* c_slots = b_slots + kRegistersA / 2;
@@ -76,7 +76,7 @@ Next mma_float(Warp& warp, const Operation& o, uint32_t) {
     return Next::kContinue;
 }
 
-// option[0]: saturates.
+// r: registers of D, A, B, C. option[0]: 1 saturates.
 template <typename A, typename B, int kK>
 Next mma_integer(Warp& warp, const Operation& o, uint32_t) {
     constexpr int kRegistersA = kM * kK / kWarpSize / 4;
@@ -94,7 +94,7 @@ Next mma_integer(Warp& warp, const Operation& o, uint32_t) {
     return Next::kContinue;
 }
 
-// Reads the elements of operand i into r from `next` on.
+// Decodes the registers of operand i into r, from index `next` on.
 void read_fragment(Decoder& d, size_t i, size_t count, Type type, size_t& next) {
     const auto elements = d.elements(i);
     if (elements.size() != count) d.fail("a fragment with this number of registers is unknown");
@@ -123,7 +123,7 @@ bool is_fp8(Type type) {
     return type == Type::kE4M3 || type == Type::kE5M2;
 }
 
-// nullptr: there is no such instruction.
+// Returns nullptr if there is no such instruction.
 Execute pick(Type sum, Type a, Type b, int k) {
     const bool half_sums = sum == Type::kF16;
     if (sum == Type::kS32) {

@@ -5,9 +5,9 @@
 namespace emulator {
 namespace {
 
-// 8 x 8 matrices of 16-bit elements: lane 4g + t has elements 2t and 2t + 1 of row g, or of column g if transposed, in
-// one register. Row i of matrix m is where lane 8m + i says.
-// option[0]: matrices; option[1]: transposed; option[2]: state space. r: the matrices' registers, then the address.
+// 8 x 8 matrices of 16-bit elements in memory: lane 8m + i has the address of row i of matrix m. In registers, lane 4g
+// + t holds elements 2t and 2t + 1 of row g, or of column g if transposed. r: one for each matrix, then the address.
+// option[0]: number of matrices; option[1]: 1 transposes; option[2]: space.
 
 struct Rows {
     uint16_t element[kWarpSize][8];

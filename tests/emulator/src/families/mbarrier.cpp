@@ -6,14 +6,14 @@
 namespace emulator {
 namespace {
 
-// r: result, address, count or bytes or phase. option[0]: the address's state space; option[2]: the Scope of an arrival
-// or a wait. That of the operation is the cluster: its accesses to the object are atomic for all who know it.
+// r: result, address, then a count, bytes or a phase. option[0]: the address's state space; option[2]: the Scope of an
+// arrival or a wait. Operation::scope is the cluster instead, because the access to the object itself is atomic there.
 
 Scope scope_of(const Operation& o) {
     return static_cast<Scope>(o.option[2]);
 }
 
-// The accesses of these instructions to the object itself are atomic, but for init and inval.
+// Reports the access to the mbarrier object itself. It is strong, except for init and inval.
 void touch_object(Warp& warp, Cta& owner, uint64_t address, int lane) {
     warp.touch({nullptr, Space::kShared, &owner, address}, Mbarrier::kBytes, lane, true);
 }
@@ -68,7 +68,7 @@ Next complete(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Calls function(its CTA, the offset of the mbarrier there, lanes) for the lanes that address the same mbarrier.
+// Calls function(CTA, offset, lanes) for each mbarrier that the lanes address, with those lanes that address it.
 template <typename Function>
 void each_group(Warp& warp, const Operation& o, uint32_t mask, Function&& function) {
     if (!warp.cta.cluster.order) return;
@@ -136,7 +136,7 @@ Next wait(Warp& warp, const Operation& o, uint32_t mask) {
     each_group(warp, o, completed, [&](Cta& owner, uint32_t offset, const Lanes& who) {
         owner.cluster.order->wait_for_mbarrier(who, owner.rank, offset, o.order != Order::kRelaxed, scope_of(o));
     });
-    // try_wait may suspend the thread until the phase completes, or give up at any time, which it does in the end.
+    // try_wait may suspend the thread until the phase completes, or give up at any time; it does either at random.
     const bool gives_up = warp.has_timed_out() || (o.option[1] & kMayBlock) == 0;
     if (completed != mask && !gives_up && warp.cta.random.below(4) != 0) {
         ++warp.cta.report.mbarrier_waits;
@@ -153,7 +153,7 @@ Next pending_count(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Arrives when all cp.async that the lane has started by now have landed. option[1]: does not add to the pending count.
+// Arrives when all cp.async that the lane has started before have landed. option[1]: 1 for .noinc.
 Next arrive_after_copies(Warp& warp, const Operation& o, uint32_t mask) {
     if (o.option[1] == 0) {
         each_mbarrier(warp, o, mask, [&](Mbarrier& m, Cta&, int lane) {
@@ -193,7 +193,7 @@ void set_mbarrier_address(Decoder& d, size_t operand) {
     o.option[0] = static_cast<int>(space);
 }
 
-// PTX's default is .cta.
+// Returns the scope that the opcode states; PTX's default is .cta.
 int accept_scope(Decoder& d) {
     return static_cast<int>(d.accept_any({"cta", "cluster"}) == 1 ? Scope::kCluster : Scope::kCta);
 }
@@ -229,7 +229,7 @@ void decode_wait(Decoder& d, bool may_block) {
     d.require_operands(3, may_block ? 4 : 3);
     o.r[2] = d.read(2, is_parity ? Type::kU32 : Type::kB64);
     o.r[0] = d.write_predicate(d.operand(0));
-    if (d.num_operands() == 4) d.read(3, Type::kU32);  // how long it may take, at most
+    if (d.num_operands() == 4) d.read(3, Type::kU32);  // the time limit, which has no effect
     o.option[1] = (is_parity ? kIsParity : 0) | (may_block ? kMayBlock : 0);
     o.execute = wait;
 }

@@ -1,5 +1,5 @@
-// mma.sync in the shapes beside m16n8 of 16-bit, tf32 and 8-bit numbers: fp64, 8-bit integers of m8n8, 4-bit integers,
-// bits, and the fp16 m8n8k4 of sm_70. PTX ISA, "Warp Level Matrix Instructions: mma".
+// The mma.sync shapes that matrix.cpp does not have: fp64, m8n8 of 8-bit integers, 4-bit integers, bits, and the fp16
+// m8n8k4 of sm_70. PTX ISA, "Warp Level Matrix Instructions: mma".
 #include "families.h"
 #include "fragments.h"
 
@@ -16,9 +16,9 @@ constexpr Shape kShapes[] = {{"m8n8k4", 8, 8, 4},       {"m8n8k16", 8, 8, 16},  
                              {"m16n8k16", 16, 8, 16},   {"m16n8k32", 16, 8, 32},  {"m16n8k64", 16, 8, 64},
                              {"m16n8k128", 16, 8, 128}, {"m16n8k256", 16, 8, 256}};
 
-// Lane 4g + t holds of A, in register r, row g + 8 (r % 2) from column (t + 4 (r / 2)) · each on, where `each` elements
-// share a register; of B, in register r, column g from row (t + 4 r) · each on; of C and D rows g and g + 8, columns 2t
-// and 2t + 1. With 8 rows there are only the even registers of A, and two elements of C.
+// The fragments of lane 4g + t; a register of A and B holds `each` elements. Register r of A: row g + 8 (r % 2), from
+// column (t + 4 (r / 2)) · each on. Register r of B: column g, from row (t + 4 r) · each on. C and D: rows g and g + 8,
+// columns 2t and 2t + 1. A shape with 8 rows has only row g: the even registers of A, two elements of C and D.
 struct Figure {
     int each, registers_a, registers_b, sums;
 };
@@ -32,7 +32,7 @@ int sum_place(const Shape& s, int lane, int i) {
     return (lane / 4 + 8 * (i / 2)) * s.n + lane % 4 * 2 + i % 2;
 }
 
-// registers: d, a, b, c. `value`: the shape; option: see keep_product.
+// registers: d, a, b, c. value: index into kShapes; option: see keep_product.
 Next multiply_shape(Warp& warp, const Operation& o, uint32_t) {
     const Shape& s = kShapes[o.value];
     const Product p = kept_product(o, s.m, s.n, s.k);
@@ -66,13 +66,13 @@ Next multiply_shape(Warp& warp, const Operation& o, uint32_t) {
     return Next::kContinue;
 }
 
-// fp16 m8n8k4: four products at a time. Lanes 4q to 4q + 3 and 4q + 16 to 4q + 19 have the q-th.
+// fp16 m8n8k4 computes four products at a time. Lanes 4q to 4q + 3 and 4q + 16 to 4q + 19 hold product q.
 struct Quad {
-    int quad, half, t;  // the lane is 16 half + 4 quad + t
+    int quad, half, t;  // lane = 16 half + 4 quad + t
     explicit Quad(int lane) : quad(lane / 4 % 4), half(lane / 16), t(lane % 4) {}
 };
 
-// Of element i in a lane, the place in its matrix by rows.
+// These return the row-major index in its matrix of a lane's element i.
 int quad_place_a(int lane, int i, bool by_rows) {
     const Quad q(lane);
     return by_rows ? (q.t + 4 * q.half) * 4 + i : (i + 4 * q.half) * 4 + q.t;
@@ -87,7 +87,7 @@ int quad_place_sum(int lane, int i, Element element) {
     return ((lane & 1) + (i & 2) + 4 * q.half) * 8 + (i & 4) + (lane & 2) + (i & 1);
 }
 
-// `value`: A by rows, B by rows.
+// value: bit 0 if A is row-major, bit 1 if B is.
 Next multiply_quads(Warp& warp, const Operation& o, uint32_t) {
     constexpr int kQuads = 4, kSums = 8;
     const Product p = kept_product(o, 8, 8, 4);
@@ -141,7 +141,7 @@ void decode_quads(Decoder& d, const Product& p, bool a_by_rows, bool b_by_rows) 
     d.operation().execute = multiply_quads;
 }
 
-// Which shapes there are for a type.
+// Returns true if PTX has the shape for the type.
 bool is_known(const Shape& s, Element element) {
     switch (element) {
         case Element::kF64:

@@ -23,7 +23,7 @@ Next mov_predicate(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// The first part is the least significant.
+// Both put the first part into the least significant bits.
 template <typename Whole, typename Part>
 Next pack(Warp& warp, const Operation& o, uint32_t mask) {
     Whole* d = warp.reg<Whole>(o.r[0]);
@@ -42,7 +42,7 @@ Next unpack(Warp& warp, const Operation& o, uint32_t mask) {
     constexpr int kParts = sizeof(Whole) / sizeof(Part);
     const Whole* a = warp.reg<Whole>(o.r[kParts]);
     each_lane(mask, [&](int lane) {
-        const Whole bits = a[lane];  // which may lie in a part's register
+        const Whole bits = a[lane];  // read first, because a part may have the same register
         for (int i = 0; i < kParts; ++i)
             warp.reg<Part>(o.r[i])[lane] = static_cast<Part>(bits >> (8 * sizeof(Part) * i));
     });
@@ -92,7 +92,7 @@ Next is_in_space(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Global is what lies in none of the windows.
+// An address is global if it is in none of the windows.
 Next is_in_no_window(Warp& warp, const Operation& o, uint32_t mask) {
     const uint64_t* a = warp.reg<uint64_t>(o.r[1]);
     uint32_t bits = 0;
@@ -191,7 +191,7 @@ void decode_isspacep(Decoder& d) {
     if (space == Space::kGeneric || space == Space::kConst) d.fail("unknown state space");
     d.require_operands(2, 2);
     Operation& o = d.operation();
-    o.option[1] = space == Space::kShared;  // only of this CTA
+    o.option[1] = space == Space::kShared;  // .shared::cta: of this CTA only
     o.r[0] = d.write_predicate(d.operand(0)), o.r[1] = d.read(1, Type::kB64);
     o.value = static_cast<int64_t>(window_of(space));
     o.execute = space == Space::kGlobal ? is_in_no_window : is_in_space;

@@ -8,7 +8,7 @@
 namespace emulator {
 namespace {
 
-// How many products one step of a tensor core adds.
+// Returns the number of products that a tensor core adds in one step.
 int step_of(Element element) {
     return element == Element::kTF32 ? 4 : 8;
 }
@@ -56,7 +56,7 @@ Elements multiply_double(const Product& p, const Elements& a, const Elements& b,
     std::fesetround(p.rounding);
     for (int row = 0; row < p.m; ++row) {
         for (int column = 0; column < p.n; ++column) {
-            volatile double sum = bit_cast<double>(c[row * p.n + column]);  // keeps sums between the changes of mode
+            volatile double sum = bit_cast<double>(c[row * p.n + column]);  // volatile: stays between the mode changes
             for (int k = 0; k < p.k; ++k) {
                 sum = std::fma(bit_cast<double>(a[row * p.k + k]), bit_cast<double>(b[k * p.n + column]), sum);
             }

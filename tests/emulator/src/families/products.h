@@ -1,4 +1,4 @@
-// Products of small matrices of any type that a warp multiplies, with their elements as bits.
+// Products of the small matrices that a warp multiplies. Elements of all types are passed as bits.
 #pragma once
 
 #include <cstdint>
@@ -36,24 +36,24 @@ constexpr bool is_integer(Element element) {
 
 // d[m, n] = a[m, k] b[k, n] + c[m, n]
 struct Product {
-    enum class Bits : uint8_t { kXor, kAnd };  // how bits are multiplied; ones are counted
+    enum class Bits : uint8_t { kXor, kAnd };  // how one-bit elements are multiplied; the sum counts the ones
     int m, n, k;
     Element a, b, c, d;
     bool saturates = false;
     Bits bits = Bits::kXor;
-    int rounding = 0;  // of f64 sums, as fesetround has it
+    int rounding = 0;  // of f64 sums: an argument of fesetround
 };
 
-// Elements by rows.
+// A matrix in row-major order.
 using Elements = std::vector<uint64_t>;
 
-// Sums are those of tensor_core.h; of f64, each product is added in turn, rounded once.
+// Sums follow tensor_core.h. In f64, the products are added one after the other, each with one rounding (fma).
 Elements multiply(const Product& product, const Elements& a, const Elements& b, const Elements& c);
 
-// The types of a matrix instruction, in the order of its modifiers.
+// Accepts the element types of a matrix instruction and returns them in the order of its modifiers.
 std::vector<Element> accept_elements(Decoder& d);
 
-// Of the modifiers: the rounding of f64 (which must be there), .satfinite of integers, .xor.popc or .and.popc of bits.
+// Accepts the element type's modifiers: a rounding for f64, .satfinite for integers, .xor.popc or .and.popc for bits.
 void accept_product_modifiers(Decoder& d, Product& product);
 
 }  // namespace emulator

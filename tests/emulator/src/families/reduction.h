@@ -1,4 +1,4 @@
-// What atomics and reductions make of the old value and the operand. Each type has Bits, and apply(op, old, b, c).
+// The arithmetic of atomics and reductions. Each value type has Bits, and apply(op, old, b, c) for the new value.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ struct Single {
     }
 };
 
-// Of global memory, in which the units that add .f32 flush subnormals.
+// fp32 in global memory, where atomic additions flush subnormals.
 struct FlushingSingle {
     using Bits = uint32_t;
     static Bits apply(int, Bits old, Bits b, Bits) {
@@ -95,7 +95,7 @@ struct HalfPair {
     }
 };
 
-// The host's atomic update of one number; what was there before.
+// Updates one number atomically on the host, and returns its previous bits.
 template <typename F>
 typename F::Bits update(std::byte* host, int op, typename F::Bits b, typename F::Bits c) {
     using Bits = typename F::Bits;

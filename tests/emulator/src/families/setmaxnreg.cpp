@@ -1,10 +1,10 @@
 // setmaxnreg and griddepcontrol. PTX ISA, "Miscellaneous Instructions" and "Parallel Synchronization and Communication
 // Instructions".
 //
-// All of a CTA's registers belong to its warps at first, each thread having what the kernel's .maxnreg says, or what
-// ptxas concludes from its block size and .minnctapersm. What `dec` gives back is free for `inc`, which waits for enough
-// of it; exited warps give nothing back. Where the kernel says neither, registers are not counted, as ptxas ignores the
-// instruction then.
+// At first all registers of a CTA belong to its threads. Each thread has .maxnreg registers, or the number that ptxas
+// derives from the block size and .minnctapersm. `dec` releases registers, and `inc` waits until enough of them are
+// free; exited warps release none. If the kernel states none of these, registers are not counted, because ptxas then
+// ignores the instruction.
 #include <algorithm>
 
 #include "../cluster.h"
@@ -15,7 +15,7 @@
 namespace emulator {
 namespace {
 
-// value: registers of a thread; option[0]: dec.
+// value: the new number of registers of a thread; option[0]: 1 for dec.
 Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
     warp.wgmma().check_warpgroup();
     if (!warp.waits_for_registers) warp.wgmma().log({&o, {0, 0}, false});
@@ -39,7 +39,7 @@ Next setmaxnreg(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// Launches run one after the other, so that only the order of their accesses is affected. option[0]: wait.
+// Only tells the race detector, because launches run one after the other. option[0]: 1 for wait.
 Next griddepcontrol(Warp& warp, const Operation& o, uint32_t mask) {
     HappensBefore* const order = warp.cta.cluster.order.get();
     if (order == nullptr) return Next::kContinue;

@@ -1,4 +1,4 @@
-// Which family decodes which opcode. An instruction that is not here is unknown, and that is an error.
+// The table from opcodes to families. An opcode that is not here is an error.
 #include <algorithm>
 
 #include "control.h"
@@ -7,7 +7,7 @@
 namespace emulator {
 namespace {
 
-// add, sub, mul, …: the type decides, which is the last modifier.
+// add, sub, mul, …: the type, which is the last modifier, determines the family.
 void decode_arithmetic(Decoder& d) {
     if (d.accept("cc")) return decode_extended(d, true);
     const Type type = d.require_type();

@@ -7,9 +7,9 @@
 namespace emulator {
 namespace {
 
-// Addresses: destination, tensor map, mbarrier; of a store tensor map and source; of a prefetch the tensor map. Then
-// the coordinates, and the multicast's CTA mask. option[0]: the dimensions, and the destination's state space << 8;
-// option[1]: 1 has a mask; option[2]: a ReductionOp, -1 for none.
+// registers: addresses (load: destination, tensor map, mbarrier; store: tensor map, source; prefetch: tensor map), then
+// the coordinates and the multicast's CTA mask. option[0]: number of dimensions | the destination's state space << 8;
+// option[1]: 1 with a CTA mask; option[2]: a ReductionOp, -1 for none.
 constexpr int kBoxAlignment = 128;
 constexpr int kFirstOfLoad = 6, kFirstOfStore = 4, kFirstOfPrefetch = 2;
 

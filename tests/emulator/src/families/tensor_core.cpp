@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kTile = 8;  // columns that are computed together
 
-// Towards zero. Overflow gives infinity.
+// Rounds towards zero. Overflow gives infinity.
 inline float truncate_to_single(double x) {
     const float nearest = static_cast<float>(x);
     const double back = nearest;
@@ -16,7 +16,7 @@ inline float truncate_to_single(double x) {
     return canonical(bit_cast<float>(bit_cast<uint32_t>(nearest) - is_above));
 }
 
-inline double power_of_two_below(double x) {  // 0 of 0; the sign is dropped
+inline double power_of_two_below(double x) {  // the largest power of two up to |x|; 0 for 0
     return bit_cast<double>(bit_cast<uint64_t>(x) & 0x7ff0000000000000u);
 }
 
@@ -97,7 +97,7 @@ void add_products(const double* a, const double* b, float* c, int rows, int colu
 void add_products(const int32_t* a, const int32_t* b, int32_t* c, int rows, int columns, int depth, bool saturates) {
     for (int row = 0; row < rows; ++row) {
         for (int column = 0; column < columns; column += kTile) {
-            int32_t products[kTile] = {};  // no sum of 32 products of 8-bit numbers overflows
+            int32_t products[kTile] = {};  // a sum of 32 products of 8-bit numbers cannot overflow
             for (int k = 0; k < depth; ++k) {
                 for (int n = 0; n < kTile; ++n) products[n] += a[row * depth + k] * b[k * columns + column + n];
             }

@@ -1,4 +1,4 @@
-// What tensor cores compute: the numbers that their operands hold, and how they add products.
+// The arithmetic of tensor cores: the numbers that operands hold, and the rounding of sums of products.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace emulator {
 
-// How the elements of an operand lie in memory and in registers. `get` reads the one at `index` of a row of them.
+// Operand formats. `get` reads the element at `index` of a row of contiguous elements in memory or in a register.
 struct Fp16 {
     static constexpr int kBytes = 2;
     static double get(const void* at, int index) {
@@ -31,7 +31,7 @@ struct Tf32 {
     static double get(const void* at, int index) {
         uint32_t bits;
         std::memcpy(&bits, static_cast<const char*>(at) + 4 * index, 4);
-        return bit_cast<float>(bits & ~0x1fffu);  // the low bits are not looked at
+        return bit_cast<float>(bits & ~0x1fffu);  // hardware ignores the low 13 bits
     }
 };
 struct E4m3 {
@@ -71,22 +71,22 @@ auto with_float_format(Type type, Function&& function) {
 enum class SumFormat : uint8_t {
     kSingle,
     kHalf,
-    kNarrow,  // fp32 of which the lowest 10 bits of the mantissa are not computed
+    kNarrow,  // fp32 whose lowest 10 mantissa bits are 0
 };
 
-// c += a b, by rows: a is rows x depth, b depth x columns, c rows x columns; columns is a multiple of 8. `step` products
-// and the accumulator are added at a time.
+// Computes c += a b. Matrices are row-major: a is [rows, depth], b [depth, columns], c [rows, columns]. `columns` is a
+// multiple of 8. Each step adds `step` products and the accumulator.
 //
-// Products are exact. One step's sum is formed in double precision, which loses nothing but where exponents are far
-// apart, and truncated to fp32 (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"),
+// Products are exact. The sum of a step is formed in double precision, which is exact unless exponents are far apart.
+// It is then truncated to fp32 (Fasi, Higham, Mikaitis and Pranesh 2021, "Numerical behavior of NVIDIA tensor cores"),
 // or rounded to nearest fp16.
 //
-// kNarrow is what Hopper does with fp8: all terms of a step are truncated to multiples of 2^-13 of the largest power of
-// two among them, and the sum is truncated to 13 bits after the leading one.
+// kNarrow is Hopper's arithmetic for fp8: all terms of a step are truncated to multiples of 2^-13 times the largest
+// power of two among them, and the sum is truncated to 13 bits after the leading one.
 void add_products(const double* a, const double* b, float* c, int rows, int columns, int depth, int step,
                   SumFormat format);
 
-// Likewise; sums wrap around, or saturate.
+// Does the same with integers. Sums wrap around, or saturate.
 void add_products(const int32_t* a, const int32_t* b, int32_t* c, int rows, int columns, int depth, bool saturates);
 
 }  // namespace emulator

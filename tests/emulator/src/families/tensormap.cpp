@@ -1,4 +1,4 @@
-// Tensor maps that kernels make: tensormap.replace, tensormap.cp_fenceproxy. PTX ISA, "Data Movement and Conversion
+// Tensor maps that kernels create: tensormap.replace, tensormap.cp_fenceproxy. PTX ISA, "Data Movement and Conversion
 // Instructions: tensormap.replace", "Parallel Synchronization and Communication Instructions: tensormap.cp_fenceproxy".
 #include "addresses.h"
 #include "families.h"
@@ -8,8 +8,8 @@
 namespace emulator {
 namespace {
 
-// r: address, value. option[0]: state space; option[1]: where the field is in the map, its bytes << 8, whether the
-// value has 64 bits << 12; option[2]: the largest value, if it is not 0.
+// r: address, value. option[0]: state space; option[1]: offset of the field | its bytes << 8 | (1 if the value has 64
+// bits) << 12; option[2]: the largest value, 0 for no limit.
 Next replace(Warp& warp, const Operation& o, uint32_t mask) {
     uint64_t addresses[kWarpSize];
     lane_addresses(warp, o, o.r[0], mask, addresses);
@@ -32,8 +32,8 @@ Next replace(Warp& warp, const Operation& o, uint32_t mask) {
     return Next::kContinue;
 }
 
-// r: destination, source; the warp copies once. value: the source's offset, option[0] its base's width; option[1]: the
-// destination's offset.
+// Copies the map once for the whole warp. r: destination, source. value: the source's offset; option[0]: the width of
+// its base; option[1]: the destination's offset.
 Next copy(Warp& warp, const Operation& o, uint32_t mask) {
     const int lane = __builtin_ctz(mask);
     const uint64_t to = warp.reg<uint64_t>(o.r[0])[lane] + static_cast<uint64_t>(int64_t{o.option[1]});
@@ -49,7 +49,7 @@ Next copy(Warp& warp, const Operation& o, uint32_t mask) {
 struct Field {
     const char* name;
     size_t offset, bytes;
-    int element_bytes;  // of fields with an ordinal, else 0
+    int element_bytes;  // of one element of an array field, which an ordinal selects; else 0
     int largest;        // 0: any value
 };
 constexpr Field kFields[] = {
@@ -64,7 +64,7 @@ constexpr Field kFields[] = {
     {"swizzle_mode", offsetof(TensorMap, swizzle), 1, 0, static_cast<int>(Swizzle::k128B)},
     {"fill_mode", offsetof(TensorMap, fill), 1, 0, static_cast<int>(Fill::kNaN)},
 };
-constexpr int kFirstImmediate = 6;  // from here on, the value is a constant
+constexpr int kFirstImmediate = 6;  // index into kFields: from here on, the value must be a constant
 
 void decode_replace(Decoder& d) {
     Operation& o = d.operation();

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kRows = 16;  // of a warp
 
-// What wgmma.mma_async says, packed into an operation's options: n; the types of A, B and D; flags.
+// The shape, types and modifiers of a wgmma.mma_async. An operation stores them in its options.
 struct Form {
     int columns, depth;
     Type a, b, sum;
@@ -35,7 +35,7 @@ struct Form {
                 flag(5),     flag(6)};
     }
     bool is_integer() const { return sum == Type::kS32; }
-    // Hopper adds the products of a whole instruction at a time, those of fp8 with few bits.
+    // Hopper adds the products of a whole instruction at a time; for fp8 it keeps fewer bits.
     SumFormat sum_format() const {
         return sum == Type::kF16 ? SumFormat::kHalf : width_of(a) == 1 ? SumFormat::kNarrow : SumFormat::kSingle;
     }
@@ -46,8 +46,7 @@ auto with_integer_format(Type type, Function&& function) {
     return type == Type::kS8 ? function(Signed8{}) : function(Unsigned8{});
 }
 
-// A in registers is a 16 x K fragment as mma.sync has it: lane 4g + t holds, in register r, row g + 8 (r % 2) from
-// column (t + 4 (r / 2)) · kEach on, where kEach elements share a register.
+// Reads A, [16, K], from registers. They hold the fragment that mma.sync uses, see gather_a in matrix.cpp.
 template <typename Format, typename T>
 void read_fragment(Warp& warp, const std::vector<TrackedRegister>& registers, int depth, T* a) {
     constexpr int kEach = 4 / Format::kBytes;
@@ -66,15 +65,15 @@ void negate(std::vector<T>& matrix, bool negates) {
     for (T& x : matrix) x = -x;
 }
 
-// One instruction's work, of one warp. T: double or int32_t.
+// One warp's part of a wgmma.mma_async. T: double or int32_t.
 template <typename T>
 struct Product {
     Form form;
     Cta* cta;
-    int first_row;  // of the warp's rows of A
+    int first_row;  // the warp's first row of A
     uint64_t descriptor_a, descriptor_b;
     bool adds;         // scale-d
-    std::vector<T> a;  // empty until it is read, if it is in shared memory
+    std::vector<T> a;  // [16, K]; if A is in shared memory, empty until the multiplication is performed
 
     template <typename Function>
     static void with_format(Type type, Function&& function) {
@@ -125,7 +124,7 @@ uint64_t uniform(Warp& warp, Slot slot, const char* what) {
     return values[0];
 }
 
-// What the warp's part of the instruction reads of shared memory.
+// Reports to the race detector what the warp's part of the instruction reads from shared memory.
 AsyncId follow_reads(Warp& warp, const Form& form, const WarpgroupLog::Entry& entry) {
     HappensBefore& order = *warp.cta.cluster.order;
     const AsyncId id = order.start(Proxy::kAsync);
@@ -164,7 +163,7 @@ Next multiply(Warp& warp, const Operation& o, uint32_t) {
     if (adds != 0 && adds != kAllLanes) throw Fault("wgmma", "threads of a warp have different scale-d", 0);
     WarpgroupLog::Entry entry{&o, {0, uniform(warp, o.r[1], "B")}, adds != 0};
     if (!form.a_in_registers) entry.descriptors[0] = uniform(warp, o.r[0], "A");
-    const MatrixDescriptor a(entry.descriptors[0]), b(entry.descriptors[1]);  // are valid
+    const MatrixDescriptor a(entry.descriptors[0]), b(entry.descriptors[1]);  // throw if they are invalid
     if (form.transposes_a) a.require_whole_atoms(4 * kRows, "A");
     if (form.transposes_b) b.require_whole_atoms(form.columns, "B");
     warp.wgmma().log(entry);
@@ -178,7 +177,7 @@ Next multiply(Warp& warp, const Operation& o, uint32_t) {
 
 enum Control : int { kFence, kCommit, kWait };
 
-// option[0]: Control; value: of wait_group.
+// option[0]: a Control; value: the most groups that wait_group leaves in flight.
 Next control(Warp& warp, const Operation& o, uint32_t mask) {
     WgmmaUnit& unit = warp.wgmma();
     unit.check_warpgroup();
@@ -187,7 +186,7 @@ Next control(Warp& warp, const Operation& o, uint32_t mask) {
     if (o.option[0] == kCommit) unit.commit();
     unit.waits_for_others = o.option[0] == kWait && !unit.wait(static_cast<uint32_t>(o.value));
     if (unit.waits_for_others) return warp.wait_and_retry(Path::State::kWarpgroup, mask);
-    // PTX does not say that the wait synchronises lanes, but all of them are here, and kernels rely on it.
+    // PTX does not say that the wait synchronises lanes, but all lanes execute it together, and kernels rely on it.
     if (o.option[0] == kWait && warp.cta.cluster.order) warp.cta.cluster.order->synchronise(warp.acting(mask));
     return Next::kContinue;
 }
@@ -200,7 +199,7 @@ bool is_int8(Type type) {
     return type == Type::kS8 || type == Type::kU8;
 }
 
-// Finds .m64nNkK, with the types' K.
+// Accepts the shape .m64nNkK, where the types determine K, and returns N.
 int require_columns(Decoder& d, int depth, bool is_integer) {
     for (int n = 8; n <= 256; n += 8) {
         if (is_integer && n > 32 && n % 16 != 0) continue;
@@ -209,7 +208,7 @@ int require_columns(Decoder& d, int depth, bool is_integer) {
     d.fail("unknown shape for these types");
 }
 
-// Consumes a constant operand, which is one of two.
+// Reads a constant operand that must be `first` or `second`. Returns true for `second`.
 bool is_second(Decoder& d, size_t& next, int64_t first, int64_t second) {
     const int64_t value = d.immediate(next++);
     if (value != first && value != second) d.fail("a constant of an unknown value");
@@ -242,7 +241,7 @@ void decode_multiply(Decoder& d) {
     if (static_cast<int>(sums.size()) != form.columns / (form.sum == Type::kF16 ? 4 : 2)) {
         d.fail("an accumulator with this number of registers is unknown");
     }
-    for (const ptx::Operand* element : sums) d.write(*element, sum);  // `tracked` leads to them
+    for (const ptx::Operand* element : sums) d.write(*element, sum);  // recorded in tracked_accesses, not in `r`
     if (form.a_in_registers) {
         const auto elements = d.elements(1);
         if (elements.size() != 4) d.fail("a fragment with this number of registers is unknown");

@@ -1,4 +1,4 @@
-// Matrices in shared memory as wgmma's descriptors describe them. PTX ISA, "Asynchronous Warpgroup Level Matrix Shared
+// Matrices in shared memory, as wgmma's descriptors define them. PTX ISA, "Asynchronous Warpgroup Level Matrix Shared
 // Memory Layout".
 #pragma once
 
@@ -7,22 +7,22 @@
 namespace emulator {
 
 struct MatrixDescriptor {
-    explicit MatrixDescriptor(uint64_t bits);  // a Fault if hardware would not take it
+    explicit MatrixDescriptor(uint64_t bits);  // throws a Fault if the descriptor is invalid
 
     uint64_t start, leading, stride;  // bytes
     uint32_t base_offset;
     int swizzle;  // bytes of a row of the pattern: 16 (none), 32, 64 or 128
 
-    // Where 16 bytes of the matrix are. K-major: of row `row` (of M or N), and of the two halves of its 32 bytes of K.
+    // Returns the address of a 16-byte chunk of a K-major matrix: half `half` of the 32 bytes of row `row` (of M or N).
     uint64_t k_major(int row, int half) const;
-    // MN-major, 16-bit elements: of 8 rows from 8 · `rows` on, at one k.
+    // Returns the address of a 16-byte chunk of an MN-major matrix: rows 8 · `rows` to 8 · `rows` + 7 at column `k`.
     uint64_t mn_major(int rows, int k) const;
-    // A Fault unless `rows` 16-bit elements along M or N, where these are contiguous, are whole swizzle atoms, or lie
-    // in a single one, as Triton has them where warpgroups share N.
+    // Throws a Fault unless the `rows` contiguous 16-bit elements along M or N of an MN-major matrix are whole swizzle
+    // atoms, or lie within one atom. Triton emits the latter when several warpgroups split N.
     void require_whole_atoms(int rows, const char* which) const;
 
   private:
-    // Swizzling exchanges 16-byte units within 128 bytes, by the bits of the address that count these.
+    // The swizzle xors the number of a 16-byte chunk in its 128-byte row with bits of the row's number.
     uint64_t swizzled(uint64_t offset) const {
         const uint64_t address = start + offset;
         const uint64_t row = (address >> 7) - base_offset;
@@ -30,11 +30,11 @@ struct MatrixDescriptor {
     }
 };
 
-// 16 bytes for wgmma to read, or a Fault; `which`: "A" or "B".
+// Returns the 16 bytes that wgmma reads at an address. Throws a Fault if it may not. `which`: "A" or "B".
 const std::byte* wgmma_chunk(Cta& cta, uint64_t address, const char* which);
 
-// Calls function(address, row - first, k) for the 16 bytes that begin with element (row, k) and go on along M or N if it
-// is MN-major, else along K: those of rows [first, first + rows), with `each` elements in 16 bytes.
+// Calls function(address, row - first, k) for each 16-byte chunk of rows [first, first + rows). A chunk begins with
+// element (row, k) and holds `each` elements, along M or N if the matrix is MN-major, else along K.
 template <typename Function>
 void each_chunk(const MatrixDescriptor& matrix, bool is_mn_major, int first, int rows, int each, Function&& function) {
     if (is_mn_major) {
@@ -48,7 +48,7 @@ void each_chunk(const MatrixDescriptor& matrix, bool is_mn_major, int first, int
     }
 }
 
-// Reads rows [first, first + rows) of M or N: element (row, k) to out[(row - first) * row_step + k * k_step].
+// Reads rows [first, first + rows) of M or N. Element (row, k) goes to out[(row - first) * row_step + k * k_step].
 template <typename Format, typename T>
 void read_matrix(Cta& cta, const MatrixDescriptor& matrix, bool is_mn_major, int first, int rows, const char* which,
                  T* out, int row_step, int k_step) {

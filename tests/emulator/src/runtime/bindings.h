@@ -1,4 +1,4 @@
-// What Python sees of the emulated CUDA runtime: a part of bindings.cpp.
+// Python bindings of the emulated CUDA runtime. Included by bindings.cpp only.
 #pragma once
 
 #include <pybind11/functional.h>
@@ -18,10 +18,10 @@ py::tuple triple(const uint32_t (&size)[3]) {
     return py::make_tuple(size[0], size[1], size[2]);
 }
 
-// Calls back with (kernel, what report_of gives, PTX, grid, block); None: not any longer.
+// Makes every launch call callback(kernel, report_of's report, PTX, grid, block). None removes the callback.
 void listen(const py::object& callback) {
     if (callback.is_none()) return set_listener(nullptr);
-    // Never destroyed: the thread that drops the listener may not hold Python's lock.
+    // Never destroyed, because the thread that drops the listener may not hold the GIL.
     auto* const kept = new py::object(callback);
     set_listener([kept](const Launched& launched) {
         const py::gil_scoped_acquire acquire;
@@ -32,7 +32,7 @@ void listen(const py::object& callback) {
     });
 }
 
-// Runs a function of Python in the order of a stream: now, or whenever the graph that is being captured is launched.
+// Submits a Python function to a stream: runs it now, or captures it as a node of a graph.
 void submit_python(uint64_t stream, const std::string& what, const py::object& function) {
     const auto kept = std::shared_ptr<py::object>(new py::object(function), [](py::object* object) {
         const py::gil_scoped_acquire acquire;

@@ -16,7 +16,7 @@ std::mutex mutex;
 std::vector<Device> devices{Device{}};
 std::set<int> with_context;
 int first_choice = 0;
-uint64_t num_choices = 1;  // of the process: what a thread chose before the last of them no longer counts
+uint64_t num_choices = 1;  // changes of first_choice; each one invalidates what threads chose before
 
 struct Chosen {
     uint64_t num_choices = 0;
@@ -28,7 +28,7 @@ int locked_index() {
     return chosen.num_choices == num_choices ? chosen.index : first_choice;
 }
 
-// Compute capability 8.0 to 9.0 alike (CUDA C++ programming guide, technical specifications per compute capability).
+// Limits of compute capability 8.0 to 9.0 (CUDA C++ programming guide, technical specifications).
 constexpr int kMostThreads = 1024, kWarpThreads = 32, kRegisters = 65536, kConstantBytes = 65536;
 constexpr int kSmThreads = 2048, kSmCtas = 32;
 constexpr int kBusWidth = 5120, kBusId = 13;
@@ -36,10 +36,10 @@ constexpr int64_t kMemoryBytes = int64_t{80} << 30;
 constexpr int kMostBlock[3] = {1024, 1024, 64}, kMostGrid[3] = {0x7fffffff, 65535, 65535};
 
 int cache_bytes(const Device& device) {
-    return device.major < 9 ? 40 << 20 : 50 << 20;  // A100 and H100
+    return device.major < 9 ? 40 << 20 : 50 << 20;  // A100, H100
 }
 
-// In kHz, of A100 and H100 (SXM).
+// Clock rates of A100 and H100 (SXM), in kHz.
 int clock_rate(const Device& device) {
     return device.major < 9 ? 1'410'000 : 1'980'000;
 }

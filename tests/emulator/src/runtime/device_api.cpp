@@ -1,4 +1,4 @@
-// The functions of CUDA's runtime that ask about devices, and choose one.
+// CUDA runtime functions that query and select devices.
 #include <cstdio>
 
 #include "device.h"

@@ -1,5 +1,5 @@
-// The driver's API, as far as torch, Triton and Inductor call it: contexts, modules of PTX, functions and their launches.
-// A CUresult has the number of the runtime's error of the same meaning.
+// The functions of the driver API that torch, Triton and Inductor call: contexts, modules of PTX, functions and
+// launches. A CUresult has the same number as the runtime's error of the same meaning.
 #include "exports.h"
 
 #pragma GCC visibility push(default)
@@ -27,14 +27,14 @@ using namespace emulator::runtime;
 
 namespace {
 
-// The driver's errors are no business of cudaGetLastError; their reasons stay for cuGetErrorString.
+// Converts an error to a CUresult. cudaGetLastError must not see it, but its reason stays for cuGetErrorString.
 CUresult driver(cudaError_t error) {
     if (error != cudaSuccess) cudaGetLastError();
     return static_cast<CUresult>(error);
 }
 
-// A module of PTX that cuModuleLoadData was given. Its kernels may be launched on every device, as the driver's own: a
-// module belongs to a context there.
+// A module of PTX that cuModuleLoadData has loaded. Its kernels may be launched on every device, while the real driver
+// binds a module to a context.
 class DriverModule : public CodeSource {
   public:
     explicit DriverModule(const std::string& ptx)
@@ -55,7 +55,7 @@ class DriverModule : public CodeSource {
 
 std::mutex mutex;
 
-// A context has the address of its device's number plus one.
+// The context of a device is the address of its element of an array.
 CUcontext context_of(int device) {
     static char contexts[64];
     return reinterpret_cast<CUcontext>(&contexts[device]);
@@ -87,7 +87,7 @@ CUresult with_code(CUfunction function, Function&& body) try {
     return driver(fail(fault));
 }
 
-// The addresses of a kernel's arguments in the buffer that holds all of them.
+// Returns the addresses of a kernel's arguments in the buffer that `extra` names.
 std::vector<void*> unpack(CUfunction function, void** extra) {
     char* buffer = nullptr;
     for (; *extra != CU_LAUNCH_PARAM_END; extra += 2) {
@@ -100,7 +100,7 @@ std::vector<void*> unpack(CUfunction function, void** extra) {
     return found;
 }
 
-// Of attributes that came with a later driver, host code asks in order to find that out.
+// Host code queries attributes of later drivers to detect whether they exist, so that those only return an error code.
 cudaError_t unknown_attribute(CUfunction_attribute attribute) {
     if (attribute >= CU_FUNC_ATTRIBUTE_MAX) return cudaErrorInvalidValue;
     return fail(cudaErrorNotSupported, "the emulator does not know function attribute " + std::to_string(attribute));
@@ -165,7 +165,7 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 }
 
 CUresult cuCtxGetLimit(size_t* value, CUlimit) {
-    *value = 1 << 20;  // of printf's buffer, which the emulator does not have
+    *value = 1 << 20;  // the default size of printf's buffer, which the emulator does not need
     return CUDA_SUCCESS;
 }
 
@@ -247,7 +247,7 @@ CUresult cuModuleUnload(CUmodule module) {
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) try {
     const std::lock_guard lock(mutex);
     Kernel& kernel = reinterpret_cast<DriverModule*>(module)->kernel(name);
-    code_of(kernel);  // throws where there is no such kernel, or it cannot be executed
+    code_of(kernel);  // throws if there is no such kernel, or if it has an unsupported instruction
     *function = reinterpret_cast<CUfunction>(&kernel);
     return CUDA_SUCCESS;
 } catch (const Fault& fault) {
@@ -264,7 +264,7 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfuncti
                 *value = static_cast<int>(code.program.static_shared_bytes);
                 return cudaSuccess;
             case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
-            case CU_FUNC_ATTRIBUTE_NUM_REGS:  // ptxas would know
+            case CU_FUNC_ATTRIBUTE_NUM_REGS:  // only ptxas knows them
                 *value = 0;
                 return cudaSuccess;
             case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
@@ -284,7 +284,7 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
             case CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
                 kernel.may_have_large_clusters = value != 0;
                 return cudaSuccess;
-            case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:  // says how fast something should be
+            case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:  // a performance hint
                 return cudaSuccess;
             default:
                 return unknown_attribute(attribute);
@@ -343,7 +343,7 @@ CUresult cuOccupancyMaxActiveClusters(int* num_clusters, CUfunction function, co
     });
 }
 
-// --- What torch compiles while it runs (NVRTC), which is not here ---
+// --- Functions for code that torch compiles at run time (NVRTC): not supported ---
 
 CUresult cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState*) {
     return not_there();
@@ -379,7 +379,7 @@ cudaError_t cudaLibraryUnload(cudaLibrary_t) {
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, unsigned long long,
                                              cudaDriverEntryPointQueryResult* status) {
-    // Of those that torch looks up when it starts, most are for memory that this device does not have.
+    // torch looks all of these up when it starts. `absent` ones, mostly for virtual memory, fail when they are called.
     static const std::map<std::string, void*> known = {
 #define EMULATOR_ENTRY(name) {#name, reinterpret_cast<void*>(&name)}
         EMULATOR_ENTRY(cuCtxGetCurrent),

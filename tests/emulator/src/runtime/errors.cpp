@@ -31,7 +31,7 @@ struct Known {
     Known {                        \
         code, #code, text          \
     }
-// Those that this runtime returns; the texts are CUDA's.
+// The errors that this runtime returns, with CUDA's texts.
 constexpr Known kKnown[] = {
     EMULATOR_ERROR(cudaSuccess, "no error"),
     EMULATOR_ERROR(cudaErrorInvalidValue, "invalid argument"),
@@ -84,7 +84,7 @@ cudaError_t code_of(const std::string& kind) {
     return cudaErrorLaunchFailure;
 }
 
-// All that a Fault knows, for a message.
+// Returns a message with everything that a Fault contains.
 std::string text_of(const Fault& fault) {
     std::ostringstream text;
     text << fault.kind << ": " << fault.what();

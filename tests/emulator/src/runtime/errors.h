@@ -1,5 +1,5 @@
-// Errors of the emulated CUDA runtime. As in CUDA's, each thread has its last one; what a kernel did wrong is told in
-// full by cudaGetErrorString of the code that its launch has returned, in the thread that launched it.
+// Errors of the emulated CUDA runtime. As in CUDA, each thread has a last error. After a kernel's mistake, the
+// launching thread gets the whole description from cudaGetErrorString of the launch's error code.
 #pragma once
 
 #include <optional>
@@ -12,19 +12,19 @@
 
 namespace emulator::runtime {
 
-// Makes `code` the thread's last error, with `reason` for cudaGetErrorString if there is one, and returns it.
+// Makes `code` the thread's last error and returns it. A non-empty `reason` becomes the text of cudaGetErrorString.
 cudaError_t fail(cudaError_t code, const std::string& reason = "");
-// The same for what a kernel did wrong. The Fault is kept for Python, process-wide, until the next one.
+// Does the same for a kernel's mistake. The process keeps the last Fault for Python.
 cudaError_t fail(const Fault& fault);
 
-// All that failed since the last call, as "name of the error: reason", also what host code took no notice of.
+// Returns all errors since the last call as "name of the error: reason", including those that host code ignored.
 std::vector<std::string> take_failures();
 
-// What was done all the same, though no document has it so. All such texts since the last call.
+// Warnings are about calls that succeeded with undocumented arguments. take_warnings returns those since its last call.
 void warn(const std::string& text);
 std::set<std::string> take_warnings();
 
-// The last Fault, if `message` tells of it.
+// Returns the last Fault if `message` contains its text.
 std::optional<Fault> fault_told_in(const std::string& message);
 
 }  // namespace emulator::runtime

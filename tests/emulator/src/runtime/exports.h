@@ -1,5 +1,5 @@
-// The C functions that host code finds here in place of CUDA's: their declarations, visible outside of this library, all
-// else of which is hidden. Nothing else here includes CUDA's own header, which would hide them.
+// Declares the C functions that replace CUDA's with default visibility; everything else in this library is hidden.
+// Other files must not include CUDA's runtime header themselves, because its declarations would then be hidden.
 #pragma once
 
 #pragma GCC visibility push(default)
@@ -8,7 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <vector_types.h>
 
-// What nvcc's host code calls and no header for the host compiler declares (crt/host_runtime.h, crt/device_functions.h).
+// Called by nvcc's host code, but declared only in headers for nvcc (crt/host_runtime.h, crt/device_functions.h).
 extern "C" {
 void** __cudaRegisterFatBinary(void* wrapper);
 void __cudaRegisterFatBinaryEnd(void** handle);

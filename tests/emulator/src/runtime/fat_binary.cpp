@@ -9,19 +9,19 @@
 namespace emulator::runtime {
 namespace {
 
-// As nvcc 12 and 13 write it; no header of CUDA describes it.
+// The format that nvcc 12 and 13 write. No CUDA header documents it.
 struct ContainerHeader {
     uint32_t magic;
     uint16_t version, header_bytes;
-    uint64_t bytes;  // of what follows this header
+    uint64_t bytes;  // size of what follows this header
 };
 
 struct EntryHeader {
     uint16_t kind, version;
     uint32_t header_bytes;
-    uint64_t bytes;  // of what follows this header, padding included
+    uint64_t bytes;  // size of what follows this header, including padding
     uint32_t compressed_bytes, options;
-    uint16_t minor, major;  // of the PTX version
+    uint16_t minor, major;  // PTX version
     uint32_t arch;
     uint32_t name, name_bytes;
     uint64_t flags;
@@ -60,9 +60,9 @@ Replacement current_replacement() {
     return replacement;
 }
 
-// Decoded, a module takes seven times the memory of its text: a gigabyte, where a process runs every kernel of a library.
-// So the last ones that were used are kept, which may be parsed again in no time; and those with variables, which are
-// state.
+// A cache of modules. A decoded module takes seven times the memory of its text, which would add up to a gigabyte in a
+// process that runs every kernel of a library. It keeps the modules that were used last, and all modules with
+// variables, which have state.
 class RecentModules {
   public:
     std::shared_ptr<LoadedModule> find_or_load(const FatBinary* owner, const PtxText* text) {
@@ -104,10 +104,10 @@ class RecentModules {
     }
 
     std::mutex mutex_;
-    std::list<Entry> modules_;  // those that were used last come first
+    std::list<Entry> modules_;  // the most recently used first
 };
 
-// Never destroyed, as little as the registry.
+// Never destroyed, like the registry.
 RecentModules& recent_modules() {
     static RecentModules* const recent = new RecentModules;
     return *recent;

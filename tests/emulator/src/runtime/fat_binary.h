@@ -1,4 +1,4 @@
-// The container that nvcc embeds for each source file: its PTX texts, one for each virtual architecture.
+// The fat binary that nvcc embeds for each source file: a container with one PTX text for each virtual architecture.
 #pragma once
 
 #include <cstdint>
@@ -15,30 +15,30 @@ namespace emulator::runtime {
 
 struct PtxText {
     int arch = 0;              // compute capability times ten
-    bool is_specific = false;  // of "sm_90a": for that compute capability alone
-    std::string_view text;     // where the library's file is mapped
+    bool is_specific = false;  // as in "sm_90a": runs on that compute capability only
+    std::string_view text;     // points into the mapped library
 };
 
-// `wrapper`: what nvcc's code hands to __cudaRegisterFatBinary. Machine code is skipped. Throws a Fault of kind
-// "arguments" for what is no such container or is compressed.
+// Returns the PTX texts of a container and skips its machine code. `wrapper` is the argument of
+// __cudaRegisterFatBinary. Throws a Fault of kind "arguments" if it is no such container, or compressed.
 std::vector<PtxText> read_fat_binary(const void* wrapper);
 
-// The one that a driver would compile: the newest that the device runs, a specific one before others; nullptr: none.
+// Returns the newest text that the device can run (a specific one first), as a driver chooses it; nullptr if none.
 const PtxText* choose(const std::vector<PtxText>& texts, const Device& device);
 
-// From now on, modules are made of their PTX with `instead` in place of each `text`, which must occur: so a test sees
-// what a fault in a kernel does. An empty `text`: of the PTX as it is.
+// Plants a fault for a test: from now on, modules that contain `kernel` are loaded with `instead` in place of every
+// `text`, which must occur in their PTX. An empty `text` ends this.
 void replace_in_ptx(const std::string& text, const std::string& instead, const std::string& kernel);
 
-// Where a kernel's code comes from: a container in a library, or a module that the driver has loaded.
+// The source of a kernel's code: a container in a library, or a module that the driver API loaded.
 class CodeSource {
   public:
     virtual ~CodeSource() = default;
-    // For the current device; nullptr: nothing here runs on it. Throws Faults.
+    // Returns the module for the current device, nullptr if no code runs on it. Throws a Fault for invalid code.
     virtual std::shared_ptr<LoadedModule> load() = 0;
 };
 
-// A registered container. Its modules are parsed when something of them is needed, and kept for a while.
+// A registered container. Its modules are parsed on first use, and kept in a cache.
 class FatBinary : public CodeSource {
   public:
     explicit FatBinary(const void* wrapper) : wrapper_(wrapper) {}

@@ -1,4 +1,4 @@
-// The functions of CUDA's runtime that launch kernels, or ask and set what concerns a kernel.
+// CUDA runtime functions that launch kernels, or query and set their attributes.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -12,7 +12,7 @@ using namespace emulator::runtime;
 
 namespace {
 
-// Of kernel<<<…>>> before its stub is called.
+// The configuration of kernel<<<…>>>, until its stub fetches it.
 struct Configuration {
     dim3 grid, block;
     size_t shared_bytes;
@@ -20,7 +20,7 @@ struct Configuration {
 };
 thread_local std::vector<Configuration> configurations;
 
-// Calls function(kernel, code) for what is registered and runs on the device, and makes errors of Faults.
+// Calls function(kernel, code) for a registered kernel with code for the device, and converts Faults to errors.
 template <typename Function>
 cudaError_t with_code(const void* host_function, Function&& function) try {
     Kernel* kernel = Registry::instance().kernel(host_function);
@@ -97,7 +97,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
             case cudaFuncAttributeNonPortableClusterSizeAllowed:
                 kernel.may_have_large_clusters = value != 0;
                 return cudaSuccess;
-            case cudaFuncAttributePreferredSharedMemoryCarveout:  // say how fast something should be
+            case cudaFuncAttributePreferredSharedMemoryCarveout:  // both are performance hints
             case cudaFuncAttributeClusterSchedulingPolicyPreference:
                 return cudaSuccess;
             default:
@@ -119,7 +119,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
         const ptx::Function& source = *code.program.functions[0]->source;
         uint64_t most_threads = 1;
         for (const int threads : source.most_threads) most_threads *= threads;
-        std::memset(attributes, 0, sizeof(*attributes));  // numRegs stays 0: ptxas would know
+        std::memset(attributes, 0, sizeof(*attributes));  // numRegs stays 0, because only ptxas knows it
         attributes->sharedSizeBytes = code.program.static_shared_bytes;
         attributes->localSizeBytes = code.program.functions[0]->local_bytes;
         attributes->maxThreadsPerBlock = most_threads == 0 ? 1024 : static_cast<int>(most_threads);

@@ -21,7 +21,7 @@ GlobalMemory memory_of(const LoadedModule& module, const uint64_t& workspace, bo
         const std::vector<Allocation> live = TrackedAllocations::instance().snapshot(device);
         allocations.insert(allocations.end(), live.begin(), live.end());
     } else {
-        // No host maps anything beyond these, so that null pointers are found out.
+        // No process maps memory outside of these limits, so that null pointers are detected.
         constexpr uint64_t kLeast = uint64_t{1} << 16, kMost = uint64_t{1} << 47;
         allocations.push_back({kLeast, kMost, "the host's memory"});
     }
@@ -48,7 +48,7 @@ bool fits_block(const dim3& block) {
     return threads > 0 && threads <= kMostThreads && block.z <= 64;
 }
 
-// What CUDA refuses with an error of its own; the emulator's check_launch looks at the rest.
+// Checks what CUDA rejects with an error code of its own; check_launch checks the rest.
 cudaError_t check(const Kernel& kernel, const Program& program, const Request& request) {
     if (!fits_grid(request.grid) || !fits_block(request.block)) return fail(cudaErrorInvalidConfiguration);
     const int64_t most = most_dynamic_bytes(kernel, program), shared_bytes = request.shared_bytes;
@@ -169,7 +169,7 @@ cudaError_t allow_dynamic_bytes(Kernel& kernel, const Code& code, int bytes) {
 
 namespace {
 
-// A launch whose arguments have been read: a graph runs it again.
+// A launch whose arguments have been copied, so that a graph can run it repeatedly.
 struct Prepared {
     Code code;
     Launch launch;
@@ -194,7 +194,7 @@ cudaError_t Prepared::run() const try {
         runs = current_runs;
     }
     ready.before = take_accesses(stream);
-    if (!is_dependent) ready.before = nullptr;  // nobody needs the records while this launch makes its own
+    if (!is_dependent) ready.before = nullptr;  // frees the records before this launch makes its own
     for (int run = 0; run < runs; ++run) {
         const Report report = run_launch(ready);
         ready.before = nullptr;
@@ -228,7 +228,7 @@ cudaError_t launch(const Kernel& kernel, const Request& request) try {
     launch.shared_bytes = static_cast<int64_t>(request.shared_bytes);
     launch.num_sms = device.num_sms;
     launch.races = launch.races && !kernel.may_race();
-    launch.replicated_stores = kernel.is_tritons;  // what several warps hold, Triton has them all store
+    launch.replicated_stores = kernel.is_tritons;  // Triton lets all warps that hold a value store it
     uint64_t workspace = 0;
     if (request.is_cooperative) launch.grid_workspace = reinterpret_cast<uint64_t>(&workspace);  // for check_launch
     check_launch(device.most_shared_bytes, launch);

@@ -1,4 +1,4 @@
-// Launches of registered kernels: how they run, and who is told of them.
+// Launches registered kernels, and tells a listener of each launch.
 #pragma once
 
 #include <array>
@@ -9,13 +9,13 @@
 
 namespace emulator::runtime {
 
-// What Python sets for the launches that follow, from whatever thread they come. Without `tracked` the bounds of global
-// memory are not checked, since nobody knows them.
+// The options of all following launches, of all threads; Python sets them. Without `tracked`, accesses to global memory
+// are checked only for addresses that no process maps, such as null pointers.
 LaunchOptions options();
 void set_options(const LaunchOptions& options);
 
-// How often each launch that follows runs, with the same arguments and in the same memory: as a CUDA graph that holds it
-// is replayed. The listener hears of each run.
+// Makes each following launch run `runs` times with the same arguments and memory, as a replayed CUDA graph would. The
+// listener is called after each run.
 void set_runs_of_a_launch(int runs);
 
 struct Launched {
@@ -23,45 +23,44 @@ struct Launched {
     const Launch& launch;
     const Report& report;
 };
-// Is called after every launch, in the thread that launched.
+// The listener is called after every launch, in the launching thread.
 void set_listener(std::function<void(const Launched&)> listener);
 
 struct Request {
     dim3 grid, block;
-    std::array<uint32_t, 3> cluster = {0, 0, 0};  // {0, …}: what the kernel requires, else 1
+    std::array<uint32_t, 3> cluster = {0, 0, 0};  // {0, …}: the size that the kernel requires, else 1
     void** arguments;
     size_t shared_bytes;
     cudaStream_t stream = nullptr;
     bool is_cooperative = false;
-    bool is_dependent = false;  // begins before the kernel that is before it in the stream has ended
+    bool is_dependent = false;  // may begin before the previous kernel of its stream has ended
 };
 
-// Follows the attributes of a launch; the driver's have the same layout. Those that only say how fast something should be
-// have no effect.
+// Applies launch attributes, which have the same layout in the driver API. Performance hints have no effect.
 cudaError_t apply(const cudaLaunchAttribute* attributes, unsigned num_attributes, Request& request);
 
-// The kernel's code for the pretended device. Throws a Fault; nullopt: there is none for it.
+// The kernel's code for the current device. code_of throws a Fault for invalid code; nullopt: no code for the device.
 struct Code {
-    std::shared_ptr<const LoadedModule> module;  // whose program it is
+    std::shared_ptr<const LoadedModule> module;  // owns the program
     const Program& program;
 };
 std::optional<Code> code_of(const Kernel& kernel);
 
-// How often cudaFuncSetAttribute was called, in this process.
+// Calls of cudaFuncSetAttribute in this process.
 extern std::atomic<int64_t> attribute_calls;
 
-// What one CTA may have of dynamic shared memory, by default or by cudaFuncSetAttribute.
+// Returns the most dynamic shared memory of a CTA, as cudaFuncSetAttribute set it or by default.
 int64_t most_dynamic_bytes(const Kernel& kernel, const Program& program);
 
-// CTAs of a kernel that an SM holds at a time, by threads and shared memory; and clusters that the device holds.
+// Compute how many CTAs fit on an SM, by threads and shared memory, and how many clusters fit on the device.
 cudaError_t occupancy(const Kernel& kernel, const Code& code, int block_size, size_t shared_bytes, int& num_ctas);
 cudaError_t cluster_occupancy(const Kernel& kernel, const Code& code, const Request& request, int& num_clusters);
 
-// Lets a CTA of the kernel have so much dynamic shared memory on the current device.
+// Allows CTAs of the kernel up to `bytes` of dynamic shared memory on the current device.
 cudaError_t allow_dynamic_bytes(Kernel& kernel, const Code& code, int bytes);
 
-// Runs it to its end, unless its stream is being captured. Errors are those of cudaLaunchKernel, and whatever the kernel
-// itself does wrong.
+// Runs the kernel to its end, or adds it to the graph if its stream is being captured. Returns the errors of
+// cudaLaunchKernel, and the errors that the kernel itself causes.
 cudaError_t launch(const Kernel& kernel, const Request& request);
 
 }  // namespace emulator::runtime

@@ -1,5 +1,5 @@
-// The functions of CUDA's runtime that concern memory, which is the host's: each block belongs to one device, or is pinned
-// memory of the host, and has red zones around it.
+// CUDA runtime functions for memory. All of it is host memory: each block belongs to a device or is pinned, and lies
+// between red zones.
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -38,7 +38,7 @@ cudaError_t release(void* address, bool is_host, const char* what) {
     return cudaSuccess;
 }
 
-// Whether `bytes` at `address` lie within one live block. What nobody has allocated here is pageable memory of the host.
+// Returns true if `bytes` at `address` lie within one live block, or outside of all blocks: in pageable host memory.
 bool is_valid(const void* address, size_t bytes) {
     const auto begin = reinterpret_cast<uint64_t>(address);
     const auto found = all().find(begin);
@@ -62,7 +62,7 @@ cudaError_t set(void* to, int value, size_t bytes) {
     return cudaSuccess;
 }
 
-// The host's address of byte `offset` of a variable, nullptr with an error.
+// Returns the host's address of byte `offset` of a variable, or nullptr and sets `error`.
 char* address_of(const void* symbol, size_t offset, size_t bytes, cudaError_t& error) try {
     const Variable* variable = Registry::instance().variable(symbol);
     if (variable == nullptr || offset + bytes > variable->bytes) {
@@ -83,7 +83,7 @@ char* address_of(const void* symbol, size_t offset, size_t bytes, cudaError_t& e
 }
 
 std::mutex mutex;
-std::map<void*, uint64_t> registered;  // memory of the host, by address: the serial of `allow`
+std::map<void*, uint64_t> registered;  // cudaHostRegister's address to the number that `allow` returned
 
 cudaError_t not_there(const char* what) {
     return fail(cudaErrorNotSupported, std::string("the emulator has no ") + what);
@@ -202,7 +202,7 @@ cudaError_t cudaMemcpyFromSymbol(void* to, const void* symbol, size_t bytes, siz
     return from == nullptr ? error : copy(to, from, bytes);
 }
 
-// --- What a machine with several GPUs, or several processes, would use ---
+// --- Functions for several GPUs or processes ---
 
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
     *can = 0;
@@ -213,7 +213,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
     return fail(cudaErrorPeerAccessUnsupported);
 }
 
-// Graphs here own no memory.
+// Graphs of the emulator own no memory.
 cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) {
     *static_cast<uint64_t*>(value) = 0;
     return cudaSuccess;

@@ -71,7 +71,7 @@ const Variable* Registry::variable(const void* host_variable) {
 
 using namespace emulator::runtime;
 
-// A handle is the FatBinary.
+// The handle of a fat binary is the address of its FatBinary.
 
 void** __cudaRegisterFatBinary(void* wrapper) {
     return reinterpret_cast<void**>(Registry::instance().add(wrapper));

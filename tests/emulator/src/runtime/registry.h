@@ -1,4 +1,4 @@
-// What host code has registered: the kernels and variables of its source files, found by the host's addresses.
+// The kernels and variables that host code has registered, by their addresses on the host.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace emulator::runtime {
 
-// A __global__ function. It is what a cudaKernel_t or a CUfunction points to.
+// A __global__ function. A cudaKernel_t or a CUfunction points to it.
 struct Kernel {
     Kernel(CodeSource* source, std::string name, bool is_tritons = false)
         : source(source), name(std::move(name)), is_tritons(is_tritons) {}
@@ -22,13 +22,13 @@ struct Kernel {
     CodeSource* const source;
     const std::string name;
     const bool is_tritons;
-    // Inductor changes blocks in place that have fewer elements than threads: all warps load them, and one stores them.
-    // That is a race, and harmless where nothing else is made of what was loaded.
+    // True for kernels of Inductor, which update in place blocks with fewer elements than threads. All warps load such
+    // a block, and one warp stores it. This race is harmless as long as only the storing warp uses the loaded values.
     bool may_race() const { return is_tritons && name.rfind("triton_", 0) == 0; }
-    // Of cudaFuncSetAttribute, from any thread.
+    // Attributes that cudaFuncSetAttribute sets, from any thread.
     std::atomic<bool> may_have_large_clusters{false};
     void allow_dynamic_bytes(int device, int64_t bytes);
-    std::optional<int64_t> allowed_dynamic_bytes(int device) const;  // of shared memory; nullopt: not set on the device
+    std::optional<int64_t> allowed_dynamic_bytes(int device) const;  // shared memory; nullopt: not set for the device
 
   private:
     mutable std::mutex mutex_;
@@ -44,7 +44,7 @@ struct Variable {
 
 class Registry {
   public:
-    // The only one. It is never destroyed: libraries unregister when nearly all else of the process is gone.
+    // Returns the only instance. It is never destroyed, because libraries unregister late during the process's exit.
     static Registry& instance();
 
     FatBinary* add(const void* wrapper);
@@ -52,7 +52,7 @@ class Registry {
     void add_kernel(const void* host_function, FatBinary* binary, const std::string& name);
     void add_variable(const void* host_variable, FatBinary* binary, const std::string& name, size_t bytes);
 
-    // nullptr: nobody registered it. A kernel is found by its host function or by its cudaKernel_t.
+    // Both return nullptr for what is not registered. `function` is a kernel's host function or its cudaKernel_t.
     Kernel* kernel(const void* function);
     const Variable* variable(const void* host_variable);
 
@@ -60,7 +60,7 @@ class Registry {
     std::mutex mutex_;
     struct Binary {
         std::unique_ptr<FatBinary> container;
-        std::vector<const void*> kernels, variables;  // the host's addresses
+        std::vector<const void*> kernels, variables;  // their addresses on the host
     };
     std::map<FatBinary*, Binary> binaries_;
     std::map<const void*, std::unique_ptr<Kernel>> kernels_;

@@ -25,7 +25,7 @@ struct Capture {
     bool is_valid = true;
 };
 
-// What the stream or event depends on within a capture; no capture: it is not a part of one.
+// A stream's or event's position in a capture: the nodes that the next one depends on. `capture` is nullptr outside.
 struct Position {
     std::shared_ptr<Capture> capture;
     std::vector<Node*> last;
@@ -51,7 +51,7 @@ struct Event {
     bool is_recorded = false;
 };
 
-// What a cudaGraphExec_t points to: a graph as it was, with references of its own.
+// The object that a cudaGraphExec_t points to: a copy of the graph with its own references.
 using GraphExec = Graph;
 
 void destroy(const UserObject* object) {
@@ -59,12 +59,12 @@ void destroy(const UserObject* object) {
     delete object;
 }
 
-std::recursive_mutex mutex;  // of all that follows
+std::recursive_mutex mutex;  // protects all that follows
 std::map<cudaStream_t, std::unique_ptr<Stream>> streams;
 std::map<cudaEvent_t, std::unique_ptr<Event>> events;
 std::map<cudaGraph_t, std::unique_ptr<Graph>> graphs;
 std::map<cudaGraphExec_t, std::unique_ptr<GraphExec>> executables;
-std::map<cudaUserObject_t, std::shared_ptr<UserObject>> objects;  // those that the host refers to
+std::map<cudaUserObject_t, std::shared_ptr<UserObject>> objects;  // those that host code refers to
 std::set<std::shared_ptr<Capture>> captures;
 std::map<std::pair<int, cudaStream_t>, std::shared_ptr<PastAccesses>> accesses;  // by device and stream
 unsigned long long num_captures = 0;
@@ -91,7 +91,7 @@ cudaError_t fail_handle(const char* what) {
     return fail(cudaErrorInvalidResourceHandle, std::string("invalid resource handle: there is no such ") + what);
 }
 
-// The stream's own state; nullptr for a default stream, which is never captured.
+// Finds a stream's state: nullptr for a default stream, which is never captured.
 cudaError_t find_stream(cudaStream_t handle, Stream*& stream) {
     stream = is_default(handle) ? nullptr : find(streams, handle);
     return stream == nullptr && !is_default(handle) ? fail_handle("stream") : cudaSuccess;
@@ -113,7 +113,7 @@ bool forbids(const Capture& capture) {
     }
 }
 
-// Whether all nodes of the graph come before these.
+// Returns true if all nodes of the graph are among these nodes and their dependencies.
 bool is_joined(const Graph& graph, const std::vector<Node*>& last) {
     std::set<const Node*> reached;
     std::vector<const Node*> left(last.begin(), last.end());
@@ -125,7 +125,7 @@ bool is_joined(const Graph& graph, const std::vector<Node*>& last) {
     return reached.size() == graph.nodes.size();
 }
 
-// The capture of a position is over: streams and events that took part go on without it.
+// Ends a capture: removes it from the positions of all streams and events.
 void forget(const std::shared_ptr<Capture>& capture) {
     captures.erase(capture);
     for (auto& [handle, stream] : streams) {
@@ -139,7 +139,7 @@ void forget(const std::shared_ptr<Capture>& capture) {
 }  // namespace
 
 cudaError_t submit(cudaStream_t handle, const std::string& what, Work work, bool needs_own_device) {
-    if (!needs_own_device) {  // no kernel
+    if (!needs_own_device) {  // not a kernel: it orders the kernels before and after it
         work = [handle, work = std::move(work)] {
             take_accesses(handle);
             return work();
@@ -210,7 +210,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     const std::lock_guard lock(mutex);
-    accesses.clear();  // its handle may be another stream's next
+    accesses.clear();  // a new stream may get the same handle
     return streams.erase(stream) == 0 ? fail_handle("stream") : cudaSuccess;
 }
 
@@ -484,7 +484,7 @@ cudaError_t cudaUserObjectCreate(cudaUserObject_t* handle, void* object, cudaHos
 }
 
 cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned count) {
-    std::shared_ptr<UserObject> last;  // destroyed behind the lock
+    std::shared_ptr<UserObject> last;  // declared before the lock, so that it is destroyed after the lock is released
     const std::lock_guard lock(mutex);
     const auto found = objects.find(handle);
     if (found == objects.end() || found->second->references < count) return fail_handle("object of the host's");
@@ -510,7 +510,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph_handle, cudaUserObject_t
     return (flags & cudaGraphUserObjectMove) != 0 ? cudaUserObjectRelease(handle, count) : cudaSuccess;
 }
 
-// Of torch 2.12, for graphs with conditions.
+// torch 2.12 links to these functions, for graphs with conditional nodes.
 namespace {
 
 cudaError_t no_conditions() {
@@ -538,7 +538,7 @@ cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, 
     return no_conditions();
 }
 
-// --- The host's functions ---
+// --- Host functions ---
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
     return submit(stream, "a function of the host", [=] {

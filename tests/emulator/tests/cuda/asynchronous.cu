@@ -1,4 +1,4 @@
-// cuda::pipeline, cuda::barrier, cuda::memcpy_async and cuda::atomic_ref of the toolkit's libcu++.
+// Kernels with cuda::pipeline, cuda::barrier, cuda::memcpy_async and cuda::atomic_ref of the toolkit's libcu++.
 #include <cooperative_groups.h>
 
 #include <cuda/atomic>
@@ -9,7 +9,7 @@ namespace cg = cooperative_groups;
 
 constexpr int kThreads = 64, kStages = 2;
 
-// out[i] = the sum over tiles t of in[t * kThreads + i], tiles copied by a pipeline of two stages.
+// out[i] = the sum over tiles t of in[t * kThreads + i]. A pipeline of two stages copies the tiles.
 extern "C" __global__ void pipelined(const float* in, float* out, int tiles) {
     __shared__ float buffer[kStages][kThreads];
     __shared__ cuda::pipeline_shared_state<cuda::thread_scope_block, kStages> state;
@@ -28,10 +28,10 @@ extern "C" __global__ void pipelined(const float* in, float* out, int tiles) {
         pipeline.consumer_release();
     }
     out[(threadIdx.x + 1) % kThreads] = sum;
-    __syncwarp();  // the pipeline's end speaks for the warp after a match, which orders no memory
+    __syncwarp();  // one lane of the pipeline's destructor arrives for its warp, after a match, which orders no memory
 }
 
-// The same through the thread's own pipeline.
+// The same with a pipeline for each thread.
 extern "C" __global__ void pipelined_by_thread(const float* in, float* out, int tiles) {
     __shared__ float buffer[kStages][kThreads];
     auto pipeline = cuda::make_pipeline();
@@ -50,7 +50,7 @@ extern "C" __global__ void pipelined_by_thread(const float* in, float* out, int 
     out[threadIdx.x] = sum;
 }
 
-// A barrier splits arrival from waiting: threads publish, arrive, work, wait and read their neighbour's.
+// A barrier with separate arrival and wait: threads publish a value, arrive, work, wait, and read a neighbour's value.
 extern "C" __global__ void split_barrier(const float* in, float* out, int rounds) {
     __shared__ float shared[kThreads];
     __shared__ cuda::barrier<cuda::thread_scope_block> barrier;
@@ -80,7 +80,7 @@ extern "C" __global__ void copied(const int4* in, int4* out) {
     out[threadIdx.x] = shared[kThreads - 1 - threadIdx.x];
 }
 
-// One CTA hands a message to the next through release and acquire; all count in an atomic.
+// Each CTA passes a message to the next through release and acquire; all threads update atomics.
 extern "C" __global__ void messages(int* data, int* flags, int* total, double* sum, int* most) {
     if (threadIdx.x == 0 && blockIdx.x > 0) {
         cuda::atomic_ref<int, cuda::thread_scope_device> flag(flags[blockIdx.x - 1]);

@@ -1,4 +1,4 @@
-// Reductions, scans and sorts of CUB over a CTA.
+// Kernels with CUB's reductions, scans and sorts over a CTA.
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>

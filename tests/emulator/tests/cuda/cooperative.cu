@@ -1,4 +1,4 @@
-// Cooperative groups as the toolkit's header has them: tiles, coalesced groups, reductions and a grid that waits.
+// Kernels with the toolkit's cooperative groups: tiles, coalesced groups, reductions, and a barrier of the grid.
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
 #include <cooperative_groups/scan.h>
@@ -18,7 +18,7 @@ extern "C" __global__ void tiles(const int* values, int* sums, int* scans, int* 
     if (warp.thread_rank() == 0) maxima[i / 32] = most;
 }
 
-// Threads with a positive value form groups, each of which takes places in `out` with one atomic.
+// Threads with a positive value form groups. Each group reserves elements of `out` with one atomic.
 extern "C" __global__ void compact(const int* values, int* out, int* count) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (values[i] <= 0) return;
@@ -28,7 +28,7 @@ extern "C" __global__ void compact(const int* values, int* out, int* count) {
     out[group.shfl(first, 0) + group.thread_rank()] = values[i];
 }
 
-// Groups of equal labels within a warp: how many there are, and the sum of their members.
+// For groups of equal labels in a warp: their sizes, and the sums of their values.
 extern "C" __global__ void partitions(const int* labels, const float* values, int* sizes, float* sums) {
     const unsigned i = threadIdx.x;
     const auto warp = cg::tiled_partition<32>(cg::this_thread_block());
@@ -37,7 +37,7 @@ extern "C" __global__ void partitions(const int* labels, const float* values, in
     sums[i] = cg::reduce(group, values[i], cg::plus<float>());
 }
 
-// Each round every CTA adds what its neighbour wrote in the round before.
+// In each round, every CTA adds what its neighbour wrote in the previous round.
 extern "C" __global__ void rounds(int* cells, int* next, int count) {
     const cg::grid_group grid = cg::this_grid();
     for (int round = 0; round < count; ++round) {

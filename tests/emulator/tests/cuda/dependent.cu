@@ -1,4 +1,4 @@
-// A kernel, and others that may begin before it has ended: griddepcontrol.
+// Kernels with griddepcontrol: one kernel, and others that may begin before it has ended.
 #include <cuda_runtime.h>
 
 __device__ int place() {
@@ -30,7 +30,7 @@ __device__ void wait_at(int when, When here) {
     }
 }
 
-// `when`: the access is before or after the wait, or there is none.
+// `when` says whether the wait is before or after the access, or left out.
 extern "C" __global__ void reads(const int* from, int* out, int when) {
     wait_at(when, kAfter);
     const int value = from[place()];
@@ -44,12 +44,12 @@ extern "C" __global__ void writes(int* to, int when) {
     wait_at(when, kBefore);
 }
 
-// Counts what others count too.
+// Adds to a counter that other kernels use too.
 extern "C" __global__ void counts(int* counter) {
     atomicAdd(counter, 1);
 }
 
-// It lets the next one begin before or after it has waited, or does not wait at all.
+// Lets the next kernel begin before or after its own wait, or does not wait.
 extern "C" __global__ void between(int when) {
     wait_at(when, kAfter);
     launch_dependents();
@@ -77,7 +77,7 @@ const char* error_text(int error) {
 
 enum Between : int { kNothing, kCopy, kSynchronize };
 
-// Two kernels of one stream, the second of which may begin early; in a graph where `captures`.
+// Runs two kernels in one stream, the second of which may begin early; in a graph if `captures`.
 int run_pair(int* values, int* out, int when, int is_dependent, int between, int captures) {
     cudaStream_t stream;
     cudaStreamCreate(&stream);

@@ -1,5 +1,5 @@
-// Kernels with the host code that nvcc makes around them, for the emulated CUDA runtime. Functions for ctypes return the
-// CUDA error; what they find goes to `out`.
+// Kernels with host code for the emulated CUDA runtime. Functions for ctypes return the CUDA error; results go to
+// `out`.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -22,7 +22,7 @@ __global__ void fill(int* out) {
     out[blockIdx.x] = kValue;
 }
 
-// Which PTX it is made of.
+// Stores the architecture that its PTX was compiled for, plus 1 for a specific one (sm_90a).
 __global__ void which(int* out) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     *out = __CUDA_ARCH__ + 1;
@@ -91,7 +91,7 @@ cudaError_t set_function_attribute(int attribute, int value) {
     return cudaFuncSetAttribute(use_shared, static_cast<cudaFuncAttribute>(attribute), value);
 }
 
-// Static shared bytes, most dynamic ones, most threads, PTX version.
+// Returns static shared bytes, most dynamic shared bytes, most threads, and PTX version.
 cudaError_t function_attributes(int* out) {
     cudaFuncAttributes found;
     const cudaError_t error = cudaFuncGetAttributes(&found, use_shared);
@@ -119,7 +119,7 @@ cudaError_t run_clusters(int* out, int ctas, int cluster) {
     config.attrs = attributes;
     config.numAttrs = 2;
     const cudaError_t error = cudaLaunchKernelEx(&config, cluster_sizes, out);
-    return error != cudaSuccess ? error : cudaDeviceSynchronize();  // the next one would not wait
+    return error != cudaSuccess ? error : cudaDeviceSynchronize();  // the next launch would not wait for this one
 }
 
 cudaError_t allow_large_clusters() {
@@ -142,7 +142,7 @@ cudaError_t device_attribute(int* out, int attribute) {
     return error != cudaSuccess ? error : cudaDeviceGetAttribute(out, static_cast<cudaDeviceAttr>(attribute), device);
 }
 
-// Compute capability, SMs, opt-in shared memory, of the device's properties.
+// Returns compute capability, SMs and opt-in shared memory from the device's properties.
 cudaError_t properties(int* out) {
     cudaDeviceProp found;
     int device = 0;
@@ -154,7 +154,7 @@ cudaError_t properties(int* out) {
     return error;
 }
 
-// Memory, a stream and an event from end to end: 1 to 32, each plus 1.
+// Copies 0 to 31 to the device, adds 1 to each, and copies them back, with a stream and an event.
 cudaError_t use_memory_and_streams(int* out) {
     int* data = nullptr;
     cudaStream_t stream;
@@ -177,7 +177,7 @@ cudaError_t use_memory_and_streams(int* out) {
     return cudaGetLastError();
 }
 
-// Beyond what was allocated.
+// With more than 32 threads, writes beyond an allocation.
 cudaError_t overrun(int threads) {
     int* data = nullptr;
     cudaMalloc(&data, 32 * sizeof(int));
@@ -203,7 +203,7 @@ const char* error_name(cudaError_t error) {
     return cudaGetErrorName(error);
 }
 
-// The driver's function, or nullptr.
+// Returns a function of the driver, or nullptr.
 void* entry_point(const char* name) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;

@@ -1,5 +1,5 @@
-// What CUDA C++ itself offers: printf and assert, virtual calls and function pointers, recursion, constant and dynamic
-// shared memory, intrinsics of warps and of 16-bit pairs.
+// Kernels with language features of CUDA C++: printf and assert, virtual calls and function pointers, recursion,
+// constant and dynamic shared memory, intrinsics of warps and of 16-bit pairs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

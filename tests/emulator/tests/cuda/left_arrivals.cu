@@ -1,4 +1,4 @@
-// A kernel whose CTAs end with arrivals at a barrier that nobody waits for. NUM_CTAS comes from the command line.
+// A kernel whose CTAs end with arrivals at a barrier that nobody waits for. nvcc's command line defines NUM_CTAS.
 #include <cuda_runtime.h>
 
 __global__ void leave_arrivals() {

@@ -1,4 +1,4 @@
-// Persistent CTAs that claim tiles of work, and CTAs that count on each other's beginning.
+// Persistent CTAs that claim work tiles, and CTAs that depend on all CTAs having begun.
 
 constexpr int kTile = 32;
 
@@ -19,7 +19,7 @@ extern "C" __global__ void claims_in_turn(const int* in, int* out, int* counter,
     for (int tile = claim(counter); tile < num_tiles; tile = claim(counter)) square(in, out, tile);
 }
 
-// The next tile is known before the work on the last one begins.
+// Claims the next tile before it works on the current one.
 extern "C" __global__ void claims_ahead(const int* in, int* out, int* counter, int num_tiles) {
     int tile = claim(counter);
     while (tile < num_tiles) {
@@ -29,7 +29,7 @@ extern "C" __global__ void claims_ahead(const int* in, int* out, int* counter, i
     }
 }
 
-// Each CTA says that it has begun, works for a while, and counts those that have.
+// Each CTA sets its flag when it begins, works for a while, and counts the flags; with `waits`, until all are set.
 extern "C" __global__ void counts_begun(volatile int* begun, int* counts, int steps, bool waits) {
     begun[blockIdx.x] = 1;
     const auto count = [&] {

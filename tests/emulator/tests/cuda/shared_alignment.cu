@@ -1,4 +1,4 @@
-// Shared memory that begins where its alignment says, and kernels that take more for granted.
+// Kernels whose shared memory has the alignment that they declare, and kernels that assume a larger alignment.
 
 #include <cstdint>
 
@@ -6,8 +6,7 @@ __device__ uint32_t address_of(const void* shared) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// A tensor copy of a box of 8 by 64 halves with the 128-byte swizzle, read back as the swizzle of a buffer that begins
-// at a multiple of 1024 has it.
+// Copies a box of 8 by 64 halves with the 128-byte swizzle, and reads it back as if the buffer were 1024-byte aligned.
 __device__ void copy_box(char* buffer, const void* map, uint16_t* out) {
     __shared__ uint64_t barrier;
     const uint32_t bar = address_of(&barrier);
@@ -44,13 +43,13 @@ COPY_BOX(128)
 COPY_BOX(512)
 COPY_BOX(1024)
 
-// It makes the alignment that it has not asked for.
+// Rounds the buffer's address up, instead of declaring an alignment.
 extern "C" __global__ void copies_rounded_up(const __grid_constant__ Map map, uint16_t* out) {
     extern __shared__ char unaligned_buffer[];
     copy_box(unaligned_buffer + (1024 - address_of(unaligned_buffer) % 1024) % 1024, &map, out);
 }
 
-// Addresses of a static and a dynamic buffer, sizes that the special registers give, and what lies where nothing does.
+// Stores the addresses of a static and a dynamic buffer and the sizes in special registers, and reads at `reads_at`.
 extern "C" __global__ void looks(uint32_t* out, int reads_at) {
     __shared__ __align__(32) char fixed[48];
     extern __shared__ __align__(64) char dynamic[];

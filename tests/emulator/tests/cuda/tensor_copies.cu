@@ -1,4 +1,4 @@
-// Tensor copies as CUDA C++ uses them: cuda::ptx, cuda::barrier with cuda::device::experimental, and clusters.
+// Kernels with tensor copies in CUDA C++: cuda::ptx, cuda::barrier with cuda::device::experimental, and clusters.
 #include <cooperative_groups.h>
 #include <cuda.h>
 
@@ -9,12 +9,12 @@ namespace cg = cooperative_groups;
 namespace cde = cuda::device::experimental;
 namespace ptx = cuda::ptx;
 
-constexpr int kRows = 32, kColumns = 64, kStages = 3, kConsumers = 128;  // a tile: rows of 128 bytes
+constexpr int kRows = 32, kColumns = 64, kStages = 3, kConsumers = 128;  // a row of a tile has 128 bytes
 constexpr int kTileBytes = kRows * kColumns * 2;
 
 enum Omitted { kNothing, kWaitForEmpty, kProxyFence, kHalfOfTheBytes, kWaitForRead };
 
-// Element of a tile that was copied with the 128-byte swizzle.
+// Returns an element of a tile that was copied with the 128-byte swizzle.
 __device__ uint16_t& element(uint16_t* tile, int row, int column) {
     return tile[row * kColumns + ((column / 8 ^ row % 8) * 8 + column % 8)];
 }
@@ -24,7 +24,7 @@ __device__ void wait(uint64_t* barrier, uint32_t parity) {
     }
 }
 
-// out = in + 1: a warp loads tiles, one below the other, through a ring of stages; four warps add and store.
+// out = in + 1: one warp loads a column of tiles through a ring of stages; four warps add and store.
 template <int kOmitted>
 __device__ void pipeline(const CUtensorMap& in, const CUtensorMap& out, int tiles) {
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -115,7 +115,7 @@ extern "C" __global__ void accumulated(const __grid_constant__ CUtensorMap in, c
     }
 }
 
-// Each CTA of a cluster loads its part of the rows for all of them; each adds its copy, its neighbour's and its rank.
+// Each CTA of a cluster loads some of the rows for all CTAs, and stores its copy plus its neighbour's plus its rank.
 extern "C" __global__ void shared_by_cluster(const __grid_constant__ CUtensorMap in, float* out) {
     __shared__ alignas(128) float rows[32][32];
     __shared__ uint64_t barrier;

@@ -1,11 +1,11 @@
-// Kernels in the manner of the fastest on Hopper, for test_wgmma_kernels.py: matrix multiplications under way
-// while the next operands are copied, and attention whose next scores are computed during this step's softmax.
+// Kernels in the style of fast Hopper kernels, for test_wgmma_kernels.py: matrix multiplications that are in flight
+// while the next operands are copied, and attention that computes the next scores during this step's softmax.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
 namespace {
 
-constexpr int kDepth = 64;                   // elements of a row of a tile: 128 bytes, one row of the swizzling pattern
+constexpr int kDepth = 64;                   // elements of a tile's row: 128 bytes, one row of the swizzle pattern
 constexpr int kTileBytes = 64 * 2 * kDepth;  // 64 rows
 
 __device__ void fence() {
@@ -19,7 +19,7 @@ __device__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// 64 rows of 128 bytes, swizzled: 8 rows are 1024 bytes.
+// Returns the descriptor of a tile of 64 rows of 128 bytes with the 128-byte swizzle.
 __device__ uint64_t describe(uint32_t address) {
     return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
@@ -56,7 +56,7 @@ __device__ void copy_tile(const __nv_bfloat16* from, int stride, unsigned char* 
             *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(row) * stride + unit * 8);
     }
 }
-// What was written becomes visible to wgmma.
+// Makes all threads' writes to shared memory visible to wgmma.
 __device__ void publish() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
@@ -73,7 +73,7 @@ __device__ void store(float* out, int stride, const float (&d)[32]) {
 
 }  // namespace
 
-// c[64 x, 64 y] = a b^T. Two groups of multiplications are under way; a tile is overwritten when its group is done.
+// c = a b^T, one 64 x 64 tile per CTA. Two groups of wgmma are in flight; a tile is overwritten when its group is done.
 extern "C" __global__ void __launch_bounds__(128)
     gemm(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c, int n, int depth) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(128)
     store(c + static_cast<int64_t>(blockIdx.x) * 64 * n + blockIdx.y * 64, n, sums);
 }
 
-// out = softmax(q k^T) v for 64 queries a CTA and head dimension 64; scores are in units of log2.
+// out = softmax(q k^T) v for 64 queries per CTA and head dimension 64, with base-2 exponentials.
 extern "C" __global__ void __launch_bounds__(128)
     attention(const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, float* out, int steps) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(128)
             multiply(into, describe(address_of(q_tile) + i * 32), describe(address_of(tile) + i * 32), i > 0);
         commit();
     };
-    // Exponentials in place; gives what the sums so far are to be multiplied with.
+    // Replaces scores by exponentials, and sets the factors by which the sums so far must be multiplied.
     const auto softmax = [&](float (&s)[32], float (&scale)[2]) {
         for (int half = 0; half < 2; ++half) {
             float m = most[half];
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(128)
     pack(scores);
     for (int step = 1; step <= steps; ++step) {
         float next[32];
-        __syncthreads();  // all warps have done with the tiles that come next
+        __syncthreads();  // all warps have finished with the tiles that are overwritten next
         if (step < steps) {
             copy_tile(k + static_cast<int64_t>(step) * kTileElements, kDepth, k_tiles + step % 2 * kTileBytes);
             copy_tile(v + static_cast<int64_t>(step) * kTileElements, kDepth, v_tiles + step % 2 * kTileBytes);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(128)
         publish();
         fence();
         if (step < steps) start_scores(next, k_tiles + step % 2 * kTileBytes);
-        // Columns of a fragment of P are rows of V, which lie side by side: N-major.
+        // Columns of P's fragments are rows of V, which are contiguous: N-major.
         for (int i = 0; i < 4; ++i) {
             multiply(sums, p + 4 * i, describe(address_of(v_tiles + (step - 1) % 2 * kTileBytes) + i * 2048));
         }
