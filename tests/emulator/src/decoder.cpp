@@ -178,9 +178,8 @@ Slot Decoder::carry() {
 }
 
 void Decoder::require_target(int version) const {
-    const std::string& target = program_.module->target;
-    if (std::atoi(target.c_str() + std::min(target.size(), std::strlen("sm_"))) < version) {
-        fail("known for sm_" + std::to_string(version) + " and later; the module is for " + target);
+    if (program_.module->architecture() < version) {
+        fail("known for sm_" + std::to_string(version) + " and later; the module is for " + program_.module->target);
     }
 }
 

@@ -50,7 +50,8 @@ std::vector<Token> tokenize(std::string_view text) {
             const bool hexadecimal = c == '0' && (peek(1) == 'x' || peek(1) == 'f' || peek(1) == 'F' ||
                                                   peek(1) == 'd' || peek(1) == 'D' || peek(1) == 'X');
             while (std::isalnum(static_cast<unsigned char>(peek(length))) || peek(length) == '.' ||
-                   (!hexadecimal && (peek(length) == '-' || peek(length) == '+') && peek(length - 1) == 'e')) {
+                   (!hexadecimal && (peek(length) == '-' || peek(length) == '+') &&
+                    std::tolower(peek(length - 1)) == 'e')) {
                 ++length;
             }
             add(Token::Kind::kNumber, length);

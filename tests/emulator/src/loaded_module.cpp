@@ -87,8 +87,9 @@ void set_cluster(const Program& program, Launch& launch) {
         }
         num_ctas *= cluster[i];
     }
-    const std::string& target = program.module->target;
-    if (num_ctas > 1 && target < "sm_90") throw Fault("arguments", target + " has no clusters");
+    if (num_ctas > 1 && program.module->architecture() < 90) {
+        throw Fault("arguments", program.module->target + " has no clusters");
+    }
     const uint64_t most = kernel.most_cluster_ctas != 0 ? kernel.most_cluster_ctas : 16;
     if (num_ctas > most) throw Fault("arguments", "a cluster of more than " + std::to_string(most) + " CTAs");
 }

@@ -1,4 +1,5 @@
 // A recursive-descent parser of the PTX that compilers emit. Anything else is a syntax error.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -67,6 +68,14 @@ class Parser {
             if (token.kind == Token::Kind::kEnd) unexpected();
             depth += token.is("{") - token.is("}");
         }
+    }
+
+    // Skips `.ptr`, the space that it points to and the alignment there. Returns false if there is none.
+    bool skip_pointer_clause() {
+        if (!accept(".ptr")) return false;
+        if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local")) ++at_;
+        if (accept(".align")) integer();
+        return true;
     }
 
     // Parses a directive at module level.
@@ -220,19 +229,12 @@ class Parser {
             while (true) {
                 if (accept(".align")) {
                     alignment = integer();
-                } else if (accept(".ptr")) {
-                    if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local"))
-                        ++at_;
-                    if (accept(".align")) integer();  // the alignment of what it points to
-                } else {
+                } else if (!skip_pointer_clause()) {
                     break;
                 }
             }
             const Type type = parse_type_word();
-            if (accept(".ptr")) {
-                if (peek().is(".global") || peek().is(".shared") || peek().is(".const") || peek().is(".local")) ++at_;
-                if (accept(".align")) integer();
-            }
+            skip_pointer_clause();
             found.push_back(parse_declarator(Space::kParam, type, alignment, 1, false));
         } while (accept(","));
         expect(")");
@@ -445,6 +447,10 @@ class Parser {
 std::string Module::line(int number) const {
     const size_t start = line_starts[number - 1];
     return text.substr(start, text.find('\n', start) - start);
+}
+
+int Module::architecture() const {
+    return std::atoi(target.c_str() + std::min(target.size(), std::strlen("sm_")));
 }
 
 Module parse(std::string text) {

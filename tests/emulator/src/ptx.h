@@ -103,6 +103,7 @@ struct Module {
     std::vector<size_t> line_starts;  // offsets in `text`
 
     std::string line(int number) const;  // `number` counts from 1
+    int architecture() const;            // 90 for a target "sm_90a"
 };
 
 // Throws a Fault of kind "syntax" that names the line.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from emulator import EmulatorError, Module
 from emulator.report import Report
+from ptx_body import evaluate
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 
@@ -231,6 +233,19 @@ def test_syntax_error_names_its_line() -> None:
     with pytest.raises(EmulatorError, match="expected ';'") as caught:
         Module(f"{HEAD}.visible .entry k()\n{{\n .reg .b32 %r<2>;\n mov.u32 %r0 %r1;\n ret;\n}}")
     assert caught.value.kind == "syntax" and caught.value.line == 7
+
+
+def test_signed_exponents_belong_to_their_number() -> None:
+    for number, value in (("1.5E-3", 1.5e-3), ("2e+2", 200.0), ("25E-1", 2.5)):
+        found = evaluate(f"mov.f32 %d, {number};", torch.float32, torch.zeros(1))
+        assert found.item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("target", "has_clusters"), [("sm_80", False), ("sm_90a", True), ("sm_100", True)])
+def test_clusters_are_those_of_later_targets(target: str, has_clusters: bool) -> None:
+    module = Module(f".version 8.6\n.target {target}\n.address_size 64\n.visible .entry k()\n{{ ret; }}")
+    with contextlib.nullcontext() if has_clusters else pytest.raises(EmulatorError, match=f"{target} has no clusters"):
+        module.launch("k", (2,), (32,), [], cluster=(2, 1, 1))
 
 
 def test_arguments() -> None:

@@ -1,5 +1,6 @@
 // setp, set, selp. PTX ISA, "Comparison and Selection Instructions".
 #include <cmath>
+#include <type_traits>
 
 #include "../decoder.h"
 #include "elementwise.h"
@@ -63,32 +64,11 @@ struct BfloatRegister {
     operator float() const { return from_bfloat(bits); }
 };
 
-template <typename T>
-struct Value {
-    using Type = T;
-};
-template <>
-struct Value<FlushedSingle> {
-    using Type = float;
-};
-template <>
-struct Value<FlushedHalf> {
-    using Type = float;
-};
-template <>
-struct Value<HalfRegister> {
-    using Type = float;
-};
-template <>
-struct Value<BfloatRegister> {
-    using Type = float;
-};
-
 template <typename T, int kCompare>
 uint32_t compare_lanes(Warp& warp, Slot a_slot, Slot b_slot, uint32_t mask) {
     const T *a = warp.reg<T>(a_slot), *b = warp.reg<T>(b_slot);
     uint32_t result = 0;
-    using V = typename Value<T>::Type;
+    using V = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
     each_lane(mask, [&](int lane) { result |= uint32_t{compare<kCompare, V>(a[lane], b[lane])} << lane; });
     return result;
 }
