@@ -1,11 +1,11 @@
-"""How the tests get their kernels, and what all of them share.
+"""Chooses the native library of a test process, and holds the options and fixtures of all tests.
 
-On a machine with a GPU, kernels run there. Without one they run as compiled PTX on the emulator, on CPU tensors (see
-the fixture ``emulated_gpu``), and the package then needs its native library as it is built for the emulator. A process
-has that library or the installed one, never both, and the first import of fastattn decides. So the decision is made
-before the first test module is imported: if any module that is about to be collected names one of ``_KERNELS``, the
-process builds and takes the emulator's library. Otherwise it takes the installed one, and no emulator is built. A
-module that runs kernels without saying so fails: it imports `kernel_device` too late.
+On a machine with a GPU, kernels run there. Without one, they run as compiled PTX on the emulator, on CPU tensors (see
+the fixture ``emulated_gpu``), and the package needs the native library that is built for the emulator. A process loads
+either that library or the installed one, at the first import of fastattn, so conftest.py decides before the first test
+module is imported. If the text of any module to be collected matches ``_KERNELS``, the process builds and loads the
+emulator's library. Otherwise it loads the installed one, and no emulator is built. A module that runs kernels without
+matching ``_KERNELS`` fails: it imports `kernel_device` too late.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-# torch reads these at its first product of matrices. It would keep what oneDNN compiles for a thousand shapes, 500 MB.
+# torch reads these at its first matrix product. By default it keeps oneDNN's kernels for a thousand shapes: 500 MB.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 
@@ -32,13 +32,13 @@ sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS
 
 from native_build import cached  # noqa: E402
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt()
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt()
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    # Read when Triton compiles first. Other processes, and later runs, find there what this one compiled.
+    # Triton reads this at its first compilation. Other processes and later runs share the folder.
     os.environ.setdefault("TRITON_CACHE_DIR", str((cached.folder() or TESTS.parent / "build" / "emulator") / "triton"))
 
-# What a test module imports, or the fixture that it uses, if it runs fastattn's kernels.
+# Matches a test module that runs fastattn's kernels: it imports one of these modules or uses ``emulated_gpu``.
 _KERNELS = re.compile(
     r"^(from|import) .*\b(kernel_device|cuda_kernels|(append|attention|decode|int8|merge|paged)_cases)\b"
     r"|^from benchmarks\.machine_code\b|\bemulated_gpu\b",
@@ -60,10 +60,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Sums that torch computes on the CPU depend on the number of its threads. With one they are the same on every
-    # machine, and test processes that run side by side leave each other their cores.
+    # torch's sums on the CPU depend on its number of threads: with one thread they are equal on every machine. It also
+    # leaves the other cores to the other test processes.
     torch.set_num_threads(1)
-    # Each emulated launch takes and frees megabytes: glibc keeps up to 64 of them for the next.
+    # Each emulated launch takes and frees megabytes: glibc keeps up to 64 MB of them for the next launch.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_TRIM_THRESHOLD, 1 << 26)
         mallopt(M_MMAP_THRESHOLD, 1 << 25)
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """``-n auto``: a process for each core, where there are 2.5 GB for each; it takes up to 2.2."""
+    """Returns what ``-n auto`` means: a process per core, or per 2.5 GB of free memory if those are fewer."""
     memory = Path("/proc/meminfo")
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ or not memory.exists():
         return None  # pytest-xdist's own number
@@ -86,9 +86,8 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    only_deals_tests = session.config.pluginmanager.hasplugin(
-        "dsession"
-    )  # pytest-xdist's first process collects nothing
+    # pytest-xdist's first process collects nothing.
+    only_deals_tests = session.config.pluginmanager.hasplugin("dsession")
     if not HAS_GPU and not only_deals_tests and any(_runs_kernels(path) for path in _modules(session.config)):
         _import_kernels(session.config.option.kernels)
 
@@ -130,19 +129,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # Modules and test items stay to the end. Without this, collecting garbage among them again and again takes a tenth
-    # of the time.
+    # Modules and test items live to the end of the run: searching them for garbage would take a tenth of its time.
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # so that the process ends as others do
+    gc.unfreeze()  # the interpreter's exit collects them
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """Drops a module's compiled graphs at its end, and gives what its kernels took back to the system."""
+    """Drops a module's compiled graphs at its end, and returns the memory that its kernels took to the system."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -152,7 +150,7 @@ def _memory_is_given_back() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def emulated_gpu() -> Iterator[None]:
-    """Where there is no GPU: for the tests of a module, CPU tensors are on an emulated one."""
+    """Puts CPU tensors on an emulated GPU for the tests of a module, unless there is a real GPU."""
     if HAS_GPU:
         yield
         return
@@ -164,8 +162,7 @@ def emulated_gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tracked_tensors() -> Iterator[None]:
-    """On the emulated GPU: what torch allocates within the tests lies between red zones, and launches with ``tracked``
-    may touch nothing else."""
+    """Puts red zones around torch's allocations on the emulated GPU; launches with ``tracked`` must not touch them."""
     if HAS_GPU:
         yield
         return

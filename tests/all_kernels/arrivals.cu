@@ -1,11 +1,11 @@
-// Arrivals by themselves: groups of CTAs leave numbers, and the last one of each adds them up.
+// Tests the arrival counter: each CTA of a group stores a number, and the last CTA to arrive adds them up.
 #include "scheduler/arrivals.cuh"
 
 namespace fastattn {
 
-// CTA c is in group c / per_group, and brings brought[c] numbers, each c + 1. counters, sums, and how many took
-// themselves for the last: [groups]; left: [CTAs]. asks: whether a CTA first asks if it is the last, as those may that
-// bring one.
+// CTA c belongs to group c / per_group and counts brought[c] arrivals; its number is brought[c] * (c + 1). `asks`: a
+// CTA first asks whether all others have arrived, as a CTA that counts one arrival may. [groups]: counters, sums, and
+// lasts, which counts the CTAs that took themselves for the last. [CTAs]: left, the stored numbers.
 extern "C" __global__ void arrive(const int32_t* brought, int32_t per_group, int32_t all, uint64_t* counters,
                                   uint64_t launch_id, int32_t asks, int32_t* left, int32_t* sums, int32_t* lasts) {
     const int32_t cta = blockIdx.x, group = cta / per_group, first = group * per_group;
@@ -16,7 +16,7 @@ extern "C" __global__ void arrive(const int32_t* brought, int32_t per_group, int
     const bool leaves = !is_last;
     if (leaves) {
         if (threadIdx.x == 1) left[cta] = brought[cta] * (cta + 1);
-        __syncthreads();  // waits until the number is left
+        __syncthreads();  // waits until thread 1 has stored the number
         is_last = __syncthreads_or(threadIdx.x == 0 && arrives_last(counter, all, brought[cta]));
     }
     if (!is_last || threadIdx.x != 2) return;

@@ -1,6 +1,5 @@
-"""Tests csrc/scheduler/arrivals.cuh alone: one CTA of each group is the last, and sees what the others left, whatever
-stood in the counters and whoever comes first. On the emulator alone: a GPU runs it within the kernels.
-"""
+"""Tests csrc/scheduler/arrivals.cuh alone, on the emulator: one CTA of each group is the last, and sees what the others
+stored, for any old contents of the counters and any order of arrival. A GPU runs it as part of the kernels."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ ADD, OPEN, ASK = "atom.acq_rel.gpu.global.add.u64", "atom.relaxed.gpu.global.cas
 @functools.cache
 def compiled_module() -> Module:
     folder = Path(__file__).resolve().parent
-    flags = ["-ptx", "-arch=compute_80", "-O3", "--expt-relaxed-constexpr"]  # of setup.py
+    flags = ["-ptx", "-arch=compute_80", "-O3", "--expt-relaxed-constexpr"]  # the flags of setup.py
     return Module(compiled(folder / "arrivals.cu", "ptx", flags, [folder.parents[1] / "csrc"]).read_text())
 
 
 class Groups:
-    """The memory of launches of ``groups`` times ``per_group`` CTAs; its counters hold what others may have left."""
+    """The memory of a launch of ``groups`` times ``per_group`` CTAs. Its counters hold old numbers."""
 
     def __init__(self, groups: int, per_group: int, most: int = 1, contents: int | None = None) -> None:
         generator = torch.Generator().manual_seed(groups)
@@ -40,7 +39,7 @@ class Groups:
             self.counters.fill_((contents + 2**63) % 2**64 - 2**63)
 
     def run(self, seed: int, asks: bool = False, module: Module | None = None) -> Report:
-        """The emulator reports races, and reads of what nobody has written."""
+        """Launches the kernel. The emulator reports races and reads of memory that nothing has written."""
         groups, per_group = self.shape
         self.sums, self.lasts = torch.zeros(2, groups, dtype=torch.int32)
         left = torch.empty(groups * per_group, dtype=torch.int32)
@@ -77,7 +76,7 @@ def test_whatever_stood_in_the_counters(contents: int, asks: bool) -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_launches_that_follow_each_other_with_one_token(asks: bool) -> None:
-    """As replays of a CUDA graph do."""
+    """Replays of a CUDA graph reuse one launch ID in this way."""
     groups = Groups(3, 5)
     for seed in range(5):
         groups.check(seed, asks)
@@ -85,10 +84,10 @@ def test_launches_that_follow_each_other_with_one_token(asks: bool) -> None:
 
 @pytest.mark.parametrize("contents", [0, 77])
 def test_an_arrival_is_one_trip(contents: int) -> None:
-    """Whoever comes first. To open takes one more where other numbers than 0 stood there."""
+    """Arriving is one atomic in any order. Opening takes a second one where the counter held another number than 0."""
     groups, per_group = 3, 9
     report = Groups(groups, per_group, contents=contents).check(seed=1)
-    assert report.opcodes[ADD] == groups * per_group  # of warps
+    assert report.opcodes[ADD] == groups * per_group  # one per CTA: the emulator counts warps
     assert report.opcodes[OPEN] <= (1 if contents == 0 else 2) * groups * per_group
     assert ASK not in report.opcodes
 
@@ -106,6 +105,6 @@ def test_a_fault_planted_in_the_count_is_found(fault: str) -> None:
     faulty = Module(compiled_module().ptx.replace(instruction, instead))
     for seed in range(4):
         with pytest.raises(EmulatorError) as caught:
-            for _ in range(4):  # it asks at the right time once
+            for _ in range(4):  # in at least one launch, a CTA asks at the moment of the race
                 Groups(8, 4).run(seed, asks, faulty)
         assert caught.value.kind == "race"

@@ -1,7 +1,7 @@
-"""Kernels as they are compiled, on the emulator, with shapes, strides, options and orders of warps that are drawn.
+"""Runs compiled kernels on the emulator, with random shapes, strides, options and orders of warps.
 
-What is drawn is the same in each run (``derandomize``), and a failure names the smallest case found. Options that make
-Triton compile another kernel are drawn from short lists.
+Each run draws the same cases (``derandomize``), and a failure names the smallest failing case. Options for which Triton
+compiles another kernel are drawn from short lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attention_cases import Case
 from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
 from oracle import check_against_oracle
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import device, options
 
 pytest.importorskip("triton")
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not EMULATED, reason="kernels run on the GPU, not on the emulator"),
 ]
 
-# FASTATTN_EXAMPLES=1000 looks further, at other examples each time.
+# FASTATTN_EXAMPLES=1000 draws more examples, other ones in each run.
 MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))
 
 
@@ -50,7 +50,7 @@ def drawing(examples: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See `check_against_oracle`."""
+    """Loosens the bound of `check_against_oracle`, as its docstring says for drawn shapes."""
     for module in (attention_cases, decode_cases, int8_cases):
         monkeypatch.setattr(module, "check_against_oracle", functools.partial(check_against_oracle, allowance=4.0))
 
@@ -62,7 +62,7 @@ DTYPES = st.sampled_from([torch.float16, torch.bfloat16])
 
 @st.composite
 def strided(draw: st.DrawFn, tensor: Tensor) -> Tensor:
-    """The same numbers, 16-byte aligned, with another order of the dims in memory and with NaN in between."""
+    """Copies a tensor into a 16-byte aligned view with another order of dims in memory, and NaN in the gaps."""
     order = draw(st.permutations(range(tensor.ndim - 1)))
     gaps = [draw(st.integers(0, 2)) for _ in order]
     shape = [tensor.shape[dim] + gap for dim, gap in zip(order, gaps, strict=True)]
@@ -97,7 +97,7 @@ def test_native_forward(data: Any, dtype: torch.dtype, heads: tuple[int, int], h
     attention_cases.compare(case, problem, found, names=found)
 
 
-# Of a structure, one kernel is compiled: odd sizes beyond 1 are not specialised, and strides are multiples of 16.
+# Triton compiles one kernel per case: odd sizes above 1 are not specialised, and strides are multiples of 16.
 ATTENTION = [
     Case(window=(-1, 0), head_dims=(64, 64), dtype=torch.bfloat16),
     Case(window=(20, 3), softcap=5.0, sinks=True, head_dims=(48, 16)),
@@ -112,8 +112,8 @@ ODD = st.integers(1, 35).map(lambda half: 2 * half + 1)
 def test_triton_attention(
     data: Any, case: Case, heads: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward. Where no query sees a second key, gradients are zero but for roundings, and PyTorch's
-    composite computation, which is the measure, has no error at all: there are more keys than that."""
+    """Draws so many keys that some query sees at least two. Otherwise the gradients are zero but for roundings, and
+    PyTorch's composite computation, which sets the bound, has no error at all."""
     rows, keys, batch = data.draw(ODD), data.draw(ODD.map(lambda keys: keys + 6)), data.draw(st.integers(1, 3))
     layout = data.draw(st.sampled_from(["bhsd", "bshd"]))
     shape = (batch, heads[0], heads[0] // heads[1], rows, keys)

@@ -1,6 +1,6 @@
-"""A quick look at the kernels of both backends: an instance or two of each, against the oracle, with every check on.
+"""Compares an instance or two of each kernel of both backends with the oracle, with every check on.
 
-What `-m quick` runs of the kernels. The other test modules go through all of their instances, shapes and values.
+This is all that `-m quick` runs of the kernels. The other modules test all instances, shapes and values.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_merge_attention_and_its_gradients(packed: bool, backend: str) -> None:
 @pytest.mark.parametrize("granularity", ["channel", 64])
 @pytest.mark.parametrize("m", [5, 70])
 def test_int8_matmul(m: int, granularity: str | int, backend: str) -> None:
-    """Few tokens split the sums, and another kernel of Triton's merges them."""
+    """With few tokens, the kernel splits the sums, and a second Triton kernel combines the partials."""
     outputs, columns = 72, 640
     weight, scale = quantised(outputs, columns, granularity)
     epilogue = int8_cases.epilogue("silu", m, outputs, torch.bfloat16)
@@ -113,7 +113,7 @@ def test_int8_matmul(m: int, granularity: str | int, backend: str) -> None:
 
 @pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 def test_int8_matmul_with_int8_activations() -> None:
-    """Against float64 over the same int8 tokens: what the kernel rounds besides is the result, and sums in fp32."""
+    """The oracle is float64 over the same int8 tokens: the kernel rounds only its fp32 sums and the result."""
     m, outputs, columns = 5, 72, 640
     weight, scale = quantised(outputs, columns, "channel")
     x = normal(m, columns, seed=1)

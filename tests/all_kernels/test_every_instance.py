@@ -1,4 +1,4 @@
-"""The instances of CUDA C++ kernels that have many axes, each once, against the oracle."""
+"""Compares each instance of the CUDA C++ kernels that have many template axes with the oracle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import fastattn
 import instances
 from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, checked, only_emulated
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import device
 
 pytestmark = MARKS
@@ -51,7 +51,7 @@ def test_every_instance_of_append(dim: int, dtype: torch.dtype, cache: int) -> N
 
 
 def check_attention(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
-    """Forward and backward."""
+    """Runs forward and backward against the oracle."""
     case = attention_cases.Case(
         shape=(1, 2, 2, 20, 70), head_dims=head_dims, window=(-1, 0), softcap=softcap, dtype=dtype
     )
@@ -81,6 +81,6 @@ def test_every_instance_of_attention_on_hopper(head_dims: tuple[int, int], softc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [96, 128])
 def test_every_instance_for_little_shared_memory(dim: int, dtype: torch.dtype) -> None:
-    """There is no room for large tiles of keys."""
+    """The usual tiles of keys do not fit into 99 KB of shared memory."""
     with device.emulated(80, shared_memory_bytes=99 << 10):
         check_attention((dim, dim), 0.0, dtype)

@@ -1,6 +1,6 @@
-"""Every option that a backend's kernels take, through the public functions, against the oracle.
+"""Compares every option that a backend's kernels take with the oracle, through the public functions.
 
-Few calls have many options each; `proof.Gate` counts which. test_three_backends.py has more options of attention.
+A few calls have many options each; `proof.Gate` counts them. test_three_backends.py tests more options of attention.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_append_to_cache(cache: dict[str, Any], backend: str) -> None:
     ("activation", "backend"), list(itertools.product(["silu", "swiglu"], ["cuda", "triton"])), indirect=["backend"]
 )
 def test_int8_linear_and_its_gradients(activation: str, backend: str) -> None:
-    """The gradients with those of autograd over the reference in float64."""
+    """Checks the gradients against autograd over the reference in float64."""
     m, n, k = 19, 48, 256
     weight, scale = int8_cases.quantised(n, k, 64)
     bias, residual, _ = int8_cases.epilogue(activation, m, n)

@@ -1,5 +1,5 @@
-"""One warp of each CTA runs only while nothing else can, in turn each: results have the same bits, and no access of
-another warp, a copy or a product overtakes it."""
+"""Starves each warp of a CTA in turn: it runs only while nothing else can. Results must have the same bits, and no
+access of another warp, copy or product may overtake it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if ON_EMULATOR:
 pytestmark = [*MARKS, only_emulated, NEEDS_HOPPER, pytest.mark.slow]
 
 CAUSAL = (-1, 0)
-MOST_WARPS = 16  # of a CTA
+MOST_WARPS = 16  # in a CTA
 
 
 def attention(case: Case, *, nan_at: int | None = None) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward; ``nan_at``: a key whose value is NaN, and then forward alone."""
+    """Returns a call of forward and backward. ``nan_at`` is a key whose value is NaN; then the call is forward only."""
 
     def run() -> tuple[Tensor, ...]:
         problem = make_problem(case)

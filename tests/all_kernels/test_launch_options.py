@@ -1,5 +1,5 @@
-"""Every launch of a Triton kernel says whether products may be fused with sums: Triton's default depends on its
-release, and it warns users whose code leaves the default in force."""
+"""Checks that every launch of a Triton kernel says whether products are fused with sums: Triton's default depends on
+its release, and Triton warns users whose code relies on the default."""
 
 from __future__ import annotations
 

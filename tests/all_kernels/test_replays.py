@@ -1,8 +1,8 @@
-"""A launch replayed with the same token in the same memory, as a CUDA graph does it: each replay does all again.
+"""Replays a launch with the same launch ID in the same memory, as a CUDA graph does: each replay does all work again.
 
-Kernels whose CTAs pass results to each other count arrivals in memory that nobody zeroes (scheduler/arrivals.cuh). A
-launch that left its counts behind would find them in the replay, and not write its result. And what a launch decides
-from lengths in device memory, it decides again.
+Kernels whose CTAs pass results to each other count arrivals in memory that nobody zeroes (scheduler/arrivals.cuh). If a
+launch left its counts behind, a replay would find them and not write its result. A replay also decides again whatever
+depends on lengths in device memory.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def decode(**changes: Any) -> Results:
 
 
 def matmul(int8_activations: bool) -> Results:
-    """Stream-K: CTAs share tiles."""
+    """Returns a call whose CTAs split tiles along K (stream-K)."""
     x, (weight, scale) = normal(40, 1600, seed=1), quantised(72, 1600, "channel")
     return lambda: (torch.ops.fastattn.int8_matmul(x, weight, scale, None, None, "none", int8_activations),)
 
 
 def grad_input() -> Results:
-    """With the gradient of a bias, summed over tiles of tokens."""
+    """Returns a call that also computes the gradient of a bias, summed over tiles of tokens."""
     grad_out, (weight, scale) = normal(300, 680, seed=2), quantised(680, 272, "channel")
     return lambda: torch.ops.fastattn.int8_matmul_grad_input(grad_out, weight, scale, True)
 
 
-# What makes the call, and how many multiprocessors share it.
+# A function that makes the call, and the number of SMs.
 CALLS: dict[str, tuple[Callable[[], Results], int]] = {
     "decode": (decode, 3),
     "decode, splits": (partial(decode, splits=20), 3),
@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Callable[[], Results], int]] = {
 
 
 def stored(launched: Any) -> int:
-    """Bytes that a run has stored of its results: 8 at a time. Parts are stored 16 at a time, some by chance."""
+    """Returns the bytes of results stored: 8 per store. Partials have 16 per store, and their number varies."""
     return sum(row.global_bytes for row in launched.report.rows if row.opcode == "st.global.v2.u32")
 
 
@@ -77,16 +77,16 @@ def test_a_replay_does_all_again(name: str) -> None:
             results = call()
     assert len(found) == RUNS and stored(found[0]) > 0
     assert all(stored(launched) == stored(found[0]) for launched in found)
-    assert any(row.opcode.startswith("atom") for row in found[0].report.rows)  # CTAs have shared something
+    assert any(row.opcode.startswith("atom") for row in found[0].report.rows)  # CTAs have combined partials
     for result, once in zip(results, expected, strict=True):
         assert torch.equal(result, once)
 
 
 @only_emulated
-@pytest.mark.parametrize("seed", [1, 3, 10])  # the schedule says which of the racing accesses comes last
+@pytest.mark.parametrize("seed", [1, 3, 10])  # decides the order of the racing accesses
 def test_a_launch_that_leaves_its_counts_is_found(seed: int) -> None:
-    """What the test above would see of a kernel whose last CTA leaves the count that it found instead of zero: in the
-    replay the first CTA takes itself for the last one, and reads what others still write."""
+    """Plants a fault: the last CTA leaves the count that it found instead of zero. In the replay the first CTA then
+    takes itself for the last, and reads what others still write: a race."""
     make, num_sms = CALLS["decode, splits"]
     call = make()
     with (
@@ -109,8 +109,8 @@ def test_a_launch_that_leaves_its_counts_is_found(seed: int) -> None:
 
 # --- Lengths that change between replays ------------------------------------------------------------------------------
 
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # of queries and of keys
-# A sequence that is long makes it pay to share its keys.
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # lengths of queries, lengths of keys
+# A sequence of 1900 keys or more is split among CTAs.
 LONG = (40, 30, 20), (2000, 300, 100)
 LATER_LONG = (7, 1, 82), (1, 399, 1900)
 SHORT = (40, 30, 20), (250, 200, 190)
@@ -118,7 +118,7 @@ NO_KEYS = (50, 0, 40), (0, 300, 0)
 
 
 def replayed(call: Results, load: Callable[[Lengths], None], replays: tuple[Lengths, ...]) -> tuple[Tensor, ...]:
-    """What one launch, or a CUDA graph that has it, leaves after a run with each of the lengths."""
+    """Returns the results after a run with each of the lengths, of one launch or of a CUDA graph that contains it."""
     load(replays[0])
     if EMULATED:
         upcoming = iter(replays[1:])
@@ -150,7 +150,7 @@ REPLAYS = {
 @each_architecture
 @pytest.mark.parametrize(("name", "softcap"), in_turn([(name,) for name in REPLAYS], [0.0, 3.0]))
 def test_lengths_that_change_between_replays(name: str, softcap: float, architecture: int) -> None:
-    """Attention whose CTAs share keys or do not, in the same memory: the last result is that of a launch of its own."""
+    """Replays split keys or not, in the same memory; the last result equals that of a launch of its own."""
     replays = REPLAYS[name]
     case = attention.Case(
         lengths=((90,), (2400,)), shape=(1, 2, 1, 0, 0), head_dims=(64, 64), window=(-1, 0), softcap=softcap, seed=21

@@ -1,6 +1,5 @@
-"""Strides of the tensor maps that kernels for Hopper are launched with: no document has all of those that views of
-PyTorch have, but rows never overlap, and nothing has a stride of 0.
-"""
+"""Checks the strides of the tensor maps that Hopper kernels are launched with. No document says that maps support every
+stride of PyTorch's views, so the strides must not make rows overlap, and must not be 0."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = [*MARKS, NEEDS_HOPPER, only_emulated]
 
 
 def view(layout: str, heads: int) -> Tensor:
-    """Returns [2, heads, 70, 64] in some layout."""
+    """Returns a tensor [2, heads, 70, 64] in a memory layout."""
     if layout == "heads before rows":
         return torch.randn(2, heads, 70, 64).half()
     if layout == "rows before heads":

@@ -1,6 +1,6 @@
-"""Every Triton kernel of the package as Triton compiles it for sm_90 (wgmma), with the tiles that an H200 gets.
+"""Tests every Triton kernel as Triton compiles it for sm_90 (wgmma), with the tiles that an H200 gets.
 
-The other tests of these kernels run them as compiled for sm_80 where there is no GPU.
+Without a GPU, the other tests of these kernels run them as compiled for sm_80.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def launched() -> Iterator[list[launches.Launched]]:
-    """The launches of the test."""
+    """Emulates a Hopper GPU, and yields the list of the test's launches."""
     with device.emulated(90), options.launching(seed=7), launches.recorded() as found:
         yield found
 
@@ -49,7 +49,7 @@ CASES = [
         shape=(1, 2, 1, 33, 47), head_dims=(64, 64), mask="float", dropout=0.3, small_tile=False, dtype=torch.bfloat16
     ),
     Case(shape=(1, 2, 1, 33, 47), head_dims=(64, 64), mask="bool", mask_shape=(1, 0, 1, 1), small_tile=False),
-    # Long enough for each pipeline of three stages to come round, with whole, masked and partial tiles.
+    # Long enough for each pipeline of three stages to wrap around, with full, masked and cut-off tiles.
     Case(shape=(1, 1, 1, 330, 340), head_dims=(64, 64), small_tile=False, dtype=torch.bfloat16),
     Case(shape=(1, 1, 1, 330, 340), head_dims=(128, 128), window=CAUSAL, small_tile=False),
     Case(shape=(1, 1, 1, 140, 150), head_dims=(256, 256), window=CAUSAL, small_tile=False, dtype=torch.bfloat16),
@@ -73,7 +73,7 @@ def test_attention_forward_and_backward(
 def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
     window: tuple[int, int], launched: list[launches.Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last, masked tile leaves it out, and stores it after the output."""
+    """The last, masked tile leaves the NaN value out of its product, and writes NaN after the output is stored."""
     case = Case(shape=(1, 1, 1, 140, 150), head_dims=(64, 64), window=window, small_tile=False)
     problem = attention_cases.make_problem(case)
     problem.value[:, :, 141, 3] = torch.nan
@@ -87,7 +87,7 @@ def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
 @pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 @pytest.mark.parametrize("name", ["many-row-tiles", "page-64", "int8-page-64", "everything", "everything-16-bit"])
 def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]) -> None:
-    """With fewer rows than a wgmma has."""
+    """A tile of decoding has fewer rows than a wgmma, so Triton uses mma.sync."""
 
     def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return torch.ops.fastattn_triton.attention_decode(**decode_cases.op_arguments(case, arguments))

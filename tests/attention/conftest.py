@@ -1,4 +1,4 @@
-"""What the tests of the attention kernels share."""
+"""Holds the fixtures of the attention kernels' tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def hopper(emulated_gpu: None) -> Iterator[None]:
-    """A Hopper GPU with three SMs, so that CTAs take several tiles each."""
-    from cuda_kernels import EMULATED  # not before it is decided which library the process takes
+    """Emulates a Hopper GPU with three SMs, so that each CTA takes several tiles."""
+    from cuda_kernels import EMULATED  # imports fastattn, so not before ../conftest.py has chosen its library
 
     if not EMULATED:
         yield

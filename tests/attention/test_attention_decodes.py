@@ -1,4 +1,4 @@
-"""Attention with few queries over many keys goes to the decoding kernel, and means the same there."""
+"""Tests that attention with few queries over many keys runs on the decoding kernel, with the same result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> str:
 
 
 def test_what_stays_with_the_tiled_kernel() -> None:
-    """More queries or fewer keys, what decoding does not have, and gradients."""
+    """Calls with more queries, fewer keys, options that decoding lacks, or gradients stay with the tiled kernel."""
     query, key, value = inputs(16)
     assert kernel_of(query, key, value).startswith("decode")
     for other in (
@@ -79,7 +79,7 @@ def test_what_stays_with_the_tiled_kernel() -> None:
 
 
 def test_the_drop_in_decodes_where_its_mask_is_decodings() -> None:
-    """Its causal mask is aligned to the top left: few queries then see few keys."""
+    """The drop-in's causal mask is aligned to the top left, where few queries see few keys."""
     query, key, value = inputs(1, heads=(2, 2))
     drop_in = fastattn.scaled_dot_product_attention
     assert fastattn.explain(drop_in, query, key, value).kernel.startswith("decode")
@@ -89,7 +89,7 @@ def test_the_drop_in_decodes_where_its_mask_is_decodings() -> None:
 
 @each_backend
 def test_the_operator_maps(backend: str) -> None:
-    """A graph that was exported can be mapped: over tensors, with options that are one for all."""
+    """An operator of an exported graph works under vmap over its tensors, with options shared by all."""
     query, key, value = inputs(3)
     sinks = torch.tensor([0.5, -1.0, 8.0, 2.0], device=DEVICE)
     namespace = {"cuda": torch.ops.fastattn, "triton": torch.ops.fastattn_triton}[backend]
@@ -121,7 +121,7 @@ def operators_of(graph: torch.fx.GraphModule) -> set[str]:
 )
 @each_backend
 def test_compiled_graphs_decode_and_copy_nothing(backend: str) -> None:
-    """Few keys make another graph, of the tiled kernel; keys of another length take the graph that is there."""
+    """Few keys lead to a second graph, with the tiled kernel; 1200 keys reuse the graph of 1100."""
     torch._dynamo.reset()
     namespace = {"cuda": "fastattn", "triton": "fastattn_triton"}[backend]
     graphs: list[set[str]] = []

@@ -1,4 +1,4 @@
-"""attention_varlen over keys and values in pages: the kernels against the oracle, and what stands in tables."""
+"""Compares attention_varlen over paged keys and values with the oracle, and tests contents of block tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CASES = [
     Case(dims=(192, 64), lengths=((20,), (70,))),
     Case(dims=(32, 64), heads=(6, 2), page_size=64, options=(("window", (20, 3)),)),
     Case(heads=(3, 3), shared_pages=2, lengths=((9, 30, 12), (60, 75, 33))),
-    Case(lengths=((60, 141), (20, 70)), options=(("window", CAUSAL), ("softcap", 3.0))),  # rows without a key
+    Case(lengths=((60, 141), (20, 70)), options=(("window", CAUSAL), ("softcap", 3.0))),  # with rows without a key
     Case(alibi=True, sinks=True, options=(("window", (50, -1)), ("dropout_p", 0.3), ("scale", -0.2))),
     Case(alibi=True, sinks=True, dtype=torch.bfloat16, options=(("softcap", 4.0), ("dropout_p", 0.2))),
 ]
@@ -72,7 +72,7 @@ def test_every_instance(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def test_pytorch_gathers() -> None:
-    """The reference itself: what it makes of pages is what it makes of their rows, packed."""
+    """The reference gives the same result for pages as for their rows, packed."""
     arguments = make(Case(page_size=48))
     lengths = arguments["cu_seqlens_k"].diff().tolist()
     packed = dict(arguments, block_table=None, cu_seqlens_k=offsets(tuple(lengths)))
@@ -88,7 +88,7 @@ def test_pytorch_gathers() -> None:
 @each_backend
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 def test_pages_out_of_range_are_absent(page_size: int, backend: str) -> None:
-    """In full tiles and in masked ones: neither read nor counted, and the other keys stay where they are."""
+    """Their keys are neither read nor counted, in full and in masked tiles; other keys keep their positions."""
     arguments = make(Case(page_size=page_size, lengths=((70, 20, 9), (200, 96, 48)), alibi=True))
     table = arguments["block_table"]
     table[0, 0], table[0, 100 // page_size], table[1, 32 // page_size] = HUGE, -1, arguments["key"].shape[0]
@@ -109,7 +109,7 @@ def test_lengths_and_tables_in_device_memory_are_not_trusted(backend: str) -> No
 
 @each_backend
 def test_few_pages(backend: str) -> None:
-    """A pool without pages, a table without columns, and bounds below the lengths."""
+    """Tests a pool without pages, a table without columns, and bounds below the lengths."""
     arguments = make(Case())
     short = check(arguments | {"max_seqlen_k": 30, "max_seqlen_q": 9}, backend)
     assert not bool(short[0].isnan().any())
@@ -121,7 +121,7 @@ def test_few_pages(backend: str) -> None:
 
 @each_backend
 def test_views_are_read_where_they_lie(backend: str) -> None:
-    """Pages [num_pages, page_size, Hkv, D] in memory, in a larger pool; a table with gaps."""
+    """Pages are [num_pages, page_size, Hkv, D] in memory, in a larger pool; the table has gaps."""
     arguments = make(Case(dims=(40, 24)))
     expected = run(arguments, backend)
     views = dict(arguments)
@@ -170,7 +170,7 @@ def op_arguments(arguments: dict[str, Any]) -> tuple[Any, ...]:
 @only_emulated
 @pytest.mark.parametrize("page_size", [1, 128])
 def test_copies_are_coalesced_and_the_table_is_read_once_for_keys_and_values(page_size: int) -> None:
-    """Wherever a row's page is, copies touch the sectors of their bytes alone."""
+    """Wherever a row's page is, copies touch only the sectors of their own bytes."""
     from emulator import launches
 
     case = Case(page_size=page_size, lengths=((128,), (256,)), heads=(1, 1), dims=(128, 128), options=())
@@ -182,7 +182,7 @@ def test_copies_are_coalesced_and_the_table_is_read_once_for_keys_and_values(pag
     copied = sum(row.global_bytes for row in copies)
     assert copied == (128 + 2 * 256) * 128 * 2 == 32 * sum(row.global_sectors for row in copies)
     table = [row for row in launched.report.rows if row.opcode.startswith("ld.global.nc")]
-    assert sum(row.global_bytes for row in table) == 256 * 4 * 8  # each key by the eight threads that copy its row
+    assert sum(row.global_bytes for row in table) == 256 * 4 * 8  # by the eight threads that copy a key's row
 
 
 @each_dtype
@@ -311,6 +311,6 @@ def test_checks_of_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_case_has_keys_to_look_up() -> None:
-    """A case's table must not fit by accident: its pages are shuffled."""
+    """Pages are shuffled, so a kernel that ignores the table cannot pass by accident."""
     tables = [make(replace(case, lengths=((1,), (100,))))["block_table"] for case in CASES]
     assert any(table[0, : len(table)].tolist() != list(range(len(table))) for table in tables)

@@ -1,8 +1,6 @@
-"""A block of a larger call: the operators are told where its first row, key and head stand there, give the output in
-float32, and add gradients to given float32 sums.
-
-CUDA C++ for sm_80 and for Hopper, and Triton, on an emulated GPU or on the one that is there.
-"""
+"""Tests attention over a block of a larger call. The operators take the positions of the block's first row, key and
+head, return the output in float32, and add gradients to given float32 sums. The kernels are CUDA C++ for sm_80 and for
+Hopper, and Triton, on an emulated GPU or on the real one."""
 
 from __future__ import annotations
 
@@ -46,13 +44,13 @@ pytestmark = [
 ARCHITECTURES = (80, 90) if EMULATED else (None,)
 KERNELS = [*((f"cuda {arch}" if arch else "cuda") for arch in ARCHITECTURES), "triton"]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
-# Triton's operators take arguments that their callers have checked.
+# Callers of Triton's operators check the arguments.
 each_checking_kernel = pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "triton"])
 CAUSAL = (-1, 0)
 
 PLACES = [
     Case(window=CAUSAL, shape=(1, 2, 1, 100, 130), first_row=64, first_key=96),  # rows before the first key
-    Case(window=CAUSAL, shape=(1, 2, 1, 100, 130), first_row=300, first_key=96),  # all rows behind the last key
+    Case(window=CAUSAL, shape=(1, 2, 1, 100, 130), first_row=300, first_key=96),  # all rows after the last key
     Case(window=CAUSAL, shape=(1, 2, 1, 40, 130), first_row=0, first_key=40),  # no row sees a key
     Case(window=(90, 9), shape=(2, 4, 2, 90, 200), first_row=150, first_key=36),
     Case(window=(300, -1), shape=(1, 2, 1, 70, 90), first_row=340, first_key=0),  # wider than both lengths together
@@ -67,7 +65,7 @@ PLACES = [
 
 @contextlib.contextmanager
 def launching(kernel: str, monkeypatch: Any, num_sms: int = 3) -> Iterator[Any]:
-    """The operators of a kernel, on the GPU that it is for."""
+    """Yields the operators of a kernel, on the GPU that the kernel is for."""
     if kernel == "triton":
         use_small_tiles(monkeypatch)
         yield torch.ops.fastattn_triton
@@ -79,7 +77,7 @@ def launching(kernel: str, monkeypatch: Any, num_sms: int = 3) -> Iterator[Any]:
 
 
 def add_arguments(case: Case, problem: Problem, sums: tuple[Tensor, ...], out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-    """Of ``attention_backward_add``: those of ``attention_backward`` without bias and sinks."""
+    """Returns the arguments of ``attention_backward_add``: those of ``attention_backward`` without bias and sinks."""
     given = backward_arguments(case, problem, out, lse)
     without_bias_and_sinks = (*given[:7], given[8], *given[10:-2])
     return (*sums, *without_bias_and_sinks, case.alibi != "")
@@ -113,12 +111,12 @@ EXACT = [
     Case(head_dims=(128, 96), shape=(1, 2, 1, 70, 90), softcap=4.0, dropout=0.2, dtype=torch.bfloat16),
     Case(head_dims=(256, 256), shape=(1, 2, 1, 70, 90), layout="bshd"),
     Case(head_dims=(192, 192), shape=(1, 2, 1, 70, 90), softcap=4.0),
-    Case(head_dims=(40, 24), shape=(1, 2, 1, 33, 900)),  # CTAs share keys
-    Case(head_dims=(64, 64), shape=(1, 2, 1, 700, 300), alibi="head"),  # and rows
+    Case(head_dims=(40, 24), shape=(1, 2, 1, 33, 900)),  # keys are split
+    Case(head_dims=(64, 64), shape=(1, 2, 1, 700, 300), alibi="head"),  # rows are split too
     Case(head_dims=(128, 128), shape=(1, 4, 4, 700, 200)),
     Case(head_dims=(64, 64), lengths=((30, 0, 70), (90, 50, 40)), shape=(1, 4, 2, 0, 0)),
 ]
-ONE_PATH = EXACT[:2] + EXACT[-1:]  # the others differ in the paths of CUDA C++ kernels
+ONE_PATH = EXACT[:2] + EXACT[-1:]  # the other cases take other paths of CUDA C++ kernels only
 
 
 @pytest.mark.slow
@@ -130,7 +128,7 @@ ONE_PATH = EXACT[:2] + EXACT[-1:]  # the others differ in the paths of CUDA C++ 
 def test_rounded_once_they_are_what_the_rounding_operators_give(
     kernel: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit: what is written in float32, and added to zeros, is what is rounded otherwise."""
+    """Rounding float32 results, or float32 sums that started at zero, gives the bits of the rounding operators."""
     problem = make_problem(case)
     generator = torch.Generator().manual_seed(case.shape[3])
     with launching(kernel, monkeypatch, num_sms=13) as ops:
@@ -157,7 +155,7 @@ def test_rounded_once_they_are_what_the_rounding_operators_give(
 
 
 def test_blocks_of_the_reference_are_the_whole() -> None:
-    """Merged, blocks that begin anywhere give what one call gives: windows, ALiBi and dropout go by places."""
+    """Blocks that begin anywhere, merged, equal one call: windows, ALiBi and dropout depend on positions."""
     generator = torch.Generator().manual_seed(7)
     query, key, value = (torch.randn(2, 4, 37, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     slopes = torch.rand(4, dtype=torch.float64, generator=generator)

@@ -1,6 +1,6 @@
-"""The CUDA C++ attention kernels under the package's own host code: from the public functions down, against the oracle.
+"""Tests the CUDA C++ attention kernels against the oracle, from the public functions down.
 
-On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+They run on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kernel_device import DEVICE
 from oracle import check_against_oracle
 from turns import in_turn
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, device, launches, options
 
 pytestmark = MARKS
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # also of the kernel with every option: test_cuda_attention_options.py
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # test_cuda_attention_options.py has the same for the kernel with options
 OP = "attention_forward"
 SEED = 5
 
@@ -38,10 +38,8 @@ each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causa
 
 @contextlib.contextmanager
 def running(**changes: Any) -> Iterator[None]:
-    """Launches within are checked, also for reads of shared memory that nothing wrote; at least one must be.
-
-    ``changes``: other options of launches.
-    """
+    """Turns the emulator's checks on; at least one forward kernel must be launched. ``changes``: other launch
+    options."""
     if not EMULATED:
         yield
         return
@@ -52,7 +50,7 @@ def running(**changes: Any) -> Iterator[None]:
 
 
 def arguments(query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> dict[str, Any]:
-    """Of the raw op."""
+    """Returns the arguments of the raw op."""
     usual = {
         **dict.fromkeys(("bias", "alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k")),
         "max_seqlen_q": query.shape[2],
@@ -72,7 +70,7 @@ def arguments(query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> dict
 def run(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, *, scale: float | None = None, first_row: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse. Only the drop-in's masks are top-left, and it has no lse."""
+    """Returns output and lse. Only the raw op gives both for masks that are aligned to the top left."""
     if first_row is not None:
         changes = {} if scale is None else {"scale": scale}
         out, lse, _ = getattr(torch.ops.fastattn, OP)(
@@ -118,7 +116,7 @@ def inputs(
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
-# One, primes, a tile and one more or less of queries and of keys, more queries than keys, no key.
+# Lengths: one, primes, a tile of queries or keys and one more or less, more queries than keys, no key.
 SHAPES = [(1, 1), (77, 131), (257, 67), (127, 64), (128, 192), (129, 65), (33, 63), (33, 0)]
 
 
@@ -147,7 +145,7 @@ def test_shapes_at_other_head_dims(head_dim: int, dtype: torch.dtype, causal: bo
     [(8, 8), (24, 32), (64, 16), (80, 80), (72, 96), (104, 128), (128, 192), (160, 8), (248, 200)],
 )
 def test_head_dims_between(head_dim: int, value_dim: int, causal: bool) -> None:
-    """Padded within the kernel: next to a row's end in memory is NaN."""
+    """The kernel pads them itself: the memory after each row holds NaN."""
     query, key, value = inputs(head_dim, DTYPES[head_dim // 8 % 2], 60, 100, value_dim=value_dim)
 
     def with_nan_beside(tensor: Tensor) -> Tensor:
@@ -181,7 +179,7 @@ def test_the_drop_in_is_top_left() -> None:
 
 
 def test_grouped_heads_and_strides() -> None:
-    """Rows of heads side by side, as a projection leaves them, in a buffer whose rest is NaN."""
+    """Heads are adjacent in memory, as a projection writes them, in a buffer that is NaN elsewhere."""
     query, key, value = inputs(64, torch.float16, 90, 110, heads=(6, 2), batch=2)
 
     def interleaved(tensor: Tensor) -> Tensor:
@@ -195,7 +193,7 @@ def test_grouped_heads_and_strides() -> None:
 
 
 def test_what_is_not_aligned_is_copied() -> None:
-    """One element off, and a last dim with gaps, among NaN."""
+    """A query that is off by one element, and keys whose last dim has gaps; NaN in between."""
     query, key, value = inputs(64, torch.bfloat16, 40, 50)
     shifted = query.new_full((query.numel() + 1,), torch.nan)
     shifted[1:] = query.flatten()
@@ -209,14 +207,14 @@ def test_what_is_not_aligned_is_copied() -> None:
 @each_head_dim
 @each_dtype
 def test_masked_keys_have_no_influence(head_dim: int, dtype: torch.dtype) -> None:
-    """NaN and infinity in keys and values that no query, or only the later ones, see."""
+    """Keys and values hold NaN or infinity where no query sees them, or only the later queries."""
     query, key, value = inputs(head_dim, dtype, 100, 100)
     key[:, :, 60], value[:, :, 61], value[:, :, 62] = torch.nan, torch.nan, torch.inf
     check(query, key, value, True, first_row=0)
     check(query[:, :, :50], key, value, True, first_row=0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])  # Q in registers, and not
+@pytest.mark.parametrize("head_dim", [64, 96])  # with Q in registers, and without
 @pytest.mark.parametrize("scale", [0.0, -0.3, 4.0])
 @each_dtype
 def test_scales(scale: float, head_dim: int, dtype: torch.dtype) -> None:
@@ -246,7 +244,7 @@ def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
 
 
 GROWTHS = {
-    "less than 8": [2.0 * tile for tile in range(6)],  # binary logarithms, in the order in which tiles are taken
+    "less than 8": [2.0 * tile for tile in range(6)],  # binary logarithms, in the order of the tiles
     "more than 8": [12.0 * tile for tile in range(6)],
     "one late jump": [0.0, 1.0, 0.5, 0.0, 1.0, 40.0],
     "a fall and a rise": [30.0, -60.0, -200.0, 20.0, 37.0, 39.0],
@@ -260,7 +258,7 @@ GROWTHS = {
     ids=str,
 )
 def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
-    """By less and by more than what makes a row's reference follow; every second row falls where others rise."""
+    """Maxima grow by less and by more than what makes a row's reference follow; in every second row they fall."""
     block_n = 32 if head_dim == 256 else 64
     query, key, value = inputs(head_dim, dtype, 40, 6 * block_n)
     level = torch.tensor(GROWTHS[growth][::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
@@ -293,7 +291,7 @@ def normal_keys(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("layout", KEYS)
 def test_what_is_copied_is_explained(layout: str) -> None:
-    """The library copies, and the package says so."""
+    """The library copies exactly the tensors that `explain` names."""
     key = KEYS[layout]()
     query = key.clone(memory_format=torch.contiguous_format)
     call: tuple[Any, ...] = (fastattn.attention, query, key, query)
@@ -304,7 +302,7 @@ def test_what_is_copied_is_explained(layout: str) -> None:
     with fastattn.use_backend("cuda"), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         out = function(*arguments)
         copied = fastattn.explain(*call).copied
-    # a copy on the emulated device calls the CPU's
+    # a copy on the emulated device contains a copy on the CPU, which does not count
     copies = [
         event
         for event in seen.events() or []
@@ -336,7 +334,7 @@ def test_order_of_warps_and_copies_has_no_influence(head_dim: int, dtype: torch.
     ids=["waits for one group less", "no barrier in masked steps"],
 )
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) -> None:
-    """The race detector names it at any seed; without it, the result is wrong at one of a few."""
+    """The race detector names the copy at any seed. Without the detector, the result is wrong at one of a few seeds."""
     problem = inputs(64, torch.bfloat16, 128, 310)
     with cuda_runtime.replaced(instruction, instead):
         with pytest.raises(EmulatorError, match=r"cp_async\.cuh:\d+") as caught:
@@ -350,7 +348,7 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) 
 
 @only_emulated
 def test_an_overrun_is_an_error_with_its_place() -> None:
-    """A key tensor whose memory is gone but for a little, so that the second tile of keys reads beyond it."""
+    """The key tensor's memory is cut short, so that the second tile of keys reads beyond it."""
     query, key, value = inputs(64, torch.float16, 64, 128)
     key.untyped_storage().resize_(2 * 64 * 100)
     with pytest.raises(EmulatorError) as caught, running(seed=3):
@@ -398,12 +396,12 @@ def test_other_gpus(arch: int) -> None:
     [(32, 64, 128), (64, 64, 128), (96, 64, 128), (128, 64, 128), (192, 64, 256), (256, 32, 256)],
 )
 def test_the_launch_is_the_one_that_a_gpu_would_get(head_dim: int, block_n: int, threads: int) -> None:
-    """128 rows in a CTA, the shared memory of Q, K and V, and no more tensor-core work than the tiles need."""
+    """A CTA has 128 rows and the shared memory of Q, K and V; the tensor cores do no more than the tiles' work."""
     with running(), launches.recorded() as found:
         run(*inputs(head_dim, torch.bfloat16, 200, 128, heads=(2, 1)), False)
     (launched,) = found
     assert launched.grid == (2 * 2, 1, 1) and launched.block == (threads, 1, 1)
-    ranges_of_rows = 1152  # 8 bytes for each of 128 rows, and what the masked loop reads, aligned to 128
+    ranges_of_rows = 1152  # 8 bytes for each of 128 rows, and the bounds of the masked loop, aligned to 128
     assert launched.report.shared_bytes == (128 + 2 * block_n) * head_dim * 2 + ranges_of_rows
     assert launched.report.bank_conflicts == 0
     (work,) = launched.report.tensor_core.values()
@@ -427,7 +425,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 Q, K = (2, 4, 5, 64), (2, 2, 7, 64)
-# what is wrong: changed arguments, words of the message
+# name: (changed arguments, words of the message)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"query": zeros(4, 5, 64)}, "query must have 4 dimensions, got shape [4, 5, 64]"),
     "key rank": ({"key": zeros(7, 64)}, "key must have 4 dimensions, got shape [7, 64]"),
@@ -498,8 +496,8 @@ def test_a_raw_op_has_no_gradient() -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: head dims, dtypes and masks are those that are compiled."""
+    """The tables above have exactly the head dims, dtypes and masks that are compiled."""
     plain = sorted(itertools.product(HEAD_DIMS, instances.DTYPES))
-    options = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))  # True: keys in pages
+    options = sorted(itertools.product(HEAD_DIMS, instances.DTYPES, (False, True)))  # True: paged keys
     assert instances.rows_of("attention/instances/forward_sm80.cu") == plain
     assert instances.rows_of("attention/instances/forward_options_sm80.cu") == options

@@ -1,6 +1,6 @@
-"""The CUDA C++ attention backward kernels under the package's own host code: every gradient, against the oracle.
+"""Tests every gradient of the CUDA C++ attention backward kernels for sm_80 against the oracle.
 
-On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+They run on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cuda_kernels import DTYPES, EMULATED, FAMILY, MARKS, checked, each_dtype, o
 from fastattn import native
 from kernel_device import DEVICE
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import allocations, device, launches
 
 pytestmark = MARKS
@@ -43,20 +43,20 @@ pytestmark = MARKS
 CAUSAL = (-1, 0)
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_bias", "grad_sinks", "grad_slopes")
-# Three tiles of rows and two of keys, the last of each not full.
+# Three tiles of rows and two of keys; the last of each is not full.
 SHAPE = (1, 2, 1, 141, 101)
 
 
 def run(
     case: Case, problem: Problem | None = None, *, deterministic: bool = False, **launching: Any
 ) -> dict[str, Tensor]:
-    """Output, lse and gradients by the raw ops."""
+    """Runs the raw ops, and returns output, lse and gradients."""
     with checked(**launching):
         return run_ops(torch.ops.fastattn, case, problem or make_problem(case), deterministic)
 
 
 def check(case: Case, problem: Problem | None = None, measure: Case | None = None, **how: Any) -> dict[str, Tensor]:
-    """Every gradient against the oracle. ``measure``: see `attention_cases.check`."""
+    """Compares every gradient with the oracle. ``measure``: see `attention_cases.check`."""
     problem = problem or make_problem(case)
     found = run(case, problem, **how)
     wanted = {"query", "key", "value"} | ({"sinks"} if case.sinks else set())
@@ -79,9 +79,9 @@ def check(case: Case, problem: Problem | None = None, measure: Case | None = Non
 
 
 def check_bias_of_whole_rows(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
-    """Constant along the keys, a bias changes nothing without a sink: its gradient is a sum of terms that cancel, of
-    which the composite is no measure. What it has is what rounding O leaves in delta: five standard deviations of that.
-    """
+    """Checks the gradient of a bias that is constant along the keys. Without a sink such a bias changes nothing: its
+    gradient is a sum of terms that cancel, for which the composite gives no bound. What remains is the error that
+    rounding O leaves in delta; five standard deviations of it are allowed."""
     assert problem.bias is not None
     exact = run_reference(case, problem, torch.float64, torch.float64)["grad_bias"]
     products = (problem.grad_out.double() * found["out"].double()).square().sum(-1, keepdim=True)
@@ -92,9 +92,8 @@ def check_bias_of_whole_rows(case: Case, problem: Problem, found: dict[str, Tens
 
 
 def check_sinks(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
-    """One number for each head, a sum over all of its rows of terms with both signs: for a handful of them the error of
-    the composite is luck. The kernel's is held against what rounding O leaves in delta, as above.
-    """
+    """Checks the sinks' gradient: one number per head, a sum over all rows of terms with both signs. The composite's
+    error of a few such numbers is down to luck, so the bound is the error that rounding O leaves in delta, as above."""
     assert problem.sinks is not None
     exact = run_reference(case, problem, torch.float64, torch.float64)["grad_sinks"]
     is_packed = problem.cu_seqlens_q is not None
@@ -108,7 +107,7 @@ def check_sinks(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
     error = (found["grad_sinks"].double() - exact).abs()
     rounded = exact.abs() * torch.finfo(found["grad_sinks"].dtype).eps
     deviation = torch.finfo(case.dtype).eps / math.sqrt(12) * variance.sqrt()
-    if problem.grad_lse is not None:  # it is in delta too, in fp32
+    if problem.grad_lse is not None:  # delta contains it too, in fp32
         deviation = deviation + 1e-6
     worst = ((error - rounded) / deviation.clamp(min=1e-6)).max().item()
     assert worst <= 5, f"grad_sinks is off by {worst:.1f} standard deviations"
@@ -124,7 +123,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 OPTIONS = [
     Case(shape=SHAPE),
     Case(window=CAUSAL, shape=(1, 2, 1, 70, 133)),
-    Case(window=CAUSAL, shape=(1, 2, 1, 133, 70)),  # the first rows see nothing
+    Case(window=CAUSAL, shape=(1, 2, 1, 133, 70)),  # the first rows see no key
     Case(window=CAUSAL, first_row=0, shape=SHAPE),
     Case(window=(7, -1), shape=SHAPE),
     Case(window=(-1, 5), shape=SHAPE),
@@ -162,7 +161,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("index", range(len(OPTIONS)), ids=[str(case) or "none" for case in OPTIONS])
 def test_each_option(index: int) -> None:
-    """The dtypes take turns, as do sums of dQ in any order and in one order."""
+    """Dtypes alternate; dQ is summed in any order for two cases, then in one fixed order for two."""
     case = replace(OPTIONS[index], dtype=DTYPES[index % 2])
     check(case, deterministic=index % 4 >= 2, seed=index)
 
@@ -173,13 +172,13 @@ def test_each_option(index: int) -> None:
 )
 @pytest.mark.parametrize("softcap", [0.0, 15.0], ids=["plain", "options"])
 def test_head_dims(head_dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
-    """Each kernel at its own head dim and below, with values narrower and wider than queries."""
+    """Each kernel runs at its own head dim and below, with values narrower and wider than queries."""
     case = Case(head_dims=head_dims, dtype=dtype, window=(50, 4), softcap=softcap, shape=(1, 2, 2, 81, 70))
     check(case, seed=head_dims[0])
 
 
 def combination(index: int) -> Case:
-    """Many options at once."""
+    """Returns a case with many options at once."""
     masks = ("", "bool", "float", "inf")
     return Case(
         shape=(2, 4, (1, 2, 4)[index % 3], 75 - 20 * (index % 2), 60 + 17 * (index % 3)),
@@ -216,8 +215,8 @@ def test_combinations(index: int) -> None:
     ids=str,
 )
 def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int, window: tuple[int, int]) -> None:
-    # Of a row with a single key the gradient is exactly 0 but for what comes through lse; the composite finds that 0
-    # exactly, while dP - delta rounds.
+    # A row with a single key has gradient exactly 0 except through lse. The composite finds exactly 0, while dP - delta
+    # rounds, so the lse has a gradient here.
     case = Case(shape=(1, 2, 1, *lengths), head_dims=(head_dim, head_dim), window=window, grad_lse=True)
     check(replace(case, dtype=DTYPES[lengths[0] % 2]), deterministic=True, seed=lengths[1])
 
@@ -225,7 +224,7 @@ def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int, window: t
 @pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_empty(shape: tuple[int, int, int, int, int], deterministic: bool) -> None:
-    """Memory that nobody writes is NaN on the emulator."""
+    """On the emulator, memory that no kernel writes is NaN."""
     mask_shape = (1, 1, 1, 1) if deterministic else (0, 0, 0, 0)
     case = Case(shape=shape, sinks=True, grad_lse=True, mask="float", mask_shape=mask_shape)
     problem = make_problem(case)
@@ -234,7 +233,7 @@ def test_empty(shape: tuple[int, int, int, int, int], deterministic: bool) -> No
         gradient = found[f"grad_{name}"]
         assert gradient.shape == getattr(problem, name).shape
         assert torch.count_nonzero(gradient) == 0
-    # Without keys the sink is all there is: its gradient is that of the lse.
+    # Without keys only the sink remains: its gradient is that of the lse.
     assert problem.grad_lse is not None
     expected = problem.grad_lse.sum((0, 2)) if shape[-1] == 0 else torch.zeros(shape[1], device=DEVICE)
     torch.testing.assert_close(found["grad_sinks"], expected)
@@ -296,8 +295,8 @@ def test_rows_of_no_sequence_get_no_gradient_and_have_no_influence() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9), (0, 140, 1, 139)], ids=str)
 def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deterministic: bool) -> None:
-    """Whatever they say, nothing outside of the tensors is touched, and kernels end. Sequences that overlap write the
-    same rows."""
+    """With any offsets, kernels end and touch nothing outside of the tensors. Sequences that overlap write the same
+    rows."""
     case = Case(lengths=((50, 83, 7), (11, 80, 58)))
     problem = make_problem(case)
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
@@ -309,7 +308,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deter
 
 
 def test_a_buffer_whose_sequences_are_all_empty() -> None:
-    """There are rows in memory and no tile of them: keys and values get zeros all the same."""
+    """No tile has rows, though the tensors do: the gradients are zero all the same."""
     for deterministic in (False, True):
         problem = make_problem(Case(lengths=((64,), (300,))))
         problem.cu_seqlens_q = torch.zeros(2, dtype=torch.int32, device=DEVICE)
@@ -320,7 +319,7 @@ def test_a_buffer_whose_sequences_are_all_empty() -> None:
 
 
 def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
-    """The last begins where the first has rows still: both add to one tile of dQ, in turns counted for one."""
+    """The last sequence begins where the first still has rows: both add to one tile of dQ, in counted order."""
     case = Case(lengths=((50, 83, 7), (11, 80, 58)))
     problem = make_problem(case)
     problem.cu_seqlens_q = torch.tensor([0, 140, 2, 40], dtype=torch.int32, device=DEVICE)
@@ -374,7 +373,7 @@ def test_mask_of_any_strides(mask: str) -> None:
 
 
 def test_expanded_gradients_of_the_output_and_lse() -> None:
-    """As `out.sum()` sends them: with strides of 0."""
+    """`out.sum()` sends such gradients, with strides of 0."""
     case = Case(shape=(1, 2, 1, 70, 90), grad_lse=True)
     problem = make_problem(case)
     one = torch.ones((), dtype=case.dtype, device=DEVICE)
@@ -393,7 +392,7 @@ def check_magnitude(kind: str, case: Case) -> None:
     problem = make_problem(case)
     if kind == "one dominant key":
         problem.key[:, :, 40] *= 40
-    elif kind == "strongly negative":  # all scores near -1000: exp underflows unless the maximum is subtracted
+    elif kind == "strongly negative":  # all scores are near -1000: exp underflows unless the maximum is subtracted
         problem.query[..., 0], problem.key[..., 0] = 64.0, -64.0
     elif kind == "constant rows":
         problem.key[:] = problem.key[:, :, :1].clone()
@@ -408,14 +407,14 @@ def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("softcap", [1e3, 1e12], ids=str)
 def test_a_large_softcap_changes_next_to_nothing(softcap: float) -> None:
-    """The largest is infinite in 16 bits: without a softcap, the composite computes next to the same."""
+    """1e12 is infinite in 16 bits, so the composite leaves out the softcap, which hardly changes its result."""
     case = Case(softcap=softcap, shape=(1, 2, 1, 20, 70), magnitude=4.0)
     check(case, measure=replace(case, softcap=0.0))
 
 
 @each_dtype
 def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
-    """finfo.min is a number: a row of nothing else attends uniformly, and its gradient is that of a uniform row."""
+    """finfo.min is a number, no mask: a row of only finfo.min attends uniformly, and has a uniform row's gradient."""
     case = Case(mask="all min", mask_shape=(0, 0, 1, 1), dtype=dtype, shape=(1, 2, 1, 70, 80))
     problem = make_problem(case)
     found = run(case, problem)
@@ -433,14 +432,14 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
         Case(window=CAUSAL, shape=(1, 2, 1, 100, 100)),
         Case(window=(6, 2), shape=(1, 2, 2, 90, 100), sinks=True),
         Case(window=CAUSAL, shape=(1, 2, 1, 20, 150), head_dims=(64, 64), softcap=4.0),
-        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees the poisoned keys
         Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 400, 256), head_dims=(128, 128)),  # the last rows see all keys
     ],
     ids=str,
 )
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: float) -> None:
-    """Rows that do not see a poisoned key get what they get without it, as do keys that only such rows see."""
+    """Rows that see no poisoned key get the same gradient as without poison, and so do keys that only such rows see."""
     case = replace(case, dtype=dtype)
     clean, spoiled = make_problem(case), make_problem(case)
     first = clean.key.shape[2] - 9
@@ -463,7 +462,7 @@ def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: f
 
 
 def check_keys_hidden_by_a_mask(case: Case, poison: float) -> None:
-    """Key 13, by a bool mask or an infinite bias that all rows share."""
+    """Hides key 13 from all rows by a bool mask or an infinite bias, and poisons it."""
     clean, spoiled = make_problem(case), make_problem(case)
     for problem in (clean, spoiled):
         assert problem.bias is not None
@@ -500,7 +499,7 @@ ORDERED_PLAIN = Case(window=(90, 130), shape=(1, 4, 2, 200, 300), head_dims=(128
     ids=str,
 )
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
-    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    """They are equal in any order of CTAs, warps and copies, and on GPUs of any size."""
     problem = make_problem(case)
     first = check(case, problem, deterministic=True)
     assert_equal(run(case, problem, deterministic=True, **({"seed": 1} if EMULATED else {})), first)
@@ -511,21 +510,21 @@ def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [ORDERED, ORDERED_PLAIN], ids=["options", "plain"])
 def test_gradients_in_any_order_are_as_good(case: Case) -> None:
-    """dQ is added up as it comes; the other gradients have one owner for each element, and the same bits."""
+    """dQ is summed in any order. One CTA computes each element of the other gradients, so these have the same bits."""
     case = replace(case, dtype=torch.bfloat16)
     found, expected = check(case, seed=1), run(case, deterministic=True)
     del found["grad_query"], expected["grad_query"]
     assert_equal(found, expected)
 
 
-# --- GPUs on which a CTA can have 99 KB of shared memory alone --------------------------------------------------------
+# --- GPUs whose CTAs have at most 99 KB of shared memory --------------------------------------------------------------
 
 
 @only_emulated
 @each_dtype
 @pytest.mark.parametrize("head_dim", [head_dim for head_dim in HEAD_DIMS if head_dim <= 128])
 def test_little_shared_memory(head_dim: int, dtype: torch.dtype) -> None:
-    """Up to 64 dims the large tiles of keys fit; above, the kernel with small tiles takes their place."""
+    """Up to 64 dims the large tiles of keys fit into 99 KB; above, the kernel with small tiles runs instead."""
     with device.emulated(80, shared_memory_bytes=99 * 1024):
         for window in ((-1, -1), CAUSAL):
             case = Case(head_dims=(head_dim, head_dim), dtype=dtype, window=window, shape=(1, 4, 2, 150, 200))
@@ -540,7 +539,7 @@ def test_little_shared_memory(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def recorded(case: Case, kernel: str) -> Any:
-    """The one launch of that kernel in a backward pass."""
+    """Runs a backward pass, and returns its one launch of ``kernel``."""
     with launches.recorded() as found:
         run(case)
     (launched,) = (
@@ -569,12 +568,12 @@ def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(
 
 @only_emulated
 def test_tiles_that_no_row_sees_are_not_visited() -> None:
-    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    """With a window of 8 keys of 1000, the tensor cores work on the tiles at the diagonal only."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
     (work,) = recorded(case, "key_value").report.tensor_core.values()
     tile = native.KERNELS["attention_backward_key_value_large_sm80<64, bfloat16>"]
     num_tiles = -(-1000 // tile["block_n"])
-    rows = tile["block_n"] + tile["block_m"]  # that a tile of keys and the 8 rows behind it touch
+    rows = tile["block_n"] + tile["block_m"]  # rows of the row tiles that see a tile of keys
     assert work.multiply_adds <= 5 * num_tiles * rows * tile["block_n"] * 64
 
 
@@ -588,13 +587,13 @@ def test_memory_grows_with_tokens_not_with_pairs() -> None:
     for tokens in (512, 1024):
         case = Case(shape=(1, 1, 1, tokens, tokens), window=(16, 0))
         problem = make_problem(case)
-        gc.collect()  # what tests before have left is not to be freed while this one counts
+        gc.collect()  # otherwise garbage of earlier tests is freed while this test counts
         before = sum(size for _, size, _ in allocations.live())
         most.append(0)
         with launches.told(measure):
             run(case, problem, deterministic=True)
         most[-1] -= before
-    # Beside what does not grow: a workspace for each CTA that a GPU runs at a time.
+    # The rest does not grow: a workspace for each CTA that the GPU runs at a time.
     assert 0 < most[1] - most[0] < 512 * 512 and most[1] <= 2 * most[0]
 
 
@@ -603,7 +602,7 @@ def test_memory_grows_with_tokens_not_with_pairs() -> None:
 
 @pytest.mark.parametrize("index", range(12))
 def test_public_functions(index: int) -> None:
-    """The same combinations as above, and the drop-in; recorded, so that nothing else runs."""
+    """Runs the combinations above and the drop-in; the record shows that no other backend ran."""
     case = combination(index)
     if index % 4 == 3:
         case = replace(case, lengths=PACKED, mask="", layout="bhsd")
@@ -616,7 +615,7 @@ def test_public_functions(index: int) -> None:
     with checked(), fastattn.record() as calls:
         found = run_public(case, problem, "cuda")
     assert [(call.op, call.backend) for call in calls] == [("attention", "cuda"), ("attention backward", "cuda")]
-    assert set(calls[1].kernel.split(" + ")) <= set(native.KERNELS)  # their names hold commas
+    assert set(calls[1].kernel.split(" + ")) <= set(native.KERNELS)  # kernel names contain commas
     names = [name for name in found if name not in ("out", "lse")]
     if "grad_sinks" in names and "lse" in found:
         check_sinks(case, problem, found)
@@ -639,7 +638,7 @@ def test_the_dispatcher_chooses_it_for_training(dtype: torch.dtype) -> None:
     ids=["causal", "softcap, window, bias, sinks"],
 )
 def test_finite_differences(options: dict[str, Any]) -> None:
-    """Steps of 1/16 from inputs that float16 holds exactly: what rounding the output loses is far below them."""
+    """Steps are 1/16 from inputs that float16 holds exactly: rounding the output changes far less than a step does."""
     generator = torch.Generator().manual_seed(3)
 
     def leaf(*shape: int) -> Tensor:
@@ -669,7 +668,7 @@ def test_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match=r"attention_backward: second .* `with sdpa_kernel\(SDPBackend.MATH\):` has"):
         gradient.sum().backward()
-    with sdpa_kernel(SDPBackend.MATH):  # as it says
+    with sdpa_kernel(SDPBackend.MATH):  # the message names this way
         out = fastattn.attention(query, query, query)
     assert isinstance(out, Tensor)
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
@@ -681,7 +680,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def op_arguments(**changes: Any) -> dict[str, Any]:
-    """Of the raw op, by name."""
+    """Returns the arguments of the raw op by name."""
     case = Case(shape=(2, 4, 2, 5, 7), head_dims=(64, 64))
     problem = make_problem(case)
     out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
@@ -695,7 +694,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-# what is wrong: changed arguments, words of the message
+# name: (changed arguments, words of the message)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"query": zeros(4, 5, 64)}, "query must have 4 dimensions, got shape [4, 5, 64]"),
     "key": ({"key": zeros(1, 2, 7, 64)}, "key must have shape [2, 2, 7, 64], got [1, 2, 7, 64]"),
@@ -774,7 +773,7 @@ def test_opcheck(index: int) -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: head dims, dtypes and whether there are options are those that are compiled."""
+    """The tables above have exactly the compiled head dims and dtypes, with and without options."""
     axes: dict[str, list[Any]] = {
         "backward_ranges_sm80": [],
         "backward_rows_sm80": [instances.DTYPES],
@@ -788,7 +787,7 @@ def test_every_instance_is_launched() -> None:
     assert listed == {*axes, "backward_key_value_sm80", "backward_key_value_large_sm80"}
     for name, values in axes.items():
         assert instances.rows_of(f"attention/instances/{name}.cu") == sorted(itertools.product(*values)), name
-    # Without options: large tiles of keys up to 128 dims, and others too where these need much shared memory.
+    # Kernels without options: large tiles of keys up to 128 dims. Small tiles too where large ones take over 99 KB.
     large = [(head_dim, dtype) for head_dim in HEAD_DIMS if head_dim <= 128 for dtype in instances.DTYPES]
     plain = [(head_dim, False, dtype) for head_dim in HEAD_DIMS if head_dim > 64 for dtype in instances.DTYPES]
     options = [(head_dim, True, dtype) for head_dim in HEAD_DIMS for dtype in instances.DTYPES]

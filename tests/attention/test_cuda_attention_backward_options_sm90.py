@@ -1,7 +1,7 @@
-"""The backward kernels for Hopper with options, against the oracle: softcap, ALiBi, bias, mask and dropout, with all
-that those without options have.
+"""Tests the Hopper backward kernels with options against the oracle: softcap, ALiBi, bias, mask and dropout, combined
+with what the kernels without options have.
 
-On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+They run on an H100 or H200 if there is one, else as PTX on the emulated sm_90, with all checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TURNS = [
 ]
 
 
-# Head dims and dtypes take turns, as do sums of dQ in any order and in one order.
+# Head dims and dtypes alternate, as do dQ summed in any order and in one fixed order.
 @pytest.mark.parametrize(
     ("case", "deterministic"),
     [
@@ -81,7 +81,7 @@ def test_each_option(case: Case, deterministic: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(12))
 def test_combinations(index: int) -> None:
-    """Many options at once, with layouts, sinks and gradients of the lse."""
+    """Cases have many options at once, with layouts, sinks and gradients of the lse."""
     head_dims = ((64, 64), (64, 48), (24, 96), (128, 128), (192, 128), (256, 200))[index % 6]
     case = replace(backward.combination(index), head_dims=head_dims)
     if is_plain(case):
@@ -102,7 +102,7 @@ def test_head_dims_below_those_of_the_kernels(head_dims: tuple[int, int], dtype:
     ids=str,
 )
 def test_lengths_around_tiles(lengths: tuple[int, int], head_dims: tuple[int, int]) -> None:
-    """Rows and keys that do not exist have no bias."""
+    """The bias is not read for rows and keys beyond the tensors."""
     shape = (1, 2, 1, *lengths)
     case = Case(
         shape=shape,
@@ -116,7 +116,7 @@ def test_lengths_around_tiles(lengths: tuple[int, int], head_dims: tuple[int, in
     check(case, deterministic=True, seed=lengths[0])
 
 
-# What the bias has along batch, heads, rows and keys: 1 where it is broadcast.
+# The bias's dims [batch, heads, rows, keys]: 0 where it is broadcast, 1 where it has full size.
 BROADCAST = [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 1, 1, 1)]
 
 
@@ -129,11 +129,11 @@ def test_broadcast_masks(mask: str, mask_shape: tuple[int, int, int, int]) -> No
     check(case, seed=sum(mask_shape))
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)  # which load a bias early, and late
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)  # 64 dims load a bias early, 256 late
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "every second", "every third"])
 def test_bias_of_any_dtype_and_strides(layout: str, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Keys that do not lie side by side, or not in aligned pairs; what lies between them is NaN."""
+    """Keys of the bias are not adjacent, or not in aligned pairs; the gaps hold NaN."""
     case = Case(mask="float", mask_shape=(0, 1, 1, 1), shape=(1, 2, 1, 70, 151), head_dims=head_dims)
     problem = make_problem(case)
     assert problem.bias is not None
@@ -166,7 +166,7 @@ def test_packed(index: int, head_dims: tuple[int, int]) -> None:
 
 @some_head_dims
 def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, int]) -> None:
-    """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
+    """Tiles of a packed sequence reach into the next one, whose NaN must not spread."""
     case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=head_dims, softcap=5.0, dropout=0.2)
     problem, clean = make_problem(case), backward.run(case, deterministic=True)
     for tensor in (problem.query, problem.grad_out):
@@ -185,13 +185,13 @@ def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, in
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dropout_drops_what_the_reference_drops(head_dim: int) -> None:
-    """With a dO that singles out rows, dV says which probabilities were kept, one by one."""
+    """A dO that singles out rows makes dV show, one by one, which probabilities were kept."""
     rows, keys = 150, 280
     case = Case(shape=(2, 2, 1, rows, keys), head_dims=(head_dim, head_dim), dropout=0.4)
     problem = make_problem(case)
-    problem.query.zero_()  # every probability is 1 / keys
+    problem.query.zero_()  # makes every probability 1 / keys
     kept = []
-    for first in range(0, rows, head_dim):  # dO of row first + d is 1 in dim d, and 0 elsewhere
+    for first in range(0, rows, head_dim):  # dO of row first + d is 1 in dim d only
         dims = torch.arange(min(head_dim, rows - first))
         problem.grad_out.zero_()
         problem.grad_out[:, :, first + dims, dims] = 1
@@ -222,7 +222,7 @@ def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_dims: tuple[int, int]) -> None:
-    """In tiles that the window hides nothing of, too."""
+    """This holds in tiles without window masking, too."""
     case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 192, 300), dropout=0.1, head_dims=head_dims)
     backward.check_keys_hidden_by_a_mask(case, poison)
 
@@ -234,7 +234,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float, head_
     "case",
     [
         Case(window=CAUSAL, shape=(1, 2, 1, 200, 200), softcap=4.0),
-        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees them
+        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees the poisoned keys
     ],
     ids=str,
 )
@@ -264,7 +264,7 @@ ORDERED = [
     Case(window=CAUSAL, shape=(2, 2, 1, 300, 350), softcap=8.0, head_dims=(64, 64), dtype=torch.bfloat16),
     Case(lengths=((5, 0, 133, 1, 17), (40, 7, 0, 1, 270)), shape=(1, 4, 4, 0, 0), alibi="head", head_dims=(96, 96)),
     Case(shape=(1, 4, 2, 200, 150), window=CAUSAL, softcap=8.0, dropout=0.2, head_dims=(256, 256)),
-    # Few work tiles: CTAs split the rows of a tile.
+    # There are few work tiles, so CTAs split the rows of a tile.
     Case(shape=(1, 1, 1, 600, 100), alibi="head", dropout=0.2, head_dims=(192, 128), dtype=torch.bfloat16),
 ]
 
@@ -272,7 +272,7 @@ ORDERED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
-    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    """They are equal in any order of CTAs, warps and copies, and on GPUs of any size."""
     check_same_bits(case, gpus=(1, 132))
 
 
@@ -286,7 +286,7 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_rings_go_round(tiles: int, head_dim: int) -> None:
-    """So many tiles of rows to a tile of keys, of heads with their own slopes, and several of these to the one CTA."""
+    """One CTA takes several tiles of keys, each with ``tiles`` tiles of rows, of heads with different slopes."""
     case = Case(
         shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]),
         head_dims=(head_dim, head_dim),

@@ -1,7 +1,7 @@
-"""The backward kernels for Hopper without options against the oracle: what those for sm_80 are tested with, and their
-own rings, exchange of dS and persistent CTAs.
+"""Tests the Hopper backward kernels without options against the oracle: in the cases of the kernels for sm_80, and
+their own rings, exchange of dS and persistent CTAs.
 
-On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+They run on an H100 or H200 if there is one, else as PTX on the emulated sm_90, with all checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if EMULATED:
 pytestmark = HOPPER_MARKS
 
 NARROW = (64, 96, 128)
-WIDE = ((192, 128), (192, 192), (256, 256))  # of a kernel of their own
+WIDE = ((192, 128), (192, 192), (256, 256))  # head dims of the wide kernel
 HEAD_DIMS = tuple((head_dim, head_dim) for head_dim in NARROW) + WIDE
 BLOCK_N = {64: 256, 96: 128, 128: 128, 192: 64, 256: 64}
-SKIPPED_KEYS = {64: 128, 128: 128, 256: 64}  # that are passed over together where no row of a tile sees them
+SKIPPED_KEYS = {64: 128, 128: 128, 256: 64}  # keys that a tile skips at a time where none of its rows sees them
 CAUSAL = (-1, 0)
 
 each_head_dim = pytest.mark.parametrize("head_dim", NARROW)
@@ -48,12 +48,12 @@ def kernels_for(head_dims: tuple[int, int]) -> tuple[str, str]:
 
 
 def is_plain(case: Case) -> bool:
-    """Scores are scaled, and masked by a window."""
+    """Returns whether the kernel without options runs: it only scales scores and masks them by a window."""
     return not (case.softcap or case.alibi or case.mask or case.dropout)
 
 
 def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, Tensor]:
-    """Every gradient against the oracle; the kernels for Hopper must be those that ran."""
+    """Compares every gradient with the oracle, and checks that the Hopper kernels ran."""
     if not EMULATED:
         return backward.check(case, problem, **how)
     with launches.recorded() as found:
@@ -65,7 +65,7 @@ def check(case: Case, problem: Problem | None = None, **how: Any) -> dict[str, T
 
 
 def check_same_bits(case: Case, gpus: tuple[int, ...]) -> None:
-    """Of deterministic gradients: at another seed, and on emulated GPUs with so many SMs."""
+    """Checks that deterministic gradients have the same bits at another seed, and on GPUs with ``gpus`` SMs."""
     problem = make_problem(case)
     first = check(case, problem, deterministic=True)
     again = backward.run(case, problem, deterministic=True, **({"seed": 1} if EMULATED else {}))
@@ -77,7 +77,7 @@ def check_same_bits(case: Case, gpus: tuple[int, ...]) -> None:
 
 
 def check_any_order(case: Case) -> None:
-    """dQ is added up as it comes; dK and dV have the same bits where one CTA finds all of a tile's."""
+    """Sums dQ in any order; dK and dV must have the same bits, as one CTA computes each tile."""
     with device.emulated(90, num_sms=1):
         first, second = (check(case, seed=seed) for seed in range(2))
     del first["grad_query"], second["grad_query"]
@@ -85,7 +85,7 @@ def check_any_order(case: Case) -> None:
 
 
 def check_with_one_sm(case: Case, seed: int) -> None:
-    """One CTA takes all tiles of keys, one after the other."""
+    """Checks a case whose tiles of keys all go to one CTA, one after the other."""
     if not EMULATED:
         check(case)
         return
@@ -118,15 +118,15 @@ each_wide_fault = pytest.mark.parametrize(
 
 
 def check_fault_is_found(case: Case, instruction: str, instead: str, kinds: set[str]) -> None:
-    """One that is planted in the kernel for dK and dV."""
+    """Plants a fault in the kernel for dK and dV, and checks that the emulator finds it."""
     kernel = kernels_for(case.head_dims)[0]
     with cuda_runtime.replaced(instruction, instead, kernel), pytest.raises(EmulatorError) as caught:
-        for seed in range(4):  # ends at the first that finds it
+        for seed in range(4):  # ends at the first seed that finds it
             backward.run(case, seed=seed)
     assert caught.value.kind in kinds
 
 
-# --- What every backward kernel has to do -----------------------------------------------------------------------------
+# --- What every backward kernel must do -------------------------------------------------------------------------------
 
 LENGTHS = [(1, 1), (64, 128), (65, 129), (63, 127), (130, 257), (257, 130), (1, 300), (300, 1)]
 
@@ -138,7 +138,7 @@ WINDOWS = [(-1, -1), CAUSAL, (70, 5)]
     ("lengths", "window", "head_dim"), in_turn(itertools.product(LENGTHS, WINDOWS), [64, 128]), ids=str
 )
 def test_shapes(lengths: tuple[int, int], window: tuple[int, int], head_dim: int) -> None:
-    # With a gradient of the lse: see test_lengths_around_tiles of the kernels for sm_80.
+    # The lse has a gradient for the reason in test_lengths_around_tiles of test_cuda_attention_backward.py.
     shape, dtype = (1, 2, 1, *lengths), DTYPES[(sum(lengths) + head_dim // 64) % 2]
     case = Case(shape=shape, head_dims=(head_dim, head_dim), window=window, dtype=dtype, grad_lse=True)
     check(case, seed=lengths[0], deterministic=lengths[1] % 2 == 0)
@@ -173,7 +173,7 @@ def test_windows_scales_and_sinks(index: int) -> None:
     ids=str,
 )
 def test_head_dims(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
-    """Each kernel at its own head dim and below, with values narrower and wider than queries."""
+    """Each kernel runs at its own head dim and below, with values narrower and wider than queries."""
     check(Case(head_dims=head_dims, dtype=dtype, window=(50, 4), shape=(1, 2, 2, 81, 170)), seed=head_dims[0])
 
 
@@ -192,7 +192,7 @@ def test_packed(index: int, head_dims: tuple[int, int]) -> None:
 @pytest.mark.slow
 @each_pair
 def test_what_stands_beyond_a_sequence_has_no_influence(head_dims: tuple[int, int]) -> None:
-    """Tiles of a packed sequence reach into the next one, whose NaN must stay there."""
+    """Tiles of a packed sequence reach into the next one, whose NaN must not spread."""
     case = Case(lengths=((70, 30, 1), (150, 200, 90)), window=(40, 30), head_dims=head_dims)
     problem, clean = make_problem(case), backward.run(case, deterministic=True)
     for tensor in (problem.query, problem.grad_out):
@@ -237,7 +237,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @each_pair
 def test_query_heads_that_share_keys(head_dims: tuple[int, int], kv_heads: int) -> None:
-    """The CTA of a tile of keys goes through the rows of each, the last tile of which is not full."""
+    """The CTA of a tile of keys loops over the rows of each query head, whose last tile is not full."""
     heads = 8 if max(head_dims) <= max(NARROW) else 4
     case = Case(shape=(2, heads, kv_heads, 100, 140), head_dims=head_dims, window=CAUSAL, dtype=torch.bfloat16)
     check(case, seed=kv_heads)
@@ -246,7 +246,7 @@ def test_query_heads_that_share_keys(head_dims: tuple[int, int], kv_heads: int) 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kind", backward.MAGNITUDES)
 def test_magnitudes(kind: str, head_dim: int) -> None:
-    """Of scores, and of delta, to which the products of dP are added."""
+    """Scores are large, and so is delta, to which the products of dP are added."""
     dtype = DTYPES[list(backward.MAGNITUDES).index(kind) % 2]
     shape = (1, 2, 1, 130, 200) if head_dim <= max(NARROW) else (1, 1, 1, 70, 130)
     backward.check_magnitude(kind, Case(window=CAUSAL, shape=shape, head_dims=(head_dim, head_dim), dtype=dtype))
@@ -259,7 +259,7 @@ def test_expanded_gradients_of_the_output_and_lse() -> None:
 @pytest.mark.parametrize("head_dim", [64, 192])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_expanded_inputs_and_gradients(dim: int, head_dim: int) -> None:
-    """Strides of 0: of `expand`ed inputs, and of the gradient that `out.mean(dim)` sends."""
+    """Inputs, and the gradient that `out.mean(dim)` sends, have strides of 0."""
     case = Case(shape=(2, 2, 2, 70, 90), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     for name in ("query", "grad_out") if dim == 2 else ("query", "key", "value", "grad_out"):
@@ -279,7 +279,7 @@ def test_keys_and_values_that_are_one_row() -> None:
 MASKED = [
     Case(window=CAUSAL, shape=(1, 2, 1, 200, 200)),
     Case(window=(6, 2), shape=(1, 2, 2, 290, 300), sinks=True),
-    Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150)),  # no row sees them
+    Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150)),  # no row sees the poisoned keys
 ]
 
 
@@ -294,7 +294,7 @@ def test_masked_keys_have_no_influence(head_dims: tuple[int, int], case: Case, p
     backward.test_masked_keys_have_no_influence(replace(case, head_dims=head_dims), dtype, poison)
 
 
-# --- CTAs that share a tile of keys -----------------------------------------------------------------------------------
+# --- CTAs that split a tile of keys -----------------------------------------------------------------------------------
 
 SHARED = {
     "query heads divided": Case(shape=(1, 8, 1, 150, 200), window=CAUSAL, head_dims=(128, 128)),
@@ -315,13 +315,13 @@ SHARED = {
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
 @pytest.mark.parametrize("name", SHARED)
 def test_ctas_that_share_a_tile(name: str, deterministic: bool) -> None:
-    """dK and dV are then added up in fp32; where all tiles have one CTA, there are as many as tiles."""
+    """CTAs that split a tile add up its dK and dV in fp32. A tile of one CTA is stored without such sums."""
     check(SHARED[name], deterministic=deterministic, seed=1)
 
 
 @only_emulated
 def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
-    """With one SM none is. dK and dV are stored by the CTA of a tile then, and by the last kernel otherwise."""
+    """With one SM no tile is split, and its CTA stores dK and dV. With 132 SMs, the last kernel stores them."""
     case = SHARED["rows divided"]
     stored = []
     for num_sms in (1, 132):
@@ -337,7 +337,7 @@ def test_a_tile_is_shared_where_it_would_leave_sms_idle() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1,) * 34 + (130,) + (1,) * 5, (0,) * 40 + (130, 0, 129)], ids=["ones", "empties"])
 def test_more_packed_sequences_than_lanes(lengths: tuple[int, ...]) -> None:
-    """A warp counts their tiles."""
+    """A warp counts the tiles of 32 sequences at a time."""
     check(Case(lengths=(lengths, lengths), shape=(1, 4, 2, 0, 0), window=CAUSAL, head_dims=(64, 64)))
 
 
@@ -358,7 +358,7 @@ ORDERED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_deterministic_gradients_have_the_same_bits(case: Case) -> None:
-    """In any order of CTAs, warps and copies, and on GPUs of any size."""
+    """They are equal in any order of CTAs, warps and copies, and on GPUs of any size."""
     check_same_bits(case, gpus=(1, 2, 132))
 
 
@@ -372,7 +372,7 @@ def test_gradients_in_any_order_are_as_good(case: Case) -> None:
 @pytest.mark.parametrize("tiles", range(1, 6))
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_rings_go_round(tiles: int, head_dim: int) -> None:
-    """So many tiles of rows to a tile of keys, and several of these to the one CTA that there is."""
+    """One CTA takes several tiles of keys, each with ``tiles`` tiles of rows."""
     case = Case(shape=(1, 2, 1, 64 * tiles - 3, 2 * BLOCK_N[head_dim]), head_dims=(head_dim, head_dim))
     check_with_one_sm(case, seed=tiles)
 
@@ -392,7 +392,7 @@ def test_a_fault_planted_in_the_wide_kernel_is_found(instruction: str, instead: 
 @only_emulated
 @pytest.mark.parametrize(("head_dim", "kernel"), [(64, 0), (128, 1), (192, 0), (256, 1)])
 def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(head_dim: int, kernel: int) -> None:
-    """Those for dK and dV, and for dQ, begin while the one before ends."""
+    """The kernels for dK and dV, and for dQ, begin while the kernel before them still runs."""
     case = Case(shape=(1, 1, 1, 70, 130), head_dims=(head_dim, head_dim))
     missing = cuda_runtime.replaced("griddepcontrol.wait;", "", kernels_for(case.head_dims)[kernel])
     with missing, pytest.raises(EmulatorError, match="the launch before") as caught:
@@ -403,7 +403,7 @@ def test_a_kernel_that_does_not_wait_for_the_one_before_is_found(head_dim: int, 
 @only_emulated
 @pytest.mark.slow
 def test_kernels_begin_one_after_the_other_on_request() -> None:
-    """Then a kernel that does not wait is right all the same."""
+    """Then a kernel that does not wait for the one before is right all the same."""
     test = f"{__file__}::test_a_kernel_that_does_not_wait_for_the_one_before_is_found"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", test]
     environment = {**os.environ, "FASTATTN_DEPENDENT_LAUNCH": "0"}
@@ -437,14 +437,14 @@ def test_shared_memory_without_conflicts_and_global_memory_in_whole_sectors(
 @only_emulated
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
-    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    """With a window of 8 keys of 1000, the tensor cores work on the tiles at the diagonal only."""
     with launches.recorded() as found:
         backward.run(Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(head_dim, head_dim)))
     kernel = kernels_for((head_dim, head_dim))[0]
     (report,) = (launched.report for launched in found if kernel in launched.report.kernel)
     (work,) = report.tensor_core.values()
     keys = SKIPPED_KEYS[head_dim]
-    rows = keys + 64  # that the keys and the 8 rows behind them touch
+    rows = keys + 64  # rows of the row tiles that see these keys
     assert work.multiply_adds <= 5 * -(-1000 // keys) * rows * keys * head_dim
 
 
@@ -454,7 +454,7 @@ def test_tiles_that_no_row_sees_are_not_visited(head_dim: int) -> None:
 def test_consumers_skip_steps_in_which_no_row_sees_their_keys(
     lengths: tuple[int, int], window: tuple[int, int], deterministic: bool
 ) -> None:
-    """First steps and last ones, of heads that share keys; and all steps, where a tile has few keys."""
+    """They skip first and last steps, of heads that share keys, and all steps where a tile has few keys."""
     case = Case(shape=(1, 4, 2, *lengths), window=window, head_dims=(64, 64))
     check(case, deterministic=deterministic, seed=sum(lengths))
 
@@ -483,7 +483,7 @@ def test_training_goes_through_both_kernels_for_hopper(head_dims: tuple[int, int
 
 
 def test_every_instance_is_launched() -> None:
-    """Those with options by test_cuda_attention_backward_options_sm90.py."""
+    """test_cuda_attention_backward_options_sm90.py launches the instances with options."""
     widths = {"key_value": (NARROW, [[False, True]]), "query": (sorted({head_dim for head_dim, _ in HEAD_DIMS}), [])}
     for kernel, (head_dims, flags) in widths.items():
         assert instances.rows_of(f"attention/instances/backward_{kernel}_sm90.cu") == sorted(

@@ -1,4 +1,4 @@
-"""The CUDA C++ forward kernel with every option, through its op, against the oracle: on a GPU, else on the emulator."""
+"""Tests the CUDA C++ forward kernel with every option, through its op, against the oracle; on a GPU or the emulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuda_kernels import DTYPES, EMULATED, FAMILY, MARKS, checked, each_dtype, o
 from kernel_device import DEVICE
 from turns import in_turn
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import launches
 
 pytestmark = MARKS
@@ -24,7 +24,7 @@ pytestmark = MARKS
 CAUSAL = (-1, 0)
 KERNEL = "attention_forward_options_sm80"
 PLAIN_KERNEL = "attention_forward_sm80"
-# Two tiles of rows and several of keys, neither of them full.
+# Two tiles of rows and several of keys; the last of each is not full.
 SHAPE = (1, 2, 1, 141, 101)
 OPTIONS = [
     Case(window=CAUSAL, shape=(1, 2, 1, 47, 133)),
@@ -62,7 +62,7 @@ OPTIONS = [
     Case(layout="misaligned", shape=(2, 4, 2, 19, 65), softcap=5.0),
     Case(magnitude=30.0, window=(9, 9), shape=SHAPE),
 ]
-# Each kernel at its own head dim, and below it, with values narrower and wider than queries.
+# Each kernel's own head dim and some below, with values narrower and wider than queries.
 HEAD_DIMS = [(32, 32), (8, 24), (64, 64), (40, 64), (96, 96), (96, 72), (128, 128), (128, 16), (192, 128), (256, 256)]
 PACKED = ((5, 0, 133, 1, 17), (40, 7, 0, 1, 70))
 PACKED_CASES = [
@@ -74,14 +74,14 @@ PACKED_CASES = [
 ]
 
 
-# What the kernel without options does beside full and causal attention.
+# Cases of the kernel without options, other than full and causal attention.
 PLAIN_CASES = [
     Case(window=(40, 3), shape=(1, 2, 1, 141, 301)),
-    Case(window=(150, 20), shape=(1, 2, 2, 200, 330)),  # masked tiles at both ends of full ones
+    Case(window=(150, 20), shape=(1, 2, 2, 200, 330)),  # full tiles between masked ones
     Case(window=(90, 0), shape=(1, 2, 1, 301, 301)),
     Case(window=(0, 0), shape=(1, 2, 1, 130, 130)),
     Case(window=(-1, 70), first_row=0, shape=(1, 2, 1, 141, 201)),
-    Case(window=(5, 2), first_row=0, shape=(1, 2, 1, 301, 101)),  # rows behind the last key see none
+    Case(window=(5, 2), first_row=0, shape=(1, 2, 1, 301, 101)),  # rows after the last key see none
     Case(window=(5, 2), shape=(1, 2, 1, 301, 101), sinks=True),  # rows before the first key, with a sink
     Case(sinks=True, shape=(1, 4, 2, 33, 200)),
     Case(sinks=True, window=(0, 0), scale=-0.3, shape=(1, 2, 1, 33, 33)),
@@ -137,11 +137,11 @@ def test_the_kernel_without_options(case: Case, head_dim: int, dtype: torch.dtyp
 
 
 def test_windows_and_sinks_leave_nan_in_masked_keys_alone() -> None:
-    """In packed sequences too: what stands between them, and in keys that no row sees, is never multiplied."""
+    """NaN between packed sequences, and in keys that no row sees, is never multiplied."""
     case = Case(lengths=((70, 30), (150, 200)), window=(20, 5), sinks=True, head_dims=(64, 64))
     problem, clean = make_problem(case), run(case)
-    problem.key[60:70], problem.value[60:70] = torch.nan, torch.inf  # row i of the first sees 60 + i to 85 + i
-    problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + i to 175 + i
+    problem.key[60:70], problem.value[60:70] = torch.nan, torch.inf  # row i of sequence 0 sees keys 60 + i to 85 + i
+    problem.value[150 + 140 :][:5] = torch.nan  # row i of sequence 1 sees keys 150 + i to 175 + i
     with checked():
         out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     rows = torch.cat([torch.arange(10, 70), torch.arange(70, 100)])
@@ -151,7 +151,7 @@ def test_windows_and_sinks_leave_nan_in_masked_keys_alone() -> None:
 
 @pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9)], ids=str)
 def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> None:
-    """Whatever they say, nothing outside of the tensors is touched. Sequences that overlap write the same rows."""
+    """With any offsets, nothing outside of the tensors is touched. Sequences that overlap write the same rows."""
     case = Case(lengths=((20, 13, 7), (11, 30, 8)))
     problem = make_problem(case)
     problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
@@ -174,7 +174,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
     ids=str,
 )
 def test_masked_keys_have_no_influence(case: Case, spoiled: str, dtype: torch.dtype) -> None:
-    """NaN or infinities in one key reach the rows that see it, and no other."""
+    """NaN or infinity in one key reaches the rows that see it, and no other."""
     case = replace(case, dtype=dtype)
     problem, at = make_problem(case), 17
     clean = run(case)
@@ -204,7 +204,7 @@ def test_order_of_warps_and_copies_has_no_influence() -> None:
 
 @only_emulated
 def test_key_tiles_that_no_row_sees_are_not_visited() -> None:
-    """A window of 8 keys over 1000: the tensor cores have work for the tiles at the diagonal alone."""
+    """With a window of 8 keys of 1000, the tensor cores work on the tiles at the diagonal only."""
     case = Case(window=(8, 0), shape=(1, 1, 1, 1000, 1000), head_dims=(64, 64))
     with launches.recorded() as found:
         run(case)

@@ -1,7 +1,7 @@
-"""The forward kernel for Hopper with every option against the oracle: what the one for sm_80 is tested with, and its
+"""Tests the Hopper forward kernel with every option against the oracle: in the cases of the kernel for sm_80, and its
 own tiles, rings and clusters.
 
-On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+It runs on an H100 or H200 if there is one, else as PTX on the emulated sm_90, with all checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if EMULATED:
 
 pytestmark = HOPPER_MARKS
 
-Dims = tuple[int, int]  # of queries and keys, and of values
+Dims = tuple[int, int]  # head dim of queries and keys, head dim of values
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 CAUSAL = (-1, 0)
 KERNEL = "attention_forward_options_sm90"
-# A softcap so large that it changes nothing, so that cases without any option reach this kernel.
+# This softcap is so large that it changes nothing: with it, cases without options run on this kernel.
 NO_OPTION = 1e4
 
 each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
@@ -55,7 +55,7 @@ def run(case: Case, **launching: Any) -> dict[str, Tensor]:
 
 
 def check(case: Case, **launching: Any) -> None:
-    """Against the oracle; the kernel for Hopper with options must be the one that ran, if there are any rows."""
+    """Compares a case with the oracle, and checks that the Hopper kernel with options ran if there are rows."""
     if not changes_scores(case):
         case = replace(case, softcap=NO_OPTION)
     if not EMULATED:
@@ -68,7 +68,7 @@ def check(case: Case, **launching: Any) -> None:
     compare(case, make_problem(case), result, names=("out", "lse"))
 
 
-# --- What every forward kernel with options has to do -----------------------------------------------------------------
+# --- What every forward kernel with options must do -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_turn([(case,) for case in options.OPTIONS], DTYPES), ids=str)
@@ -92,7 +92,7 @@ def test_head_dims(head_dims: Dims, dtype: torch.dtype) -> None:
     check(Case(head_dims=head_dims, dtype=dtype, window=(150, 4), sinks=True, shape=(1, 4, 2, 70, 300)))
 
 
-# Several tiles of rows and of keys for each head dim, with what full tiles, masked ones and others at both ends do.
+# Several tiles of rows and of keys for each head dim: full tiles, with masked tiles before and after them.
 LARGE = (1, 4, 2, 200, 330)
 
 
@@ -128,7 +128,7 @@ def test_options_at_each_head_dim(case: Case, head_dims: Dims) -> None:
     ids=str,
 )
 def test_each_kind_of_bias(kind: torch.dtype, expanded: tuple[int, ...], keys: int) -> None:
-    """In pairs and not, in tiles that end with the keys and not. The emulator sees to it that nothing else is read."""
+    """The bias is read in pairs or singly, and tiles end with the keys or beyond. The emulator checks each read."""
     generator = torch.Generator().manual_seed(keys)
     query, key, value = (
         torch.randn(1, 2, rows, 64, generator=generator).to(DEVICE, torch.float16) for rows in (70, keys, keys)
@@ -179,7 +179,7 @@ def test_masked_keys_have_no_influence(case: Case, spoiled: str, dtype: torch.dt
     ("head_dims", "tiles"), in_turn([(dims,) for dims in HEAD_DIMS], (1, 4, 2, 5, 3, 6), each=3), ids=str
 )
 def test_rings_go_round(head_dims: Dims, tiles: int) -> None:
-    """Any number of key tiles, full ones and with a masked one, in CTAs that take several tiles of rows."""
+    """There are any number of key tiles, with and without a masked one, and CTAs take several tiles of rows."""
     tile = native.KERNELS[name_of(head_dims, torch.float16)]
     for missing in (0, 5):
         keys = tiles * tile["block_n"] - missing
@@ -192,7 +192,7 @@ def test_rings_go_round(head_dims: Dims, tiles: int) -> None:
 @pytest.mark.parametrize("num_sms", [1, 2, 132])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
 def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
-    """With pairs of CTAs that share tiles of keys, by heads or by rows, and without."""
+    """Pairs of CTAs share tiles of keys between heads, between tiles of rows, or not at all."""
     shape = (1, heads[0], heads[0] // heads[1], 500, 300)
     with device.emulated(90, num_sms=num_sms):
         for window in ((-1, -1), CAUSAL):

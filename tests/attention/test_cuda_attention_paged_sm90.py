@@ -1,7 +1,7 @@
-"""Keys and values in pages on the forward kernels for Hopper: each way in which their producer finds them, against the
-oracle, and what stands in tables and in rows that nobody may see.
+"""Tests the Hopper forward kernels over paged keys and values against the oracle: each way in which the producer finds
+pages, contents of block tables, and rows that must not be read.
 
-On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+They run on an H100 or H200 if there is one, else as PTX on the emulated sm_90, with all checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ pytestmark = HOPPER_MARKS
 SOURCES = Path(__file__).parents[2] / "csrc" / "attention"
 PLAIN, OPTIONS = "attention_forward_sm90", "attention_forward_options_sm90"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-# A page holds whole tiles of some head dims (128, 256), parts of tiles (8 to 96), or rows that are gathered (others).
+# A page holds whole tiles of some head dims (128, 256), fractions of a tile (8 to 96), or rows to gather (others).
 PAGE_SIZES = (1, 5, 8, 16, 24, 64, 96, 128, 256)
-# Pages of each kind.
+# One page size of each kind.
 SOME_SIZES = (5, 16, 128)
 each_kind = pytest.mark.parametrize("page_size", SOME_SIZES)
 PLAIN_OPTIONS = {"window", "scale"}
@@ -42,7 +42,7 @@ def kernel_of(case: Case) -> str:
 
 
 def check(arguments: dict[str, Any], kernel: str) -> tuple[Tensor, Tensor]:
-    """Against the oracle; this kernel must be the one that ran."""
+    """Compares a call with the oracle, and checks that ``kernel`` ran."""
     with fastattn.record() as calls:
         result = paged.check(arguments, "cuda")
     assert [call.kernel.partition("<")[0] for call in calls] == [kernel]
@@ -61,7 +61,7 @@ def run(arguments: dict[str, Any], kernel: str = PLAIN, **launching: Any) -> tup
 
 
 def whole(case: Case) -> Case:
-    """One page for each sequence, as a prompt over a contiguous cache has."""
+    """Returns the case with one page per sequence, as a prompt over a contiguous cache has."""
     return replace(case, page_size=max(case.lengths[1]) + 6)
 
 
@@ -77,12 +77,12 @@ def test_what_the_kernel_for_sm_80_computes(case: Case) -> None:
     check_case(case)
 
 
-# Several tiles of rows and of keys for each head dim, full ones and masked ones.
+# Several tiles of rows and of keys for each head dim, full and masked.
 LARGE = Case(lengths=((200, 33, 1), (370, 97, 260)))
 
 
 def in_turn(page_sizes: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-    """Each page size with two of the head dims."""
+    """Pairs each page size with two of the head dims."""
     turns = [(size, HEAD_DIMS[(index + far) % 6]) for index, size in enumerate(page_sizes) for far in (0, 3)]
     assert {head_dims for _, head_dims in turns} == set(HEAD_DIMS)
     return turns
@@ -152,7 +152,7 @@ def test_query_heads_in_the_rows_of_a_tile(page_size: int, heads: tuple[int, int
     ids=str,
 )
 def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tuple[int, int]) -> None:
-    """Two heads of a key head, then two tiles of rows; rows that are gathered are not shared."""
+    """CTAs of two heads with the same keys share them, as do CTAs of two row tiles. Gathered rows are not shared."""
     case = Case(page_size=page_size, dims=head_dims, lengths=((256, 140), (330, 290)), options=())
     for heads in ((2, 1), (1, 1)):
         arguments = make(replace(case, heads=heads))
@@ -169,13 +169,13 @@ def test_two_ctas_share_tiles_by_tma(page_size: int, cluster: int, head_dims: tu
 @pytest.mark.parametrize("num_sms", [1, 132])
 @each_kind
 def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
-    """Rings go on from one piece of work to the next."""
+    """Rings continue from one work tile to the next."""
     with device.emulated(90, num_sms=num_sms):
         for head_dim in (64, 256) if page_size == 16 else (64,):
             check_case(replace(LARGE, page_size=page_size, dims=(head_dim, head_dim), heads=(3, 3)))
 
 
-# --- What is in tables and in rows that nobody may see ----------------------------------------------------------------
+# --- Contents of block tables and of rows that must not be read -------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_any_number_of_sms(page_size: int, num_sms: int) -> None:
     ids=str,
 )
 def test_pages_out_of_range_are_absent(page_size: int, head_dims: tuple[int, int], kernel: str) -> None:
-    """In full tiles and in masked ones: neither read nor counted, and the other keys stay where they are."""
+    """Their keys are neither read nor counted, in full and in masked tiles; other keys keep their positions."""
     case = Case(page_size=page_size, lengths=((210, 20, 9), (500, 96, 48)), dims=head_dims)
     arguments = make(replace(case, alibi=kernel == OPTIONS, sinks=False))
     for window in ((-1, -1), CAUSAL):
@@ -220,7 +220,7 @@ def test_lengths_and_tables_in_device_memory_are_not_trusted() -> None:
 
 
 def test_few_pages() -> None:
-    """A pool without pages, a table without columns, pages without rows, and bounds below the lengths."""
+    """Tests a pool without pages, a table without columns, pages without rows, and bounds below the lengths."""
     arguments = make(Case())
     short = check(arguments | {"max_seqlen_k": 30, "max_seqlen_q": 9}, PLAIN)
     assert not bool(short[0].isnan().any())
@@ -250,7 +250,7 @@ def test_keys_that_are_masked_have_no_influence(spoiled: float, page_size: int, 
 @each_kind
 @pytest.mark.parametrize("spoiled", [torch.nan, torch.inf])
 def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(spoiled: float, page_size: int) -> None:
-    """With a page that is missing beside its own; no other number changes by a bit."""
+    """The next page is absent. All other numbers keep their bits."""
     arguments = make(Case(lengths=((200,), (300,)), page_size=page_size, dims=(64, 64)))
     arguments["window"] = CAUSAL
     if page_size < 100:
@@ -285,7 +285,7 @@ def test_views_are_read_where_they_lie(page_size: int) -> None:
 
 
 def test_pages_that_are_the_same_memory() -> None:
-    """A stride of 0 between pages: the tensor map has one, and a page that does not exist is absent nevertheless."""
+    """Pages have a stride of 0 in the tensor map; absent pages are absent nevertheless."""
     for page_size in SOME_SIZES:
         arguments = make(Case(page_size=page_size, lengths=((20, 9), (130, 60))))
         for name in ("key", "value"):
@@ -341,7 +341,7 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, 
     ],
 )
 def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> None:
-    """Each of those between lanes and the one that tells of work, or arrives at a barrier for its warp."""
+    """Removes a __syncwarp between all lanes and the lane that fetches work or arrives at a barrier for its warp."""
     lines = (SOURCES / source).read_text().splitlines()
     (line,) = (number for number, text in enumerate(lines, 1) if "__syncwarp();" in text and comment in text)
     place = f" {line} {lines[line - 1].index('__syncwarp') + 1}\n"
@@ -357,7 +357,7 @@ def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> No
 
 @only_emulated
 def test_the_table_is_read_within_a_sequence_alone() -> None:
-    """Also where a tile reaches beyond its keys: entries behind them may lie outside of the table."""
+    """A tile may reach beyond the sequence's keys, where entries may lie outside of the table."""
     for page_size in SOME_SIZES:
         arguments = make(Case(page_size=page_size, lengths=((9,), (4 * page_size,)), options=()))
         exact = arguments["block_table"][:, :4].clone()
@@ -365,7 +365,7 @@ def test_the_table_is_read_within_a_sequence_alone() -> None:
 
 
 @only_emulated
-@pytest.mark.parametrize("head_dim", [96, 128])  # whose rows in shared memory have 64 and 128 bytes
+@pytest.mark.parametrize("head_dim", [96, 128])  # rows in shared memory have 64 and 128 bytes
 @pytest.mark.parametrize(("page_size", "gathers"), [(1, True), (5, True), (12, True), (8, False), (128, False)])
 def test_which_pages_are_copied_by_tma(page_size: int, gathers: bool, head_dim: int) -> None:
     arguments = make(Case(page_size=page_size, dims=(head_dim, head_dim), lengths=((64,), (256,)), options=()))
@@ -398,7 +398,7 @@ def test_explain_and_record_name_the_kernel(softcap: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("options", [(), (("softcap", 3.0),)], ids=["plain", "options"])
 def test_ctas_share_keys_in_pages(options: tuple[tuple[str, Any], ...], dims: tuple[int, int], page_size: int) -> None:
-    """Few rows over many keys: each CTA takes a part of them, and a page is missing in one of the parts."""
+    """There are few rows over many keys, so CTAs split the keys; then a page is missing in one split."""
     case = Case(lengths=((40, 3), (2000, 30)), page_size=page_size, dims=dims, options=options)
     arguments = make(case)
     check_with_parts(arguments, kernel_of(case))

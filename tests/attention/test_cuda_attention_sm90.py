@@ -1,7 +1,7 @@
-"""The forward kernel for Hopper against the oracle: what those for sm_80 are tested with, and its own rings, clusters
-and persistent CTAs.
+"""Tests the Hopper forward kernel against the oracle: in the cases of the kernels for sm_80, and its own rings,
+clusters and persistent CTAs.
 
-On an H100 or H200 where there is one, else as PTX on the emulated sm_90, with all of its checks and at several seeds.
+It runs on an H100 or H200 if there is one, else as PTX on the emulated sm_90, with all checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if EMULATED:
 
 pytestmark = HOPPER_MARKS
 
-Dims = tuple[int, int]  # of queries and keys, and of values
+Dims = tuple[int, int]  # head dim of queries and keys, head dim of values
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 BLOCK_M = dict(zip(HEAD_DIMS, (192, 128, 128, 192, 128, 128), strict=True))
 BLOCK_N = dict(zip(HEAD_DIMS, (96, 128, 128, 80, 96, 80), strict=True))
@@ -48,7 +48,7 @@ def run(case: Case, **launching: Any) -> dict[str, Tensor]:
 
 
 def check(case: Case, **launching: Any) -> None:
-    """Against the oracle; the kernel for Hopper must be the one that ran."""
+    """Compares a case with the oracle, and checks that the Hopper kernel ran."""
     if not EMULATED:
         compare(case, make_problem(case), run(case), names=("out", "lse"))
         return
@@ -58,7 +58,7 @@ def check(case: Case, **launching: Any) -> None:
     compare(case, make_problem(case), result, names=("out", "lse"))
 
 
-# --- What every forward kernel has to do ------------------------------------------------------------------------------
+# --- What every forward kernel must do --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
 def test_expanded_tensors(dims: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Strides of 0: a dimension of the tensor map that stands for the same memory many times."""
+    """A dimension of the tensor map has stride 0, and reads the same memory many times."""
     generator = torch.Generator().manual_seed(1)
     full = (2, 3, 100, 64)
     shape = [1 if dim in dims else size for dim, size in enumerate(full)]
@@ -135,7 +135,7 @@ def test_expanded_tensors(dims: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_expanded_queries(dim: int) -> None:
-    """Few rows, so that a tile has those of several heads, with a stride between heads in the tensor map."""
+    """With few rows, a tile has rows of several heads; the tensor map has a stride between heads, here 0."""
     query, key, value = dense.inputs(64, torch.float16, 5, 100, heads=(8, 2), batch=2)
     dense.check(query.narrow(dim, 0, 1).expand(query.shape), key, value, False)
 
@@ -144,7 +144,7 @@ def test_expanded_queries(dim: int) -> None:
     ("growth", "head_dim", "dtype"), in_turn(itertools.product(dense.GROWTHS, [64, 256]), DTYPES), ids=str
 )
 def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype) -> None:
-    """By less and by more than what makes a row's reference follow; the kernel looks only where sums tell it to."""
+    """Maxima grow by less and by more than what makes a row's reference follow; sums say where the kernel checks."""
     levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim, head_dim]
     level = torch.tensor(levels[::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
     query, key, value = dense.inputs(head_dim, dtype, 40, len(levels) * block_n)
@@ -160,7 +160,7 @@ def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: t
     ("head_dims", "dtype", "spoiled"), in_turn(itertools.product(HEAD_DIMS, DTYPES), ["nan", "inf"]), ids=str
 )
 def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: torch.dtype) -> None:
-    """NaN or infinities in one key reach the rows that see it, and no other."""
+    """NaN or infinity in one key reaches the rows that see it, and no other."""
     case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=head_dims, dtype=dtype)
     problem, clean, at = make_problem(case), run(case), 170
     problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
@@ -175,7 +175,7 @@ def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: tor
 @only_emulated
 @pytest.mark.parametrize("spoiled", ["nan", "inf"])
 def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
-    """The producer cleans the tile of values in place; later the other CTA's producer copies over it."""
+    """The producer makes the tile of values finite in place; later the other CTA's producer copies over it."""
     case = Case(window=CAUSAL, shape=(1, 4, 2, 200, 900), head_dims=(128, 128))
     problem, row = make_problem(case), 70
     with device.emulated(90, num_sms=4), launches.recorded() as found:
@@ -190,9 +190,9 @@ def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
 CASES_WITH_HIDDEN_KEYS = [
     Case(window=CAUSAL, shape=(1, 2, 2, 300, 300), head_dims=(64, 64)),
     Case(window=(40, 9), shape=(1, 2, 2, 150, 400), head_dims=(128, 128)),  # masked tiles at both ends
-    Case(window=CAUSAL, shape=(2, 16, 16, 5, 300), head_dims=(64, 40), dtype=torch.bfloat16),  # packed heads
+    Case(window=CAUSAL, shape=(2, 16, 16, 5, 300), head_dims=(64, 40), dtype=torch.bfloat16),  # heads share a tile
     Case(window=CAUSAL, shape=(1, 4, 2, 0, 0), lengths=((70, 30), (150, 200)), head_dims=(128, 72)),
-    Case(window=CAUSAL, shape=(1, 2, 1, 40, 2400), head_dims=(64, 64)),  # several CTAs share the keys
+    Case(window=CAUSAL, shape=(1, 2, 1, 40, 2400), head_dims=(64, 64)),  # several CTAs split the keys
     Case(window=CAUSAL, shape=(1, 2, 1, 200, 250), head_dims=(192, 128)),
     Case(window=CAUSAL, shape=(1, 2, 2, 150, 250), head_dims=(256, 256), sinks=True),
     Case(mask="bool", mask_shape=(0, 0, 1, 1), shape=(1, 2, 2, 150, 300), head_dims=(128, 128)),
@@ -206,7 +206,7 @@ CASES_WITH_HIDDEN_KEYS = [
     ids=str,
 )
 def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(case: Case, spoiled: float) -> None:
-    """Each in a column of its own; no other number changes by a bit."""
+    """Each such value is in a column of its own. All other numbers keep their bits."""
     problem = make_problem(case)
     clean = problem.value
     keys = clean.shape[0 if case.lengths else 2]
@@ -233,22 +233,22 @@ def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(case: Case, spo
 @only_emulated
 @pytest.mark.parametrize("seed", range(3))
 def test_values_may_be_made_finite_late(seed: int) -> None:
-    """Full tiles at the end of a work tile do not wait for the warp that does it, and K of the next runs ahead."""
+    """The last full tiles do not wait for the warp that makes values finite, and the next work tile's K runs ahead."""
     case = Case(window=CAUSAL, shape=(1, 2, 1, 512, 512), head_dims=(128, 128))
     problem, clean, at = make_problem(case), run(case)["out"], 400
     problem.value[:, :, at] = torch.nan
-    consumers = 2 * 4  # warps, before those of the producer: one copies, the next makes values finite
+    consumers = 2 * 4  # warps; the producer's follow: the first copies, the second makes values finite
     with device.emulated(90, num_sms=1), checked(seed=seed, starved_warp=consumers + 1):
         out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert torch.equal(out[:, :, :at], clean[:, :, :at]) and out[:, :, at:].isnan().all()
 
 
 def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
-    """TMA copies whole boxes: of packed tensors also what belongs to the next sequence, or to none."""
+    """TMA copies whole boxes: in packed tensors also rows of the next sequence, or of none."""
     case = Case(lengths=((70, 30), (150, 200)), window=(20, 5), sinks=True, head_dims=(64, 64))
     problem, clean = make_problem(case), run(case)
-    problem.value[150 + 140 :][:5] = torch.nan  # row i of the second sees 150 + 170 + i - 20 and later ones
-    problem.key[:40] = torch.nan  # row i of the first sees 60 + i to 85 + i
+    problem.value[150 + 140 :][:5] = torch.nan  # row i of sequence 1 sees keys 150 + 170 + i - 20 and later ones
+    problem.key[:40] = torch.nan  # row i of sequence 0 sees keys 60 + i to 85 + i
     with checked():
         out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
     assert torch.equal(out, clean["out"]) and torch.equal(lse, clean["lse"])
@@ -273,7 +273,7 @@ def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> No
     ("head_dims", "tiles"), in_turn([(dims,) for dims in HEAD_DIMS], (1, 4, 2, 5, 3, 7), each=3), ids=str
 )
 def test_rings_go_round(head_dims: Dims, tiles: int) -> None:
-    """Any number of key tiles, full ones and with a masked one, in CTAs that take several tiles of rows."""
+    """There are any number of key tiles, with and without a masked one, and CTAs take several tiles of rows."""
     for missing in (0, 5):
         keys = tiles * BLOCK_N[head_dims] - missing
         check(Case(shape=(1, 3, 1, 2 * BLOCK_M[head_dims], keys), head_dims=head_dims), seed=tiles)
@@ -284,7 +284,7 @@ def test_rings_go_round(head_dims: Dims, tiles: int) -> None:
 @pytest.mark.parametrize("num_sms", [1, 2, 78, 132])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (3, 3)], ids=str)
 def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
-    """With pairs of CTAs that share tiles of keys, by heads or by rows, and without."""
+    """Pairs of CTAs share tiles of keys between heads, between tiles of rows, or not at all."""
     num_heads, group = heads[0], heads[0] // heads[1]
     with device.emulated(90, num_sms=num_sms):
         for window in ((-1, -1), CAUSAL):
@@ -296,13 +296,13 @@ def test_any_number_of_sms(heads: tuple[int, int], num_sms: int) -> None:
 @pytest.mark.parametrize(
     ("case", "cluster"),
     [
-        (Case(shape=(1, 4, 2, 200, 200), head_dims=(128, 128), window=CAUSAL), 2),  # two heads of a key head
+        (Case(shape=(1, 4, 2, 200, 200), head_dims=(128, 128), window=CAUSAL), 2),  # two query heads of a KV head
         (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128)), 2),  # two tiles of rows
-        (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128), window=CAUSAL), 1),  # these see different keys
-        (Case(shape=(1, 1, 1, 24 * 128, 100), head_dims=(256, 256), window=CAUSAL), 2),  # many of them: it pays
+        (Case(shape=(1, 2, 1, 256, 200), head_dims=(128, 128), window=CAUSAL), 1),  # these tiles see different keys
+        (Case(shape=(1, 1, 1, 24 * 128, 100), head_dims=(256, 256), window=CAUSAL), 2),  # worth it for many tiles
         (Case(shape=(1, 1, 1, 17 * 128 - 3, 100), head_dims=(256, 256)), 2),  # the last CTA has no rows
         (Case(shape=(1, 4, 2, 200, 200), head_dims=(64, 64)), 1),  # the L2 cache serves every CTA
-        (Case(shape=(1, 4, 2, 200, 200), head_dims=(192, 128)), 1),  # likewise
+        (Case(shape=(1, 4, 2, 200, 200), head_dims=(192, 128)), 1),  # the L2 cache serves every CTA
         (Case(lengths=((130, 0, 1, 256), (200, 64, 0, 300)), shape=(1, 4, 2, 0, 0), head_dims=(128, 128)), 2),
         (Case(lengths=((130, 0, 1, 140), (200, 64, 0, 300)), shape=(1, 3, 1, 0, 0), head_dims=(128, 128)), 2),
     ],
@@ -318,9 +318,9 @@ def test_clusters(case: Case, cluster: int) -> None:
 @only_emulated
 @pytest.mark.parametrize("cluster", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
-    """Not before the last keys of the tile at hand are under way: a tile has more tiles of keys than the ring holds."""
+    """A cluster claims its next tile while it loads the last keys of its tile, which has more than the ring holds."""
     tile, tiles, heads, num_clusters = 128, 5, 4, 4
-    window = (5 * 128, -1)  # hides nothing
+    window = (5 * 128, -1)  # masks no key
     case = Case(shape=(1, heads * cluster, cluster, tiles * tile, 5 * 128), head_dims=(128, 128), window=window)
     with device.emulated(90, num_sms=num_clusters * cluster), launches.recorded() as found:
         result = run(case, log_writes=True)
@@ -331,7 +331,7 @@ def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
     begin, end = (result["out"].data_ptr() + place for place in (0, result["out"].nbytes))
     num_tiles = heads * tiles
     tile_bytes = result["out"].nbytes // (num_tiles * cluster)
-    last_writes: dict[int, dict[int, int]] = {}  # of each CTA, to each of its tiles
+    last_writes: dict[int, dict[int, int]] = {}  # CTA → its tile → time of the last write
     claims: dict[int, list[int]] = {}
     for time, write in enumerate(launched.report.writes):
         if write.line in atomics and write.cta % cluster == 0:
@@ -339,10 +339,11 @@ def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
         elif begin <= write.address < end:
             last_writes.setdefault(write.cta, {})[(write.address - begin) // tile_bytes] = time
     assert sum(map(len, last_writes.values())) == num_tiles * cluster
-    assert sum(map(len, claims.values())) >= num_tiles  # but for the first of each cluster; and one more
+    # Each cluster gets its first tile without a claim, and makes one claim that gets no tile.
+    assert sum(map(len, claims.values())) >= num_tiles
     for cta, times in claims.items():
         ends = sorted(last_writes[cta].values())
-        claims_of_tiles = times[-len(ends) :]  # before these, it has opened the counter
+        claims_of_tiles = times[-len(ends) :]  # earlier atomics open the counter
         for number, time in enumerate(claims_of_tiles):
             assert sum(end < time for end in ends) >= number, "it has a tile that it has not begun"
 
@@ -350,7 +351,7 @@ def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
 @only_emulated
 @pytest.mark.parametrize(("lengths", "claims"), [((640, 600, 520, 640), True), ((640, 1, 0, 1), False)], ids=str)
 def test_packed_tiles_are_claimed_where_most_of_them_exist(lengths: tuple[int, ...], claims: bool) -> None:
-    """Of a longest sequence and short ones, most claims would be in vain."""
+    """With one long and many short sequences, most claims would find no tile."""
     case = Case(shape=(1, 1, 1, 0, 0), lengths=(lengths, lengths), head_dims=(128, 128), window=CAUSAL)
     with device.emulated(90, num_sms=2), launches.recorded() as found:
         check(case)
@@ -361,7 +362,7 @@ def test_packed_tiles_are_claimed_where_most_of_them_exist(lengths: tuple[int, .
 @pytest.mark.slow
 @only_emulated
 def test_a_fence_of_a_ctas_own_memory_is_too_little_in_a_cluster() -> None:
-    """The other CTA's consumers have read what its producer copies over."""
+    """The other CTA's consumers have read the memory that this CTA's producer overwrites."""
     case = Case(shape=(1, 4, 2, 200, 700), head_dims=(128, 128), window=CAUSAL)
     with device.emulated(90, num_sms=4):
         check(case)
@@ -384,7 +385,7 @@ def test_a_fence_of_a_ctas_own_memory_is_too_little_in_a_cluster() -> None:
         Case(shape=(1, 64, 64, 3, 130), window=CAUSAL, first_row=0),
         Case(shape=(1, 8, 4, 100, 90), window=CAUSAL, layout="bshd"),  # rows before the first key
         Case(lengths=((30, 0, 1, 64), (90, 64, 0, 300)), shape=(1, 8, 4, 0, 0), window=(200, 3), sinks=True),
-        Case(shape=(1, 6, 3, 40, 200), window=CAUSAL),  # 3 heads a key head: rows of one head in a tile
+        Case(shape=(1, 6, 3, 40, 200), window=CAUSAL),  # 3 query heads per KV head: a tile has rows of one head
     ],
     ids=str,
 )

@@ -1,6 +1,5 @@
 """The demo's decoder trains a few steps through the CUDA C++ kernels of each architecture, forward and backward, and
-gets where plain PyTorch gets.
-"""
+reaches the losses of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ STEPS = 3
 
 
 def losses(model: Decoder, backend: str) -> list[float]:
-    """Of the steps of a training on one batch of packed documents."""
+    """Returns the loss of each step of training on one batch of packed documents."""
     generator = torch.Generator().manual_seed(11)
     tokens = torch.randint(64, (sum(LENGTHS),), generator=generator).to(DEVICE)
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Attention over ranges of visible keys: each backend against the oracle, the tiles that are visited, bad input."""
+"""Tests attention over ranges of visible keys: all backends against the oracle, the visited tiles, bad input."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pytorch_and_its_gradients(case: Case) -> None:
 
 @pytest.mark.slow
 def test_a_block_of_a_larger_call(monkeypatch: Any) -> None:
-    """Windows go by places in the whole, ranges by the block's own keys. Gradients may be added to sums."""
+    """Windows depend on positions in the whole call, ranges on the block's own keys. Gradients may be added to sums."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, shape=(2, 4, 2, 90, 200), window=(90, 9), first_row=150, first_key=36)
     problem = make_problem(case)
@@ -93,7 +93,7 @@ def test_a_block_of_a_larger_call(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_dropout_has_the_bits_of_a_bool_mask(monkeypatch: Any) -> None:
-    """Uniform probabilities and one-hot values show in the output which weights are kept."""
+    """With uniform probabilities and one-hot values, the output shows which weights are kept."""
     use_small_tiles(monkeypatch)
     keys = 72
     case = Case(ranges=2, shape=(1, 2, 1, 50, keys), head_dims=(16, keys), dropout=0.35)
@@ -109,7 +109,7 @@ def test_dropout_has_the_bits_of_a_bool_mask(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
-    """Neither NaN nor large numbers in keys and values that no query sees reach a result."""
+    """NaN and infinity in keys and values that no query sees reach no result."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, shape=(1, 2, 1, 40, 80))
     problem = make_problem(case)
@@ -125,7 +125,7 @@ def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
 
 
 def test_pages() -> None:
-    """Of two sizes, one of them missing. The kernels are Triton's."""
+    """Pages of two sizes are read by Triton's kernels; one page is absent."""
     case = Case(ranges=3, lengths=((130, 70), (200, 290)), window=(120, 5), head_dims=(64, 64), dtype=torch.bfloat16)
     problem = make_problem(case)
     for page_size in (16, 5):
@@ -164,9 +164,9 @@ def test_pages() -> None:
             check_against_oracle(f"pages of {page_size}: {name}", *values)
 
 
-# --- the CUDA C++ forward kernels ------------------------------------------------------------------------------------
+# --- the CUDA C++ forward kernels -------------------------------------------------------------------------------------
 
-# More than one tile of rows and several of keys, of which some are full and some are empty.
+# Two or more tiles of rows and several of keys; some are full and some are empty.
 CUDA_CASES = [
     Case(ranges=2, shape=(2, 4, 2, 270, 401), ranges_shape=(1, 1), head_dims=(64, 64), sinks=True),
     Case(ranges=4, shape=(2, 2, 1, 200, 333), ranges_shape=(1, 0), head_dims=(128, 128), dtype=torch.bfloat16),
@@ -216,7 +216,7 @@ def test_cuda_forward(case: Case, gpu: int) -> None:
 
 
 def test_cuda_takes_a_view_of_any_numbers(gpu: int) -> None:
-    """Pairs of numbers that are not aligned to 8 bytes, and the largest scores."""
+    """Pairs of ranges need not be aligned to 8 bytes; the largest scores are right too."""
     case = Case(ranges=3, shape=(1, 2, 1, 70, 150), head_dims=(64, 64))
     problem = make_problem(case)
     ranges = problem.key_ranges
@@ -256,7 +256,7 @@ def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
 
 @only_emulated
 def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
-    """On the emulator, which counts the products."""
+    """The emulator counts the products."""
     case = Case(ranges=2, shape=(1, 2, 1, 64, 1000), head_dims=(64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -276,7 +276,7 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
     assert 0 < 3 * few < many
 
 
-# --- the CUDA C++ gradients ------------------------------------------------------------------------------------------
+# --- the CUDA C++ gradients -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
     ids=str,
 )
 def test_cuda_gradients(case: Case, gpu: int) -> None:
-    """They are added up in one order, to which the emulator holds the kernels."""
+    """The emulator checks that gradients are summed in one order."""
     problem = make_problem(case)
     with checked(seed=case.shape[-1]), launches.recorded() if EMULATED else contextlib.nullcontext([]) as found:
         result = run_ops(torch.ops.fastattn, case, problem)
@@ -325,7 +325,7 @@ def test_cuda_gradients_added_to_sums(gpu: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, slow(96), slow(128), slow(256)])
 def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> None:
-    """Tiles that all rows see whole, through their ranges and the window, take another path than others."""
+    """Tiles that all rows see whole, by ranges and window, take a path of their own."""
     options = {"window": (300, 90), "softcap": 9.0, "alibi": "head", "dropout": 0.2}
     case = Case(ranges=2, shape=(1, 2, 1, 200, 700), head_dims=(head_dim, head_dim), **options)
     problem = make_problem(case)
@@ -336,7 +336,7 @@ def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> 
 
 
 def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> None:
-    """The last tile of rows is not whole: what rows that do not exist would see of a NaN reaches no gradient."""
+    """The last row tile is partial: its rows beyond the tensor must not carry a masked NaN into a gradient."""
     case = Case(ranges=1, mask="float", shape=(1, 2, 1, 100, 300), head_dims=(64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None and problem.bias is not None
@@ -353,7 +353,7 @@ def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> Non
 
 @pytest.mark.parametrize("head_dim", [64, 128, slow(192)])
 def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
-    """The query heads of a KV head follow each other: one may begin where the one before has ended, or see nothing."""
+    """The query heads of a KV head follow each other: one may begin where the one before ended, or see nothing."""
     case = Case(ranges=1, shape=(1, 4, 1, 250, 270), ranges_shape=(0, 1), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -368,8 +368,8 @@ def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows", "keys", "a gap"])
 def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
-    """There are more than 32 tiles of rows, or of keys, so that their bits take several words. The last case has a gap
-    of more than 32 tiles within a head."""
+    """More than 32 tiles of rows, or of keys, need several words of bits. The last case has a gap of more than 32 tiles
+    within a head."""
     rows, keys = (20, 4400) if name == "keys" else (2240, 100)
     heads = (1, 1) if name == "keys" else (2, 1)
     case = Case(ranges=2, shape=(1, *heads, rows, keys), head_dims=(128, 128) if name == "keys" else (64, 64))
@@ -386,7 +386,7 @@ def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, slow(128), slow(192)])
 def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> None:
-    """It spoils the rows that see it, and the gradients of what these see, but of no other key."""
+    """NaN reaches the rows that see the key and the gradients of all keys that these rows see, but of no other key."""
     case = Case(ranges=1, shape=(1, 2, 1, 64, 600), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -427,7 +427,7 @@ def test_cuda_gradients_of_what_ranges_hide(head_dim: int, options: dict[str, An
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu: int) -> None:
-    """Where sequences overlap, they write the same bits of tiles: no CTA waits for one that does not come."""
+    """Overlapping sequences write the same words of tile bits, and no CTA waits for one that never comes."""
     case = Case(ranges=2, lengths=((100, 140, 20), (650, 140, 60)), head_dims=(64, 64))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -449,7 +449,7 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
 @only_emulated
 @pytest.mark.parametrize("head_dim", [64, slow(128), slow(256)])
 def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
-    """The emulator counts the products of one tile, of a line of tiles, of a column, and of all tiles."""
+    """The emulator counts the products of one tile, of a row of tiles, of a column, and of all tiles."""
     case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
     problem = make_problem(case)
     assert problem.key_ranges is not None
@@ -479,7 +479,7 @@ TILE = AttentionTile(16, 32, num_warps=4, num_stages=1)
 
 
 def tiles_of(case: Case, ranges: Tensor, of_keys: bool, offsets: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Returns the lists that the kernels get."""
+    """Returns the lists of tiles that the kernels get."""
     batch, heads, _, rows, keys = case.shape
     packed = offsets is not None
     sizes = {"query": (rows, heads, 16), "key": (keys, heads, 16)} if packed else {}
@@ -504,7 +504,7 @@ def tiles_of(case: Case, ranges: Tensor, of_keys: bool, offsets: tuple[Tensor, T
 
 
 def expected_tiles(seen: Tensor, of_keys: bool) -> list[list[int]]:
-    """Returns the list of each line of tiles of a mask ``[Sq, Sk]``."""
+    """Returns the list of each row of tiles of a mask ``[Sq, Sk]``, or of each column if ``of_keys``."""
     lines = [part.split(TILE.block_n, dim=1) for part in seen.split(TILE.block_m)]
     lines = list(zip(*lines, strict=True)) if of_keys else lines
     lists = []
@@ -557,7 +557,7 @@ def test_lists_of_packed_sequences() -> None:
 
 
 def test_places_out_of_range_are_absent(monkeypatch: Any) -> None:
-    """On a GPU nobody reads ranges and offsets back: what lies outside counts as absent and is not read."""
+    """On a GPU nobody reads ranges and offsets back: numbers out of range count as absent and read no memory."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, shape=(1, 2, 1, 20, 70))
     problem = make_problem(case)
@@ -574,8 +574,7 @@ def test_places_out_of_range_are_absent(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_wrong_offsets_lead_nowhere(monkeypatch: Any) -> None:
-    """Sequences that overlap write the same rows, and the same lists of tiles. Nothing outside of the tensors is
-    touched."""
+    """Sequences that overlap write the same rows and the same lists of tiles, but nothing outside of the tensors."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, lengths=((30, 40, 20), (50, 40, 60)))
     problem = make_problem(case)
@@ -674,7 +673,7 @@ def test_gradients_by_finite_differences() -> None:
 
 
 def test_explain_says_how_much_is_computed() -> None:
-    """Of a dense call, and of two packed sequences of which one sees nothing."""
+    """`explain` counts the tiles of a dense call, and of two packed sequences of which one sees no key."""
     rows, keys = 300, 520
     query, key = (torch.zeros(1, 1, size, 16, dtype=torch.float16, device=DEVICE) for size in (rows, keys))
     ranges = masks.window_and_global(keys, (40, 0), 10, device=DEVICE)[:, :, -rows:]

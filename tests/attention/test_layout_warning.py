@@ -1,4 +1,4 @@
-"""The warning about tensors that seem to be ``[B, S, H, D]``: a causal mask would cut their heads like tokens."""
+"""Tests the warning about tensors that look like ``[B, S, H, D]``, whose heads a causal mask would mask like tokens."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_heads_that_are_taken_for_queries_are_told_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("query", "key", "causal"),
     [
-        ((2, 8, 20, 16), (2, 2, 10, 16), True),  # heads are grouped where they belong
-        ((2, 4, 20, 16), (2, 4, 9, 16), True),  # no number of key heads that goes with 20
-        ((2, 4, 512, 16), (2, 4, 256, 16), True),  # more than heads
+        ((2, 8, 20, 16), (2, 2, 10, 16), True),  # grouped query heads
+        ((2, 4, 20, 16), (2, 4, 9, 16), True),  # 20 heads are no multiple of 9
+        ((2, 4, 512, 16), (2, 4, 256, 16), True),  # too many for heads
         ((2, 4, 20, 16), (2, 4, 0, 16), True),
         ((2, 4, 2, 16), (2, 4, 8, 16), True),
-        ((2, 20, 8, 16), (2, 20, 2, 16), False),  # nothing is cut
+        ((2, 20, 8, 16), (2, 20, 2, 16), False),  # nothing is masked
     ],
     ids=str,
 )

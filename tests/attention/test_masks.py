@@ -1,4 +1,4 @@
-"""Ranges of visible keys that `fastattn.masks` makes, against the masks that they stand for."""
+"""Compares the ranges of visible keys that `fastattn.masks` makes with the masks that they represent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_documents(causal: bool) -> None:
     assert not padded[8:].any() and not padded[:, 8:].any()
     cut = masks.documents(torch.tensor([2, 4, 9], dtype=torch.int32), causal=causal, seqlen=6)
     assert not masks.to_bool(cut, 6)[0, 0, :2].any() and masks.to_bool(cut, 6)[0, 0, 2:].diagonal(2).all()
-    fastattn.attention(*(torch.ones(1, 1, 6, 8) for _ in range(3)), key_ranges=cut)  # which checks the ranges
+    fastattn.attention(*(torch.ones(1, 1, 6, 8) for _ in range(3)), key_ranges=cut)  # checks the ranges
 
 
 def test_documents_see_what_packed_sequences_see() -> None:
@@ -82,7 +82,7 @@ def test_window_and_global(window: tuple[int, int], num_global: int, causal: boo
     found = masks.window_and_global(size, window, num_global, causal=causal)
     assert torch.equal(masks.to_bool(found, size)[0, 0], expected)
     tensors = [torch.ones(1, 1, size, 8) for _ in range(3)]
-    fastattn.attention(*tensors, key_ranges=found)  # the ranges do not overlap, which is checked on a CPU
+    fastattn.attention(*tensors, key_ranges=found)  # checks on the CPU that ranges do not overlap
 
 
 def test_tree() -> None:
@@ -123,7 +123,7 @@ def test_from_bool_names_the_first_query() -> None:
 
 
 def test_from_block_mask() -> None:
-    """Full, partial and absent blocks, over two heads, where the last ones are cut."""
+    """Blocks are full, partial or absent, over two heads; the last blocks are cut off."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     document = torch.tensor([0] * 70 + [1] * 130)

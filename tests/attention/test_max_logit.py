@@ -1,4 +1,4 @@
-"""The largest score of each head (``return_max_logit``): every backend against the formula in float64."""
+"""Tests the largest score of each head (``return_max_logit``) of every backend against the formula in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (
 
 @pytest.fixture(params=["sm_80", "sm_90", "triton", "torch"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The backend in force; the first two are the CUDA C++ kernels of these."""
+    """Forces a backend and yields its name; "sm_80" and "sm_90" are the CUDA C++ kernels of that architecture."""
     if request.param == "torch":
         with fastattn.use_backend("torch"):
             yield "torch"
@@ -67,7 +67,7 @@ def make(
     head_dims: tuple[int, int] = (64, 64),
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, torch.Generator]:
-    """Scores that are all negative: a row or key that does not exist would win with its 0."""
+    """Draws tensors whose scores are all negative: a row or key beyond the tensors, with score 0, would win."""
     generator = torch.Generator().manual_seed(seed + rows + keys + head_dims[0])
     query = torch.rand(2, heads[0], rows, head_dims[0], generator=generator) + 0.5
     key = -torch.rand(2, heads[1], keys, head_dims[0], generator=generator) - 0.1
@@ -94,7 +94,7 @@ def options_of(name: str, query: Tensor, key: Tensor, generator: torch.Generator
 
 
 def check(tensors: tuple[Tensor, ...], options: dict[str, Any], function: str = "attention", **others: Any) -> Tensor:
-    """Calls ``function``, whose other results have to stay what they are; returns the largest scores."""
+    """Returns the largest scores of ``function``, and checks that its other results are the same without them."""
     attend, formula = getattr(fastattn, function), getattr(reference, function)
     with checked():
         out, lse, max_logit = attend(*tensors, return_lse=True, return_max_logit=True, **options, **others)
@@ -130,14 +130,14 @@ def test_every_head_dim(head_dims: tuple[int, int], backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (3, 3)], ids=str)
 def test_few_rows_over_many_keys(heads: tuple[int, int], backend: str) -> None:
-    """CTAs that share the keys of a tile find their maxima each for themselves; heads are not packed into rows."""
+    """CTAs that split the keys of a tile each find a maximum. Heads are not packed into rows."""
     query, key, value, _ = make(heads, rows=5, keys=3000)
     check((query, key, value), CAUSAL)
 
 
 @pytest.mark.slow
 def test_signs_and_infinities(backend: str) -> None:
-    """Negative, zero, positive and infinite scores of many CTAs, in the order in which they come."""
+    """Many CTAs find negative, zero, positive and infinite scores, in any order."""
     query, key, value, generator = make(rows=300, keys=150)
     query = torch.randn(query.shape, generator=generator).to(query)
     key = torch.randn(key.shape, generator=generator).to(key)
@@ -163,7 +163,7 @@ def test_signs_and_infinities(backend: str) -> None:
 @pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 @pytest.mark.parametrize("heads", [(4, 2), pytest.param((3, 3), marks=pytest.mark.slow)], ids=str)
 def test_clusters_of_two_ctas(heads: tuple[int, int]) -> None:
-    """Two heads side by side, or two tiles of rows: each CTA knows its own."""
+    """The CTAs of a pair have two heads, or two tiles of rows of one head; each finds its own maximum."""
     query, key, value, _ = make(heads, rows=512, keys=200, head_dims=(128, 128))
     with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), launches.recorded() as found:
         check((query, key, value), {})
@@ -172,14 +172,14 @@ def test_clusters_of_two_ctas(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("options", ["plain", "causal", "softcap"])
 def test_packed_sequences(options: str, backend: str) -> None:
-    lengths = (3, 0, 140, 17), (90, 5, 141, 0)  # with one that has no rows, and one that has no keys
+    lengths = (3, 0, 140, 17), (90, 5, 141, 0)  # one sequence has no rows, and one has no keys
     rows, keys = (sum(some) for some in lengths)
     query, key, value, generator = make(rows=rows, keys=keys)
     packed = tuple(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     others = (offsets(lengths[0]), offsets(lengths[1]), max(lengths[0]), max(lengths[1]))
     drawn = options_of(options, query, key, generator)
     max_logit = check((*packed, *others), drawn, "attention_varlen")
-    for_each = []  # of the sequences, by themselves
+    for_each = []  # each sequence alone
     for (first_row, end_row), (first_key, end_key) in zip(
         itertools.pairwise(others[0].tolist()), itertools.pairwise(others[1].tolist()), strict=True
     ):
@@ -217,10 +217,10 @@ def test_pages(backend: str) -> None:
 
 @pytest.mark.slow
 def test_what_nobody_sees_does_not_count(backend: str) -> None:
-    """The largest products by far stand where no row looks; NaN counts as nothing; a head may see nothing at all."""
+    """The largest products are masked, NaN counts as nothing, and a head may see nothing at all."""
     query, key, value, _ = make(rows=64, keys=128)
     clean = check((query, key, value), {"window": (10, 0)})
-    key[:, :, :50] = 100.0  # left of the window of the first row, which stands at key 64
+    key[:, :, :50] = 100.0  # left of the window of the first row, whose position is key 64
     torch.testing.assert_close(check((query, key, value), {"window": (10, 0)}), clean, rtol=0, atol=0)
     query[:, 0, 3] = math.nan
     results = fastattn.attention(query, key, value, window=(10, 0), return_max_logit=True)

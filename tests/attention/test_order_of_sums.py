@@ -1,6 +1,5 @@
-"""The order in which the backward kernels add up gradients that several CTAs share: deterministic ones add in one order
-alone, which the emulator checks (``ordered_sums``), and a fault that opens the order is found at every seed.
-"""
+"""Tests the order in which backward kernels sum gradients to which several CTAs add. Deterministic kernels have one
+order, which the emulator checks (``ordered_sums``). A planted fault that allows other orders is found at every seed."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ pytestmark = [*MARKS, only_emulated]
 
 SEEDS = range(3)
 CAUSAL = (-1, 0)
-KERNELS = "attention_backward_key_value"  # all for dK and dV, which add dQ up
-# Each has more than one tile of keys.
+KERNELS = "attention_backward_key_value"  # all kernels for dK and dV, which also sum dQ
+# All have more than one tile of keys.
 HEAD_DIMS = {80: (32, 64, 128, 256), 90: (64, 128, 192, 256)}
 EACH = [(arch, head_dim) for arch, head_dims in HEAD_DIMS.items() for head_dim in head_dims]
 each_kernel = pytest.mark.parametrize(("arch", "head_dim"), EACH, ids=[f"sm{arch}-{dim}" for arch, dim in EACH])
@@ -32,8 +31,8 @@ each_kernel = pytest.mark.parametrize(("arch", "head_dim"), EACH, ids=[f"sm{arch
 SHAPES = [(1, (-1, -1)), (2, CAUSAL), (1, CAUSAL), (2, (-1, -1))]  # query heads of a KV head, window
 
 
-# Where the other CTAs begin late, one may add up all of a head's few tiles of keys, whose order is then fixed: of 100
-# seeds 7 did so with 300 keys of 128 dims, none with 600.
+# If the other CTAs begin late, one CTA may sum all of a head's few key tiles, in a fixed order: with 300 keys of 128
+# dims it did so for 7 of 100 seeds, with 600 keys for none.
 MANY_KEYS = 600
 
 

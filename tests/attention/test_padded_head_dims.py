@@ -1,4 +1,4 @@
-"""Head dims between those that the kernels take: padded by the public functions, in every kernel backend."""
+"""Tests head dims between those of the kernels: the public functions pad them, in every kernel backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inputs(head_dim: int, value_dim: int, **options: Any) -> tuple[Tensor, Tenso
 
 
 def results(function: Any, leaves: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Output, lse and the gradients of both."""
+    """Returns output, lse and the gradients of both."""
     out, lse = function(*leaves)
     weights = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=DEVICE).view(t.shape) for t in (out, lse)]
     return [out, lse, *torch.autograd.grad((out, lse), leaves, weights)]
@@ -43,7 +43,7 @@ def results(function: Any, leaves: tuple[Tensor, Tensor, Tensor]) -> list[Tensor
 
 @pytest.mark.parametrize("dims", [(1, 1), (4, 20), (20, 16), (61, 64), (63, 63), (100, 36)], ids=str)
 def test_results_are_those_of_the_reference(dims: tuple[int, int], backend: str) -> None:
-    """Of 1 and 4 dims for Triton too, which pads them to 16; 61 and 63 become 64, the native kernel without options."""
+    """Triton pads 1 and 4 dims to 16. 61 and 63 become 64, which the native kernel without options takes."""
     leaves = inputs(*dims)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
@@ -61,7 +61,7 @@ def test_results_are_those_of_the_reference(dims: tuple[int, int], backend: str)
 
 
 def test_the_drop_in_and_packed_sequences(backend: str) -> None:
-    """The same rows by three functions; the default scale is that of the head dim that the user sees."""
+    """Three functions give the same rows; the default scale is that of the head dim before padding."""
     query, key, value = (tensor.detach()[:1] for tensor in inputs(20, 36))
     out = fastattn.attention(query, key, value)
     drop_in = fastattn.scaled_dot_product_attention(query, key, value, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""The drop-in against torch's own function: results, gradients, dtype, shape, layout and errors."""
+"""Compares the drop-in with torch's own function: results, gradients, dtype, shape, layout and errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from oracle import check_against_oracle
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 SEED = 20
-KERNELS = "cuda" if HAS_KERNELS else "triton"  # which compiles for seconds
+KERNELS = "cuda" if HAS_KERNELS else "triton"  # Triton compiles for seconds
 torch_sdpa = F.scaled_dot_product_attention
 
-# name: query, key, value shapes; mask shape or None; keyword arguments
+# name: (query shape, key shape, value shape, mask shape or None, keyword arguments)
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, dict[str, Any]]] = {
     "2d": ((5, 16), (7, 16), (7, 24), None, {}),
     "3d": ((2, 5, 16), (2, 7, 16), (2, 7, 16), None, {}),
@@ -69,7 +69,7 @@ def on_the_kernels_device() -> Iterator[None]:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Forced, so that neither can stand in for the other."""
+    """Returns the backend to force, so that no other can run in its place."""
     return str(request.param)
 
 
@@ -86,7 +86,7 @@ def draw(case: str, dtype: torch.dtype, mask_kind: str) -> tuple[list[Tensor], T
 
 
 def run(function: Any, tensors: list[Tensor], mask: Tensor | None, options: dict[str, Any]) -> list[Tensor]:
-    """The output and the gradient of every floating input."""
+    """Returns the output and the gradient of every floating input."""
     inputs = [t.detach().clone().requires_grad_() for t in tensors]
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.detach().clone().requires_grad_()
@@ -106,7 +106,7 @@ def composite(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's documented formula, every intermediate in the inputs' dtype: what a kernel is measured by."""
+    """Computes torch's documented formula with intermediates in the inputs' dtype: its error is the kernels' bound."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -179,9 +179,9 @@ def test_views_of_any_kind(which: str, backend: str) -> None:
 
 
 def test_finite_mask_values_are_numbers(backend: str) -> None:
-    """A row of ``finfo.min`` attends to everything alike; it is not masked out.
+    """A row of ``finfo.min`` attends to all keys equally; it is not masked out.
 
-    In bfloat16, whose least number swallows every score; float16's does not.
+    This needs bfloat16, whose ``finfo.min`` absorbs every score; float16's does not.
     """
     torch.manual_seed(SEED)
     query, key, value = (torch.randn(1, 1, 4, 16, dtype=torch.bfloat16) for _ in range(3))
@@ -191,7 +191,7 @@ def test_finite_mask_values_are_numbers(backend: str) -> None:
     with fastattn.use_backend(backend):
         out = fastattn.scaled_dot_product_attention(query, key, value, mask)
     torch.testing.assert_close(out[0, 0, 0], value[0, 0].mean(0))
-    exact = torch_sdpa(query.float(), key.float(), value.float(), mask.float())  # whose numbers that one swallows, too
+    exact = torch_sdpa(query.float(), key.float(), value.float(), mask.float())  # it absorbs float32 scores, too
     check_against_oracle("out", out, exact.double(), torch_sdpa(query, key, value, mask))
 
 
@@ -200,7 +200,7 @@ def test_fully_masked_rows_are_zero_with_zero_gradients(backend: str) -> None:
     inputs = [torch.randn(1, 2, 4, 16, dtype=torch.float16, requires_grad=True) for _ in range(3)]
     mask = torch.ones(4, 4, dtype=torch.bool)
     mask[1] = False
-    # cuDNN, which torch prefers on a Hopper GPU, gets the least number for what is masked, not -inf.
+    # On Hopper torch prefers cuDNN, which gives masked scores the least number instead of -inf.
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with fastattn.use_backend(backend), sdpa_kernel(others):
         out = fastattn.scaled_dot_product_attention(*inputs, attn_mask=mask)
@@ -269,7 +269,7 @@ def test_every_dtype_on_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_dropout_zeroes_and_rescales() -> None:
-    """With equal scores and the identity as values, the output is the dropped-out probability matrix itself."""
+    """With equal scores and the identity as values, the output is the dropped-out probability matrix."""
     size, p = 32, 0.25
     query = torch.zeros(1, 2, size, size, dtype=torch.float16)
     value = torch.eye(size, dtype=torch.float16).expand(1, 2, size, size)

@@ -1,7 +1,7 @@
-"""CTAs that share the keys of a tile of query rows, where there are fewer tiles than CTAs: shares, and the merge.
+"""Tests CTAs that split the keys of a tile of query rows, where there are fewer tiles than CTAs, and their merge.
 
-As PTX on an emulated GPU whose number of SMs the tests choose; the report says whether a merge took place. A GPU has as
-many SMs as it has: there, results alone are checked.
+On the emulator the tests choose the number of SMs, and the report shows whether a merge took place. A real GPU has a
+fixed number of SMs: only results are checked there.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def test_few_queries_over_many_keys(window: tuple[int, int], head_dims: tuple[in
 @pytest.mark.slow
 @pytest.mark.parametrize("num_sms", [2, 3, 5, 9, 17, 40, 78])
 def test_parts_of_one_tile(num_sms: int) -> None:
-    """From two parts on: with 5 and with 17 the merge takes one more step. So many SMs have 49."""
+    """A tile has 2 splits or more: 49 with 78 SMs. From 5 and from 17 splits on, the merge takes one more step."""
     check(Case(shape=(1, 1, 1, 20, 128 * 5 * 78 // 2 + 3), head_dims=(128, 128)), num_sms, seed=num_sms)
 
 
 @pytest.mark.parametrize("num_sms", [4, 5, 7])
 @pytest.mark.parametrize("rows", [129, 300, 500])
 def test_shares_that_begin_and_end_inside_of_tiles(rows: int, num_sms: int) -> None:
-    """Under a causal mask tiles differ in length."""
+    """Under a causal mask, tiles differ in length."""
     check(Case(shape=(1, 1, 1, rows, 3000), head_dims=(64, 48), window=CAUSAL), num_sms, seed=rows)
 
 
@@ -63,7 +63,7 @@ def test_shares_that_begin_and_end_inside_of_tiles(rows: int, num_sms: int) -> N
 @pytest.mark.parametrize(
     ("lengths", "head_dim"),
     [
-        (((40, 1, 0, 200, 7), (1500, 5, 30, 200, 0)), 64),  # a long one among short ones; no rows; rows without keys
+        (((40, 1, 0, 200, 7), (1500, 5, 30, 200, 0)), 64),  # a long one among short ones; no rows; no keys
         (((40, 1, 0, 200, 7), (1500, 5, 30, 200, 0)), 128),
         (((0, 0, 33), (0, 900, 2000)), 64),
         (((130, 260), (2500, 100)), 128),
@@ -75,7 +75,7 @@ def test_packed_sequences_of_unlike_lengths(lengths: tuple[tuple[int, ...], ...]
     case = Case(
         shape=(1, 2, 2, 0, 0), head_dims=(head_dim, head_dim), lengths=(query_lengths, key_lengths), window=CAUSAL
     )
-    for num_sms in (5, 6):  # alone, and in clusters of two where the bounds of all lengths fill the GPU
+    for num_sms in (5, 6):  # without clusters, and in clusters of two where the bounds of all lengths fill the GPU
         check(case, num_sms, seed=num_sms)
 
 
@@ -86,7 +86,7 @@ def test_more_packed_sequences_than_lanes() -> None:
 
 @only_emulated
 def test_pairs_of_ctas_share_keys_with_other_pairs() -> None:
-    """Two tiles of rows side by side, of which the second has no rows in one sequence."""
+    """A pair of CTAs has two tiles of rows; in one sequence the second tile has no rows."""
     case = Case(lengths=((200, 100), (4000, 100)), shape=(1, 1, 1, 0, 0), head_dims=(128, 128))
     with launches.recorded() as found:
         check(case, num_sms=4)
@@ -98,7 +98,7 @@ def test_pairs_of_ctas_share_keys_with_other_pairs() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(shape=(1, 2, 1, 100, 400)),  # a merge takes as long as what it would save
+        Case(shape=(1, 2, 1, 100, 400)),  # a merge takes as long as it would save
         Case(shape=(1, 8, 1, 192, 2000)),  # a tile for every CTA
         Case(shape=(1, 8, 1, 700, 2000)),
     ],
@@ -137,7 +137,7 @@ def test_options(case: Case, head_dims: tuple[int, int]) -> None:
     ids=str,
 )
 def test_options_on_sm_80(case: Case, head_dim: int) -> None:
-    """Two tiles of rows, of which the second has a few."""
+    """There are two tiles of rows, and the second has few."""
     case = replace(case, shape=(1, 2, 2, 70, 1000), head_dims=(head_dim, head_dim), seed=head_dim)
     check(case, num_sms=8, architecture=80, seed=head_dim)
 
@@ -145,7 +145,7 @@ def test_options_on_sm_80(case: Case, head_dim: int) -> None:
 @pytest.mark.slow
 @each_architecture
 def test_dropout_drops_the_same_where_keys_are_shared(architecture: int) -> None:
-    """Values that tell which keys a row has: one column of its own for each, for 256 of them at a time."""
+    """One-hot values show which keys a row attends to, for 256 keys at a time."""
     case = Case(shape=(1, 2, 2, 20, 768), head_dims=(64, 256), dropout=0.4, seed=9)
     problem = make_problem(case)
     problem.query.zero_()
@@ -198,7 +198,7 @@ def test_tiles_stay_whole_on_sm_80() -> None:
 
 @each_architecture
 def test_keys_in_pages(architecture: int) -> None:
-    """Chunked prefill: a few new queries over long caches."""
+    """This is chunked prefill: a few new queries over long caches."""
     generator = torch.Generator().manual_seed(3)
     lengths, page_size = torch.tensor([2000, 1, 37], dtype=torch.int32, device=DEVICE), 16
     k_cache, v_cache = (torch.randn(200, 2, page_size, 64, generator=generator).half().to(DEVICE) for _ in range(2))
@@ -219,7 +219,7 @@ def test_keys_in_pages(architecture: int) -> None:
 @each_architecture
 @pytest.mark.parametrize("of_cache", [False, True], ids=["attention_varlen", "attention_with_kv_cache"])
 def test_batch_invariant_bits(of_cache: bool, architecture: int) -> None:
-    """A sequence alone, whose keys fill a GPU, and beside others: only with the option its keys are never shared."""
+    """A sequence fills the GPU alone, or runs with others. Only with batch_invariant are its keys never split."""
     generator = torch.Generator().manual_seed(5)
     lengths, num_queries = (2000, 3, 600), 70
     query = torch.randn(3, 2, num_queries, 64, generator=generator).half().to(DEVICE)
@@ -245,7 +245,7 @@ def test_batch_invariant_bits(of_cache: bool, architecture: int) -> None:
                 results.append(attend(batch, batch_invariant))
             assert (merges(found) > 0) == (not batch_invariant) or not EMULATED
         assert torch.equal(*results) or not batch_invariant
-        if EMULATED:  # whose shares differ with so few SMs
+        if EMULATED:  # with so few SMs, the splits differ
             assert torch.equal(*results) == batch_invariant
 
 
@@ -256,7 +256,7 @@ def test_parts_whose_maxima_lie_far_apart(magnitude: float) -> None:
 
 @each_architecture
 def test_masked_keys_have_no_influence(architecture: int) -> None:
-    """A NaN that no row of a part sees, in any part."""
+    """NaN is in keys that no row sees; it must not reach the result of any split."""
     generator = torch.Generator().manual_seed(7)
     query, key, value = (
         torch.randn(1, 1, length, 64, generator=generator).half().to(DEVICE) for length in (30, 2000, 2000)
@@ -286,13 +286,13 @@ def window_arguments(query: Tensor, key: Tensor, value: Tensor, left: int) -> tu
     ids=str,
 )
 def test_who_comes_last_has_no_influence(case: Case, architecture: int, dtype: torch.dtype) -> None:
-    """On the emulator, the order of CTAs and warps is drawn from the seed."""
+    """On the emulator, the seed decides the order of CTAs and warps."""
     case = replace(case, dtype=dtype, seed=11)
     with emulated(architecture, num_sms=20 if architecture == 90 else 10) as found:
         first, again = run(case, seed=1), run(case, seed=2)
         assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
     for launched in found:
-        assert merges([launched]) >= 8  # tiles of four parts and more
+        assert merges([launched]) >= 8  # tiles of at least four splits
     compare(case, make_problem(case), first, names=("out", "lse"))
 
 

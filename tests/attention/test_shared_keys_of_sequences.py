@@ -1,4 +1,4 @@
-"""CTAs that share keys, where lengths in device memory say nonsense, or that there are no rows or keys."""
+"""Tests CTAs that split keys, where lengths in device memory are nonsense, or there are no rows or keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = ((40, 30, 20), (2000, 900, 300))  # 90 queries and 3200 keys
 
 
 def ranges(cu_seqlens: tuple[int, ...], total: int, most: int) -> list[range]:
-    """The rows that are taken for those of each sequence, whatever the offsets say."""
+    """Returns the rows that count as each sequence's, for any offsets."""
     found = []
     for begin, end in itertools.pairwise(cu_seqlens):
         first = min(max(begin, 0), total)
@@ -37,7 +37,7 @@ def ranges(cu_seqlens: tuple[int, ...], total: int, most: int) -> list[range]:
     ("offsets_q", "offsets_k"),
     [
         ((0, 40, 70, 90), (0, 2000, 5000, 3200)),  # beyond the tensor
-        ((0, 40, 70, 90), (0, 2000, 500, 3200)),  # decreasing, then longer than the longest
+        ((0, 40, 70, 90), (0, 2000, 500, 3200)),  # decreasing, then longer than max_seqlen_k
         ((0, 40, 70, 90), (0, 2000, 2900, -1)),
         ((-5, 40, 70, 2**31 - 1), (-(2**31), 2000, 2900, 2**31 - 1)),
         ((0, 40, 2**31 - 1, 70), (0, 2000, 2900, 3200)),
@@ -48,7 +48,7 @@ def ranges(cu_seqlens: tuple[int, ...], total: int, most: int) -> list[range]:
 def test_offsets_are_not_trusted(
     offsets_q: tuple[int, ...], offsets_k: tuple[int, ...], softcap: float, architecture: int
 ) -> None:
-    """Nothing outside of the tensors is touched, and the result is that of the rows that they do have."""
+    """Nothing outside of the tensors is touched, and the result is that of the rows within them."""
     case = Case(lengths=LENGTHS, shape=(1, 2, 1, 0, 0), head_dims=(64, 64), window=CAUSAL, softcap=softcap, seed=13)
     problem = make_problem(case)
     problem.max_seqlens = (50, 2000)
@@ -74,7 +74,7 @@ def test_offsets_are_not_trusted(
 @each_architecture
 @pytest.mark.parametrize("offsets_q", [(0, 40, 10, 90), (60, 2**31 - 1, -1, 90), (90, 0, 90, 0)], ids=str)
 def test_sequences_that_overlap(offsets_q: tuple[int, ...], architecture: int) -> None:
-    """Two of them write the same rows: some numbers, nowhere else."""
+    """Two sequences write the same rows, to some result. Nothing else is written."""
     case = Case(lengths=LENGTHS, shape=(1, 2, 1, 0, 0), head_dims=(64, 64), window=CAUSAL, seed=14)
     problem = make_problem(case)
     problem.max_seqlens = (90, 2000)
@@ -89,14 +89,14 @@ def test_sequences_that_overlap(offsets_q: tuple[int, ...], architecture: int) -
 @pytest.mark.parametrize(
     "offsets_k",
     [
-        (0, 2000, 1500, 1800),  # fewer than none
-        (-7, 1993, 1993, 2**31 - 1),  # more than there are pages
+        (0, 2000, 1500, 1800),  # a negative length
+        (-7, 1993, 1993, 2**31 - 1),  # longer than the pages
         (2**31 - 1, -(2**31), 1900, -1900),  # differences beyond 32 bits
     ],
     ids=str,
 )
 def test_offsets_of_keys_in_pages_are_not_trusted(offsets_k: tuple[int, ...], architecture: int) -> None:
-    """Differences are numbers of keys: those below none are taken for none, and those above the most for the most."""
+    """Differences of offsets are lengths, which are clamped to between 0 and the maximum."""
     generator = torch.Generator().manual_seed(17)
     query = torch.randn(90, 2, 64, generator=generator).half().to(DEVICE)
     k_pages, v_pages = (torch.randn(200, 2, 16, 64, generator=generator).half().to(DEVICE) for _ in range(2))
@@ -118,9 +118,9 @@ def test_offsets_of_keys_in_pages_are_not_trusted(offsets_k: tuple[int, ...], ar
 @pytest.mark.parametrize(
     "lengths",
     [
-        ((40, 30, 20), (2000, 0, 900)),  # no keys, among sequences that are cut
-        ((1, 1, 1, 1), (2000, 0, 1, 300)),  # a row each
-        ((0, 40, 0), (2000, 1500, 0)),  # and no rows
+        ((40, 30, 20), (2000, 0, 900)),  # no keys, among sequences whose keys are split
+        ((1, 1, 1, 1), (2000, 0, 1, 300)),  # one row per sequence
+        ((0, 40, 0), (2000, 1500, 0)),  # no rows
     ],
     ids=str,
 )

@@ -1,6 +1,6 @@
-"""The gradient of ALiBi slopes in CUDA C++ and in Triton, with every option that a score can have beside them.
+"""Tests the gradient of ALiBi slopes in CUDA C++ and in Triton, with every other option of scores.
 
-On a GPU where there is one, else on the emulator, with all of its checks.
+It runs on a GPU if there is one, else on the emulator, with all of its checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cuda_kernels import EMULATED, HAS_KERNELS, IS_HOPPER, NO_KERNELS, checked, 
 from fastattn import native
 from kernel_device import DEVICE
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import device, launches
 
 pytest.importorskip("triton")
@@ -64,14 +64,14 @@ def check(case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
     off = slopes_error(case, problem, found, oracle)
     assert off <= 5, f"{case}: {off:.1f} standard deviations"
     proof.compared()
-    # The bound is no wider than the gradients themselves, or else nothing would be tested.
+    # The bound must be narrower than the gradients themselves: zeros must fail.
     assert slopes_error(case, problem, found | {"grad_slopes": torch.zeros_like(found["grad_slopes"])}, oracle) > 20
 
 
 CASES = [
     Case(alibi="head", shape=(2, 2, 1, 141, 101)),
     Case(alibi="batch", shape=(2, 3, 3, 70, 133), window=CAUSAL, head_dims=(40, 24), dtype=torch.bfloat16),
-    Case(alibi="batch", shape=(1, 2, 1, 133, 70), window=CAUSAL),  # the first rows see nothing
+    Case(alibi="batch", shape=(1, 2, 1, 133, 70), window=CAUSAL),  # the first rows see no key
     Case(alibi="head", shape=(1, 2, 2, 150, 140), window=(40, 9), softcap=2.0, sinks=True, dropout=0.3, grad_lse=True),
     Case(alibi="head", shape=(1, 2, 1, 65, 129), mask="inf", head_dims=(128, 72)),
     Case(alibi="head", shape=(2, 2, 1, 65, 65), mask="bool", mask_shape=(1, 0, 1, 1), window=(30, -1)),
@@ -106,7 +106,7 @@ def test_slopes_of_zero_have_a_gradient_too(backend: str) -> None:
 
 @each_backend
 def test_what_no_row_sees_may_be_nan(backend: str) -> None:
-    """Keys that a window hides, in tiles that rows see."""
+    """The NaN keys are hidden by the window, in tiles that rows see."""
     case = Case(alibi="head", shape=(1, 2, 1, 70, 90), window=(-1, 0), first_row=0)
     problem = make_problem(case)
     problem.key[:, :, 70:] = problem.value[:, :, 70:] = 0.0
@@ -132,7 +132,7 @@ def test_the_same_bits_in_every_launch() -> None:
 
 
 def launch_of(case: Case) -> Any:
-    """What the emulator says of the one launch of the CUDA C++ kernel."""
+    """Returns the emulator's report of the one launch of the CUDA C++ kernel."""
     with launches.recorded() as found:
         run("cuda", case)
     (report,) = (each.report for each in found if "attention_backward_slopes_sm80" in each.report.kernel)
@@ -148,7 +148,7 @@ def test_shared_memory_without_conflicts(head_dim: int) -> None:
 
 @only_emulated
 def test_tiles_that_no_row_sees_are_not_visited() -> None:
-    """A window of 8 keys over 500: two tiles of keys for each of rows but the first, and two products in each."""
+    """With a window of 8 keys of 500, each row tile but the first sees two key tiles; each takes two products."""
     (work,) = launch_of(
         Case(alibi="head", window=(8, 0), shape=(1, 1, 1, 500, 500), head_dims=(64, 64))
     ).tensor_core.values()
@@ -170,7 +170,7 @@ def test_a_gradient_nobody_asked_for_is_not_computed(backend: str) -> None:
 @pytest.mark.slow
 @each_backend
 def test_slopes_of_all_are_the_sum_of_those_of_each(backend: str) -> None:
-    """Also through the public function, for slopes ``[Hq]`` and in another dtype."""
+    """The public function, slopes ``[Hq]`` and another dtype work, too."""
     case = Case(alibi="head", shape=(3, 2, 1, 30, 40), window=CAUSAL)
     problem = make_problem(case)
     of_all = run_public(case, problem, backend)["grad_slopes"]
@@ -187,7 +187,7 @@ def test_slopes_of_all_are_the_sum_of_those_of_each(backend: str) -> None:
 @pytest.mark.slow
 @each_backend
 def test_finite_differences(backend: str) -> None:
-    """Of a sum of the public function's results in 16 bits, over a step that is large beside their rounding."""
+    """Compares with differences of a sum of 16-bit results, over a step that is large against their rounding."""
     case = Case(alibi="head", shape=(1, 2, 1, 60, 60), window=CAUSAL)
     problem = make_problem(case)
     slopes = torch.tensor([0.1, 0.3], device=DEVICE, requires_grad=True)
@@ -196,7 +196,7 @@ def test_finite_differences(backend: str) -> None:
         out = fastattn.attention(
             problem.query, problem.key, problem.value, causal=True, alibi_slopes=given, softcap=5.0
         )
-        return (out.double() * problem.grad_out.double()).sum((0, 2, 3))  # of each head
+        return (out.double() * problem.grad_out.double()).sum((0, 2, 3))  # per head
 
     with fastattn.use_backend(backend):
         (found,) = torch.autograd.grad(loss(slopes).sum(), slopes)

@@ -1,9 +1,9 @@
-"""CUDA C++, Triton and PyTorch compute the same attention: all options together, drawn.
+"""Tests that CUDA C++, Triton and PyTorch compute the same attention, with random combinations of all options.
 
-Through the public functions, each backend within the oracle's bound for the output, the lse and every gradient; and
-dropout masks bit for bit. What is drawn is the same in each run (``derandomize``), and a failure names the smallest
-case found; FASTATTN_EXAMPLES=1000 looks further, at other examples each time. On a GPU where there is one, else on the
-emulator.
+Through the public functions, each backend meets the oracle's bound for output, lse and every gradient, and dropout
+masks are equal bit for bit. Each run draws the same cases (``derandomize``), and a failure names the smallest failing
+case; FASTATTN_EXAMPLES=1000 draws more examples, other ones in each run. Kernels run on a GPU if there is one, else on
+the emulator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from oracle import check_against_oracle
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.slow,  # seconds of Triton's compiler for each structure
+    pytest.mark.slow,  # Triton compiles for seconds per structure
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
@@ -36,9 +36,9 @@ MORE = int(os.environ.get("FASTATTN_EXAMPLES", "0"))
 BACKENDS = ("cuda", "triton", "torch")
 CAUSAL = (-1, 0)
 
-# Of a structure, Triton compiles one kernel of each kind: what it does not specialise on is drawn. Together they have
-# every option with every other that it can meet. Gradients of a bias that is broadcast are sums of thousands of terms
-# that cancel, of which a 16-bit composite is no measure: they stand in test_cuda_attention_backward.py.
+# Triton compiles one kernel of each kind per structure; only what it does not specialise on is drawn. Together the
+# structures have every pair of options that can meet. Gradients of a broadcast bias are sums of thousands of terms that
+# cancel, for which a 16-bit composite gives no bound: test_cuda_attention_backward.py tests them.
 STRUCTURES = [
     Case(mask="float", window=CAUSAL, softcap=20.0, sinks=True, dropout=0.3, head_dims=(40, 24)),
     Case(window=(40, 9), softcap=8.0, sinks=True, dropout=0.2, alibi="batch", grad_lse=True),
@@ -49,14 +49,14 @@ STRUCTURES = [
     Case(lengths=((1,), (1,)), window=(30, 3), softcap=4.0, sinks=True, dropout=0.4, grad_lse=True),
 ]
 each_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-# Odd sizes beyond 1 are not specialised.
+# Triton does not specialise on odd sizes above 1.
 ODD = st.integers(1, 60).map(lambda half: 2 * half + 1)
-HEADS = st.sampled_from([(2, 1), (3, 1), (3, 3), (4, 2)])  # query heads, size of a group
+HEADS = st.sampled_from([(2, 1), (3, 1), (3, 3), (4, 2)])  # query heads, group size
 
 
 @pytest.fixture(autouse=True)
 def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See `check_against_oracle`."""
+    """Loosens the bound of `check_against_oracle`, as its docstring says for drawn shapes."""
     lenient = functools.partial(check_against_oracle, allowance=4.0)
     monkeypatch.setattr(attention_cases, "check_against_oracle", lenient)
     use_small_tiles(monkeypatch)
@@ -64,7 +64,7 @@ def allowance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_structure
 @settings(
-    max_examples=MORE or 4,  # of which the first is always the smallest
+    max_examples=MORE or 4,  # the first is always the smallest
     derandomize=not MORE,
     database=None,
     deadline=None,
@@ -89,8 +89,8 @@ def test_they_agree(
     seed: int,
 ) -> None:
     case = replace(structure, magnitude=magnitude, scale=scale, seed=seed)
-    # Where no query sees a second key, gradients are zero but for roundings, and the composite computation, which is
-    # the measure, has no error at all: there are more keys than that.
+    # Some query must see at least two keys. Otherwise gradients are zero but for roundings, and the composite
+    # computation, which sets the bound, has no error at all.
     if case.lengths is None:
         rows, keys, batch = data.draw(ODD), data.draw(ODD.map(lambda keys: keys + 6)), data.draw(st.integers(1, 2))
         case = replace(case, shape=(batch, *heads, rows, keys), layout=layout)
@@ -106,7 +106,7 @@ def test_they_agree(
 
 @pytest.mark.parametrize("lengths", [None, ((30, 0, 75), (20, 9, 68))], ids=["dense", "packed"])
 def test_dropout_masks_are_equal_bit_for_bit(lengths: Any) -> None:
-    """Uniform probabilities: one-hot values show the mask in the output, one row of ones in dO shows it in dV."""
+    """With uniform probabilities, one-hot values show the mask in the output, and ones in a row of dO in dV."""
     keys = 72
     case = Case(shape=(2, 2, 1, 75, keys), head_dims=(16, keys), dropout=0.35, lengths=lengths)
     problem = make_problem(case)
@@ -118,7 +118,7 @@ def test_dropout_masks_are_equal_bit_for_bit(lengths: Any) -> None:
         columns = torch.arange(problem.value.shape[-3 if lengths else -2], device=DEVICE)
         if lengths is None:
             problem.value[:] = torch.eye(keys, device=DEVICE)
-        else:  # a key's place within its sequence
+        else:  # a key's position in its sequence
             begins = problem.cu_seqlens_k
             assert begins is not None
             within = columns - begins[torch.searchsorted(begins, columns, right=True) - 1]

@@ -1,5 +1,5 @@
-"""``attention`` and ``attention_varlen`` through PyTorch's own attention: what goes there, what stays, and that nothing
-that is promised is lost on the way."""
+"""Tests ``attention`` and ``attention_varlen`` through PyTorch's own attention: which calls go there, which stay with
+the reference, and that all promises hold there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def without_gradients(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def mask(*shape: int) -> Tensor:
-    """With a row that sees no key, and one that sees a single one."""
+    """Returns a mask in which one row sees no key, and one row sees a single key."""
     visible = normal(4, *shape) > 0
     visible[..., 2, :] = False
     visible[..., 5, :] = False
@@ -53,7 +53,7 @@ def additive(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return bias
 
 
-# What PyTorch's function can express: query, key and value, and the options.
+# Calls that PyTorch's function can express: query, key and value, and the options.
 EXPRESSED: dict[str, tuple[Callable[[], list[Tensor]], Callable[[], dict[str, Any]]]] = {
     "nothing masked": (inputs, dict),
     "causal": (inputs, lambda: {"causal": True}),
@@ -104,7 +104,7 @@ def widened(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Neither of these may be called: "the reference", "torch"."""
+    """Makes the test fail if one of ``names`` is called: "the reference" or "torch"."""
 
     def called(*_: Any, **__: Any) -> None:
         raise AssertionError("the call went the other way")
@@ -139,7 +139,7 @@ def test_torch_computes_what_it_can_express(name: str, monkeypatch: pytest.Monke
 
 
 def test_minimal_biases_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of nothing but finfo.min see every key alike."""
+    """Rows of only finfo.min see every key equally."""
     without(monkeypatch, "the reference")
     query, key, value = without_gradients()
     bias = torch.full((1, 1, ROWS, ROWS), torch.finfo(torch.float32).min)
@@ -158,7 +158,7 @@ def test_minimal_biases_are_numbers_to_the_gradients_too() -> None:
 
 
 class Watching(TorchDispatchMode):
-    """Somebody records the operators: the host may not look at values then, as on a GPU or under a tracer."""
+    """A mode that records operators: under it the host may not read values, as on a GPU or under a tracer."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default, "a value was read"
@@ -175,7 +175,7 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("readable", [True, False])
 def test_what_is_masked_has_no_influence(name: str, readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in keys and values: the rows that do not see them are as if it were not there, the others are NaN."""
+    """Rows that see no NaN or infinity keep their results, and all other rows are NaN."""
     clean, options = inputs(), MASKS[name]()
     spoiled = [t.detach().clone() for t in clean]
     spoiled[1][0, 0, 6, 3] = spoiled[2][1, 1, 4, 2] = math.nan
@@ -217,7 +217,7 @@ def test_keys_that_nobody_sees_have_no_influence_on_any_gradient(readable: bool)
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-# Each promise that PyTorch's function would break; the module's docstring says how.
+# The promises that PyTorch's function would break; the docstring of torch_sdpa.py says how.
 STAYS: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
     "the lse": (inputs, {"return_lse": True}),
     "softcap": (inputs, {"softcap": 5.0}),
@@ -252,7 +252,7 @@ def test_the_reference_keeps_what_torch_would_break(name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("feature", ["bias", "varlen"])
 def test_on_a_gpu_the_reference_keeps_biases_and_packed_sequences(feature: str) -> None:
-    """``finfo.min`` times log2(e) is -inf in PyTorch's memory-efficient kernel; lengths are not read back."""
+    """In PyTorch's memory-efficient kernel, ``finfo.min`` times log2(e) is -inf. Lengths are not read back."""
     bias = torch.zeros(1, 1, ROWS, ROWS) if feature == "bias" else None
     for device, expected in (("cpu", True), ("cuda", False)):
         call = Request(ATTENTION, torch.device(device), torch.float32, frozenset({feature}), DIM, DIM)
@@ -260,7 +260,7 @@ def test_on_a_gpu_the_reference_keeps_biases_and_packed_sequences(feature: str) 
 
 
 def test_on_a_gpu_the_reference_keeps_the_same_bits_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless PyTorch itself is told to have them."""
+    """PyTorch's function runs only if PyTorch itself is told to be deterministic."""
     call = Request(ATTENTION, torch.device("cuda"), torch.float32, frozenset({"causal", "gradients"}), DIM, DIM)
     assert torch_sdpa.can_express_now(call, None) and not torch_sdpa.can_express_now(call, True)
     assert torch_sdpa.can_express_now(call._replace(features=frozenset({"causal"})), True)
@@ -327,10 +327,10 @@ def test_compiles_with_lengths_that_change(name: str) -> None:
 
 SINKS, SLOPES = normal(8, HEADS, dtype=torch.float32), normal(9, HEADS, dtype=torch.float32).abs()
 
-# What composite.py computes: inputs and options, of which those that can have a gradient have one.
+# Calls that composite.py computes: inputs and options, with gradients where they can have one.
 COMPOSED: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
     "softcap": (inputs, {"softcap": 2.0}),
-    "softcap, causal": (lambda: inputs(keys=4), {"softcap": 2.0, "causal": True}),  # rows without a key
+    "softcap, causal": (lambda: inputs(keys=4), {"softcap": 2.0, "causal": True}),  # some rows see no key
     "softcap, window": (lambda: inputs(rows=4, value_dim=5), {"softcap": 2.0, "window": (2, 1)}),
     "softcap, mask": (inputs, {"softcap": 2.0, "bias": mask(BATCH, HEADS, ROWS, ROWS)}),
     "softcap, float64": (lambda: inputs(dtype=torch.float64), {"softcap": 2.0, "causal": True}),
@@ -358,7 +358,7 @@ COMPOSED: dict[str, tuple[Callable[[], list[Tensor]], dict[str, Any]]] = {
 
 
 def everything(function: Callable[..., Any], tensors: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
-    """Output, lse, and the gradients of both together."""
+    """Returns output, lse, and the gradients of a sum of both."""
     leaves = {name: part for name, part in options.items() if isinstance(part, Tensor) and part.is_floating_point()}
     leaves = {name: part.clone().requires_grad_() for name, part in leaves.items()}
     out, lse = function(*tensors, **{**options, **leaves})
@@ -391,7 +391,7 @@ MASKS_OF_OPERATORS = MASKS | {"minus infinity": lambda: {"bias": additive(BATCH,
 
 @pytest.mark.parametrize("name", MASKS_OF_OPERATORS)
 def test_what_is_masked_has_no_influence_on_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in keys and values: the rows that do not see them have the bits of before, the others are NaN."""
+    """Rows that see no NaN or infinity keep their bits, and all other rows are NaN."""
     clean, options = inputs(), {**MASKS_OF_OPERATORS[name](), "softcap": 2.0}
     spoiled = [t.detach().clone() for t in clean]
     spoiled[1][0, 0, 6, 3] = spoiled[2][1, 1, 4, 2] = math.nan

@@ -1,4 +1,4 @@
-"""The Triton attention kernels, forward and every gradient, against the float64 oracle."""
+"""Tests the Triton attention kernels, forward and every gradient, against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAUSAL = (-1, 0)
 OPTIONS = [
     Case(),
     Case(window=CAUSAL),
-    Case(window=CAUSAL, shape=(1, 2, 1, 47, 33)),  # the first rows see nothing
+    Case(window=CAUSAL, shape=(1, 2, 1, 47, 33)),  # the first rows see no key
     Case(window=CAUSAL, first_row=0),
     Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 47, 33)),
     Case(window=(7, -1)),
@@ -86,7 +86,7 @@ HEAD_DIMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(HEAD_DIMS)), ids=[str(dims) for dims in HEAD_DIMS])
 def test_head_dims_with_their_own_tiles(index: int, monkeypatch: Any) -> None:
-    """The dtypes take turns: what compiles for them differs in a suffix, and compiling is what takes time."""
+    """Dtypes alternate to save time: the code compiled for them differs only in a suffix."""
     check(Case(head_dims=HEAD_DIMS[index], dtype=DTYPES[index % 2], window=CAUSAL, small_tile=False), monkeypatch)
 
 
@@ -98,8 +98,8 @@ LENGTHS = [(1, 1), (1, 97), (97, 1), (15, 17), (16, 31), (17, 33), (31, 32), (64
     ("lengths", "window"), in_turn([(lengths,) for lengths in LENGTHS], [(-1, -1), CAUSAL]), ids=str
 )
 def test_lengths_around_tiles(lengths: tuple[int, int], window: tuple[int, int], monkeypatch: Any) -> None:
-    # Of a row with a single key the gradient is exactly 0 but for what comes through lse; the composite finds that 0
-    # exactly, while dP - delta rounds.
+    # A row with a single key has gradient exactly 0 except through lse. The composite finds exactly 0, while dP - delta
+    # rounds, so the lse has a gradient here.
     check(Case(shape=(1, 2, 1, *lengths), window=window, grad_lse=True), monkeypatch)
 
 
@@ -121,7 +121,7 @@ def test_empty(shape: tuple[int, int, int, int, int], sinks: bool, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("softcap", [1e3, 1e5, 1e12], ids=str)
 def test_a_large_softcap_changes_next_to_nothing(softcap: float, monkeypatch: Any) -> None:
-    """The largest is infinite in 16 bits: without a softcap, the composite computes next to the same."""
+    """1e12 is infinite in 16 bits, so the composite leaves out the softcap, which hardly changes its result."""
     case = Case(softcap=softcap, shape=(1, 2, 1, 20, 40), magnitude=4.0)
     check(case, monkeypatch, measure=replace(case, softcap=0.0))
 
@@ -156,7 +156,7 @@ def test_packed(case: Case, monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_packed_rows_of_no_sequence(monkeypatch: Any) -> None:
-    """Offsets that do not cover the tensors, or are out of range, leave zeros, and nothing is read outside."""
+    """Offsets that do not cover the tensors, or are out of range, leave zeros. Nothing outside is read."""
     case = Case(lengths=((20, 13), (11, 30)))
     problem = make_problem(case)
     problem.cu_seqlens_q = torch.tensor([3, 20, 2**30], dtype=torch.int32, device=DEVICE)
@@ -188,7 +188,7 @@ def test_packed_offsets_that_are_a_view(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_packed_bounds_larger_than_the_tensors(monkeypatch: Any) -> None:
-    """They cost nothing, and sums of positions and window sides stay within 32 bits."""
+    """Such bounds launch no further programs, and sums of positions and window sides stay within 32 bits."""
     case = Case(lengths=((9, 24), (40, 7)), window=(2**31 - 2, 3))
     problem = make_problem(case)
     expected = run_kernels(case, problem, monkeypatch)
@@ -213,9 +213,9 @@ NAMES = ("rows", "query", "key_value", "slopes")
 
 
 def test_training_compiles_once(monkeypatch: Any) -> None:
-    """Lengths, batches and heads change from batch to batch, and none of them is worth another kernel.
+    """Lengths, batches and heads change from batch to batch, and must not compile another kernel.
 
-    No other test has these head dims, so that all that is compiled for them is compiled here.
+    No other test has these head dims, so this test sees all kernels that are compiled for them.
     """
     kernels = (
         forward_module.attention_forward_kernel,
@@ -244,7 +244,7 @@ def test_layouts(layout: str, monkeypatch: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["bool", "float"])
 def test_mask_of_any_strides(mask: str, monkeypatch: Any) -> None:
-    """Each meets the oracle; the bits may differ, since other strides compile to other code."""
+    """Each layout meets the oracle. Bits may differ, as other strides compile to other code."""
     case = Case(mask=mask, mask_shape=(1, 1, 1, 1), shape=(2, 2, 1, 18, 35))
     problem = make_problem(case)
     assert problem.bias is not None
@@ -270,7 +270,7 @@ def test_one_dominant_key(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_strongly_negative_scores(monkeypatch: Any) -> None:
-    """All scores near -1000: exp underflows unless the maximum is subtracted."""
+    """All scores are near -1000: exp underflows unless the maximum is subtracted."""
     case = Case(window=CAUSAL, shape=(1, 2, 1, 40, 40), scale=1.0)
     problem = make_problem(case)
     problem.query[..., 0], problem.key[..., 0] = 32.0, -32.0
@@ -287,7 +287,7 @@ def test_constant_rows(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 def test_every_key_at_finfo_min(monkeypatch: Any) -> None:
-    """finfo.min is a number: a row of nothing else attends uniformly, and its gradient is that of a uniform row."""
+    """finfo.min is a number, no mask: a row of only finfo.min attends uniformly, and has a uniform row's gradient."""
     for dtype in DTYPES:
         case = Case(mask="all min", mask_shape=(0, 0, 1, 1), dtype=dtype)
         problem = make_problem(case)
@@ -312,7 +312,7 @@ def test_every_key_at_finfo_min(monkeypatch: Any) -> None:
 )
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_masked_keys_have_no_influence(case: Case, poison: float, monkeypatch: Any) -> None:
-    """Rows that do not see a poisoned key get what they get without it; rows that do are NaN (for NaN)."""
+    """Rows that see no poisoned key get the same results as without poison; rows that see a NaN key are NaN."""
     clean = make_problem(case)
     spoiled = make_problem(case)
     first = clean.key.shape[2] - 9
@@ -329,7 +329,7 @@ def test_masked_keys_have_no_influence(case: Case, poison: float, monkeypatch: A
     if poison != poison:
         assert bool(actual["out"][:, :, ~unaffected].isnan().all())
         assert bool(actual["lse"][:, :, ~unaffected].isnan().all())
-    # Keys that only unaffected rows see.
+    # Keys that only unaffected rows see have the same gradients.
     alone = torch.arange(first) < (position[~unaffected].min() - case.window[0] if case.window[0] >= 0 else 0)
     for name in ("grad_key", "grad_value"):
         assert torch.equal(actual[name][:, :, :first][:, :, alone], expected[name][:, :, :first][:, :, alone]), name
@@ -353,7 +353,7 @@ def test_keys_hidden_by_a_mask_have_no_influence(mask: str, monkeypatch: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL], ids=str)
 def test_visible_nan_in_a_value(window: tuple[int, int], monkeypatch: Any) -> None:
-    """It spoils its own column of the rows that see it, in masked and unmasked tiles alike."""
+    """NaN reaches only its own column of the rows that see it, in masked and in unmasked tiles."""
     case = Case(window=window, shape=(1, 2, 1, 70, 70))
     problem = make_problem(case)
     problem.value[:, :, 21, 3] = torch.nan
@@ -365,7 +365,7 @@ def test_visible_nan_in_a_value(window: tuple[int, int], monkeypatch: Any) -> No
 
 @pytest.mark.slow
 def test_dropout_drops_what_the_reference_drops(monkeypatch: Any) -> None:
-    """Uniform probabilities and one-hot values show the mask bit for bit."""
+    """Uniform probabilities and one-hot values show the mask, bit for bit."""
     case = Case(shape=(2, 2, 1, 21, 48), head_dims=(16, 48), dropout=0.35)
     problem = make_problem(case)
     problem.query.zero_()
@@ -374,7 +374,7 @@ def test_dropout_drops_what_the_reference_drops(monkeypatch: Any) -> None:
     keep = reference.dropout_keep(SEED, 0.35, 2, 2, 21, 48, torch.device("cpu"))
     assert torch.equal(actual["out"].cpu() != 0, keep)
     problem.grad_out[:] = 0
-    problem.grad_out[:, :, 5] = 1  # dV is then row 5 of the mask
+    problem.grad_out[:, :, 5] = 1  # makes dV row 5 of the mask
     problem.value.zero_()
     actual = run_kernels(case, problem, monkeypatch)
     assert torch.equal(actual["grad_value"][..., 0].cpu() != 0, keep[:, :, 5])
@@ -395,7 +395,7 @@ def another_order() -> contextlib.AbstractContextManager[None]:
     ids=str,
 )
 def test_same_inputs_same_bits(case: Case, monkeypatch: Any) -> None:
-    """In another order of CTAs, warps and copies too, which on the emulator is another seed."""
+    """The bits also agree in another order of CTAs, warps and copies, which on the emulator is another seed."""
     problem = make_problem(case)
     first = run_kernels(case, problem, monkeypatch)
     with another_order():
@@ -405,7 +405,7 @@ def test_same_inputs_same_bits(case: Case, monkeypatch: Any) -> None:
 
 
 def random_case(seed: int) -> Case:
-    """Any combination of options."""
+    """Draws a combination of options."""
     draw = random.Random(seed)
     batch, group = draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 3])
     lengths = None
@@ -414,12 +414,12 @@ def random_case(seed: int) -> Case:
     mask = "" if lengths else draw.choice(["", "", "bool", "float", "inf"])
     mask_shape = tuple(draw.choice([0, 1]) for _ in range(3))
     if mask in ("float", "inf"):
-        # The rounding of O enters delta, the same for a whole row, and a sum over broadcast dims adds it up: what a
-        # 16-bit composite loses there is no measure. Broadcast biases stand among OPTIONS.
+        # O's rounding enters delta, equally for a whole row, and a sum over broadcast dims adds it up: a 16-bit
+        # composite gives no bound for that. OPTIONS has the broadcast biases.
         mask_shape = (1, 1, 1)
     side = [-1, -1, 0, 3, 16, 50]
     return Case(
-        # For a single key see test_lengths_around_tiles; of very few, the composite's worst error is a matter of luck.
+        # test_lengths_around_tiles has single keys. With very few keys, the composite's worst error is down to luck.
         shape=(batch, group * draw.choice([1, 2]), group, draw.randint(1, 60), draw.randint(5, 60)),
         head_dims=(draw.choice([16, 24, 40, 64, 72]), draw.choice([16, 32, 48, 80])),
         dtype=draw.choice(DTYPES),
@@ -428,7 +428,7 @@ def random_case(seed: int) -> Case:
         softcap=draw.choice([0.0, 0.0, 1.5, 20.0]),
         alibi="" if mask else draw.choice(["", "", "head", "batch"]),
         mask=mask,
-        # Constant along the keys, a bias changes nothing, and its gradient is a 0 of thousands of cancelling terms.
+        # A bias that is constant along the keys changes nothing: its gradient is a 0 of thousands of cancelling terms.
         mask_shape=(*mask_shape, 1),  # type: ignore[arg-type]
         sinks=draw.random() < 0.3,
         dropout=draw.choice([0.0, 0.0, 0.1, 0.5]),
@@ -442,7 +442,7 @@ def random_case(seed: int) -> Case:
 
 
 def option_pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-    """What meets in a case, of all that Triton compiles other code for, two by two."""
+    """Returns the pairs of options in a case, among all options for which Triton compiles other code."""
     options = {
         "packed": case.lengths is not None,
         "grouped heads": case.shape[2] > 1,
@@ -456,7 +456,7 @@ def option_pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
     return set(itertools.combinations(options.items(), 2))
 
 
-# Compiling is what takes time: with these few seeds, each two options meet that ever do.
+# These few seeds contain every pair of options that 1000 seeds do: compiling takes most of the time.
 SEEDS = (0, 3, 5, 6, 9, 12, 16, 28, 43, 59, 95, 315, 366, 390, 489, 619, 729, 911, 1325, 1881, 1987, 2582)
 
 

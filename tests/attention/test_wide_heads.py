@@ -1,4 +1,4 @@
-"""Head dims of 257 to 512, as Gemma's global layers have them: Triton's kernels take them, without gradients."""
+"""Tests head dims of 257 to 512, as in Gemma's global layers: Triton's kernels take them, without gradients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_decoding(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True], ids=["16-bit", "int8"])
 def test_a_prompt_and_steps(quantized: bool) -> None:
-    """A cache of all tokens gives what attention over them does; the prompt goes to the attention kernel."""
+    """A cache of all tokens gives the result of attention over them. The prompt runs on the attention kernel."""
     length, total = 80, 83
     key, value = (drawn(1, 2, total, 512, seed=seed) for seed in (1, 2))
     query = drawn(1, 8, total, 512)
@@ -107,7 +107,7 @@ def test_tokens_go_to_their_slots() -> None:
 
 
 def test_gradients_are_those_of_pytorch() -> None:
-    """And the reason says what would run a kernel."""
+    """The warning's reason also says what would run a kernel."""
     inputs = [drawn(1, 2, 9, 320, seed=seed).requires_grad_() for seed in range(3)]
     with pytest.warns(RuntimeWarning, match="gradients up to 256; without them, under torch.no_grad"):
         out = fastattn.attention(*inputs)

@@ -1,4 +1,4 @@
-"""Which keys a row sees through a window, and which rows see a key: device/sequence.cuh, compiled for the host."""
+"""Tests which keys a row sees through a window, and which rows see a key: device/sequence.cuh compiled for the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def number(least: int, most: int) -> st.SearchStrategy[int]:
-    """Draws small, large and middling numbers."""
+    """Draws small, medium and large numbers."""
     ends = [least, min(least + 3, most), most, max(most - 3, least)]
     return st.one_of(st.sampled_from(ends), st.integers(least, min(least + 300, most)), st.integers(least, most))
 
@@ -44,7 +44,7 @@ def number(least: int, most: int) -> st.SearchStrategy[int]:
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.data())
 def test_ranges_are_those_of_numbers_without_bounds(library: ctypes.CDLL, data: st.DataObject) -> None:
-    """Overflow would stop the process. The calls are the largest that there may be, and small ones."""
+    """Calls are small, or the largest possible, where an overflow would stop the process."""
     num_rows, num_keys = (data.draw(number(1, MOST)) for _ in range(2))
     if data.draw(st.booleans()):
         offset = num_keys - num_rows

@@ -1,4 +1,4 @@
-"""Kernels whose CTAs claim their work while they run: no CTA holds two work tiles while a resident one has none."""
+"""Tests kernels whose CTAs claim work as they run: no CTA holds two work tiles while a resident CTA has none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if EMULATED:
 
 pytestmark = [*MARKS, only_emulated]
 
-# (architecture, head dims, query rows, keys of a tile, kernel). On Hopper a CTA claims its next tile when a tile's last
-# steps of 64 rows are under way: there are many steps, so that whoever begins late has one by then.
+# (architecture, head dims, query rows, keys per tile, kernel). A Hopper CTA claims its next tile while a tile's last
+# steps of 64 rows are in flight. So there are many steps, by whose end even late CTAs have a tile.
 NUM_SMS = 4
 SCHEDULERS = [
     (80, (192, 192), 64, 32, "attention_backward_key_value_sm80"),

@@ -1,4 +1,4 @@
-"""Nested tensors and DTensor: computed, or refused by their names."""
+"""Tests nested tensors and DTensor: they are computed, or refused with messages that name them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = (3, 0, 5)
 
 
 def jagged(heads: int, lengths: tuple[int, ...] = LENGTHS, dim: int = 16, like: Tensor | None = None) -> Tensor:
-    """``[B, H, j, D]``; ``like``: with the ``j`` of that one."""
+    """Returns a jagged tensor ``[B, H, j, D]``; ``like``: one whose ``j`` it takes."""
     rows = torch.randn(sum(lengths), heads, dim, generator=torch.Generator().manual_seed(heads)).half().to(DEVICE)
     rows.requires_grad_()
     offsets = torch.tensor((0, *lengths), device=DEVICE).cumsum(0) if like is None else like.offsets()
@@ -70,7 +70,7 @@ def test_jagged_queries_may_see_other_sequences() -> None:
 
 
 def test_the_longest_sequence_is_known_without_reading_the_gpu() -> None:
-    """From what the tensor knows of itself, or else bounded by the number of rows."""
+    """The tensor knows the length, or the number of rows bounds it."""
     rows = torch.zeros(8, 2, 16, dtype=torch.float16, device=DEVICE)
     offsets = torch.tensor([0, 3, 8], device=DEVICE)
     known = torch.nested.nested_tensor_from_jagged(rows, offsets, min_seqlen=3, max_seqlen=6).transpose(1, 2)
@@ -92,7 +92,7 @@ def test_explain_takes_jagged_tensors() -> None:
 
 
 def sdpa_of_parts(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[Tensor]:
-    """Of each sequence by itself, in float32 through torch."""
+    """Returns torch's result for each sequence alone, in float32."""
     parts = zip(*(tensor.detach().float().unbind() for tensor in (query, key, value)), strict=True)
     return [torch_sdpa(*(part[None] for part in each), **options)[0] for each in parts]
 
@@ -135,7 +135,7 @@ def other_lengths() -> tuple[Tensor, ...]:
     return jagged(2), *(jagged(2, lengths=(4, 2, 1)),) * 2
 
 
-# What torch alone can say the meaning of, or what is wrong with it.
+# Calls whose meaning torch alone defines, or whose errors are torch's.
 TO_TORCH: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "strided": (lambda: (strided(),) * 3, {}),
     "causal over other lengths": (other_lengths, {"is_causal": True}),
@@ -215,7 +215,7 @@ def holes() -> Tensor:
     return nested.transpose(1, 2)
 
 
-# function, arguments, words of the message
+# name: (function, arguments, options, words of the message)
 REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any], tuple[str, ...]]] = {
     "jagged, not transposed": (A, lambda: (jagged(2).transpose(1, 2),) * 3, {}, ("query", "transpose", "[B, j, *, *]")),
     "jagged query, dense key": (A, lambda: (jagged(2), DENSE, DENSE), {}, ("key", "jagged", "dense tensor")),

@@ -1,6 +1,6 @@
-"""Tests that Hopper's backward pass keeps the SMs of an H200 busy, by a simulation of which CTA claims what.
+"""Tests that Hopper's backward pass keeps the SMs of an H100 busy, by simulating which CTA claims which work tile.
 
-The splits are the library's own; the simulation counts steps, and what a split costs beside its steps is assumed.
+The splits are the library's own. The simulation counts steps, and assumes the cost of a split on top of its steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_cut(found: native.BackwardSchedule) -> bool:
     return found.of_heads * found.of_rows > 1
 
 
-# --- Where SMs would have nothing to do -------------------------------------------------------------------------------
+# --- Splits where SMs would be idle -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -45,7 +45,7 @@ def is_cut(found: native.BackwardSchedule) -> bool:
     ids=str,
 )
 def test_few_key_heads(tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """With whole tiles, one KV head of 8192 tokens would keep a fourth of the SMs busy, and 8 of 2048 a half."""
+    """With whole tiles, one KV head of 8192 tokens would keep a fourth of the SMs busy, and 8 heads of 2048 a half."""
     for window in (FULL, CAUSAL):
         shape = dense(tokens, batch, heads, kv_heads, window)
         assert scheduled(shape, head_dim).busy >= 0.9
@@ -70,8 +70,8 @@ SPLITS = [
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("window", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
 def test_any_split_into_heads_and_sequences(window: tuple[int, int], head_dim: int) -> None:
-    """An SM has whole steps, so that few of them do not fill all SMs evenly: the bound rises with their number. Below
-    four there is nothing to divide."""
+    """An SM takes whole steps, so a few steps do not fill all SMs evenly: the bound rises with their number. Fewer than
+    four steps are not split."""
     for split in SPLITS:
         found = scheduled(dense(*split, window), head_dim)
         least = 0.9 if found.steps >= 64 else 0.8 if found.steps >= 16 else 0.6 if found.steps >= 4 else 0.0
@@ -80,7 +80,7 @@ def test_any_split_into_heads_and_sequences(window: tuple[int, int], head_dim: i
 
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (16, 16)], ids=str)
 def test_packed_sequences(heads: tuple[int, int]) -> None:
-    """The host does not know their lengths."""
+    """The host does not know the lengths."""
     generator = random.Random(sum(heads))
     for total, most in itertools.product((8192, 32768), (2048, 8192)):
         lengths: list[int] = []
@@ -91,7 +91,7 @@ def test_packed_sequences(heads: tuple[int, int]) -> None:
         assert found.busy >= (0.9 if found.steps >= 128 else 0.8), (lengths, found)
 
 
-# --- Where nothing is to be gained ------------------------------------------------------------------------------------
+# --- No splits where they gain nothing --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -122,7 +122,7 @@ def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1152, 32), (1024, 40), (2048, 128)], ids=str)
 def test_deterministic_cuts_of_the_last_rounds_do_not_depend_on_the_gpu(tokens: int, heads: int) -> None:
-    """They begin with a tile by its number in the order of claims, which is that of the heads of a group."""
+    """Splits begin at a number in the order of claims, which follows the heads of a group."""
     shape = dense(tokens, 1, heads, heads, FULL, deterministic=True)
     found = [deal(shape, 128, *gpu) for gpu in ((132, 50 << 20), (114, 50 << 20), (78, 60 << 20), (16, 6 << 20))]
     assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
@@ -132,7 +132,7 @@ def test_deterministic_cuts_of_the_last_rounds_do_not_depend_on_the_gpu(tokens: 
 @pytest.mark.parametrize("tokens", [512, 2048, 16384])
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 256])
 def test_heads_in_order_stay_in_the_cache_or_serve_several_ctas(tokens: int, head_dim: int) -> None:
-    """CTAs walk through Q and dO, of 2 bytes, and add to dQ, of 4."""
+    """CTAs loop over Q and dO, of 2 bytes per element, and add to dQ, of 4 bytes."""
     group = deal(dense(tokens, 65536 // tokens, 16, 16, CAUSAL, deterministic=True), head_dim).heads_per_group
     fits = group * tokens * head_dim * (2 + 2 + 4) <= backward_schedule.L2_BYTES / 2
     assert fits or NUM_SMS // group >= 4
@@ -144,7 +144,7 @@ def test_heads_in_order_stay_in_the_cache_or_serve_several_ctas(tokens: int, hea
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
 def test_turns_cost_little(heads: tuple[int, int], tokens: int, window: tuple[int, int], head_dim: int) -> None:
-    """16384 tokens in all, as attention is benchmarked: at most 15 % more time than in any order."""
+    """With 16384 tokens in all, as in benchmarks, fixed order takes at most 15 % more time than any order."""
     shape = dense(tokens, 16384 // tokens, *heads, window)
     in_order = dense(tokens, 16384 // tokens, *heads, window, deterministic=True)
     assert scheduled(in_order, head_dim).useful >= scheduled(shape, head_dim).useful / 1.15

@@ -36,14 +36,14 @@ from benchmarks.measure.timing import Call, Timing
 from fastattn import reference
 from fastattn.profiler.roofline import LAUNCH
 
-# --- what is right -------------------------------------------------------------------------------------------------
+# --- correctness ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=name_of)
 def test_attention_is_checked_against_the_whole_computation(
     case: AttentionCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of a few rows, the slice is what float64 over everything gives, gradients too."""
+    """The slice that is checked, computed in chunks of a few rows, equals float64 over everything, gradients too."""
     monkeypatch.setattr(case_attention, "MAX_CHUNK_ELEMENTS", 10 * 2 * 48)
     inputs = case_attention.make_inputs(case, CPU, seed=3)
     leaves = [t.double().requires_grad_() for t in inputs[:3]]
@@ -87,7 +87,7 @@ def test_verdicts() -> None:
 
 
 class StubTimer:
-    """Runs each call once and says what it is told."""
+    """A timer that runs each call once and returns the times that it was given."""
 
     def __init__(self, eager_s: float = 100e-6, graph_s: float = 80e-6) -> None:
         self.eager_s, self.graph_s = eager_s, graph_s
@@ -253,7 +253,7 @@ def test_grids_are_those_that_are_promised_and_options_narrow_them() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Answers all that a run asks of CUDA but for kernels; returns where ``--save`` writes to."""
+    """Answers what a run asks of CUDA, kernels aside; returns the folder that ``--save`` writes to."""
     properties = SimpleNamespace(L2_cache_size=1 << 20)
     for name, value in {
         "is_available": lambda: True,

@@ -1,4 +1,4 @@
-"""Tests layouts and arguments of the peers, with stand-ins of the same signatures that compute by the formula."""
+"""Tests layouts and arguments of the peers, with stand-ins of the same signatures that compute the formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fastattn import reference
 
 
 def reference_heads_last(query: Tensor, key: Tensor, value: Tensor, causal: bool, window: tuple[Any, Any]) -> Tensor:
-    """Takes and returns ``[B, S, H, D]``, as flash-attn, xformers and flashinfer have it."""
+    """Takes and returns ``[B, S, H, D]``, as flash-attn, xformers and flashinfer do."""
     left, right = (-1 if side is None else side for side in window)
     heads_first = (t.transpose(1, 2) for t in (query, key, value))
     out, _ = reference.attention(*heads_first, causal=causal, window=(left, right))
@@ -160,7 +160,7 @@ def flashinfer_stand_in() -> ModuleType:
 
 
 class XformersMask:
-    """Stands in for the masks of ``xformers.ops.fmha.attn_bias`` that are used."""
+    """A stand-in for the masks of ``xformers.ops.fmha.attn_bias`` that the peers use."""
 
     def __init__(self, window_left: int = -1, window_right: int = 0, lengths: Sequence[Sequence[int]] = ()) -> None:
         self.causal, self.window, self.lengths = window_right == 0, window_left, lengths
@@ -253,7 +253,7 @@ CHUNK = dataclasses.replace(ATTENTION, causal=True, queries=5)
 
 @pytest.mark.parametrize("name", peers_attention.sdpa_contexts())
 def test_torch_takes_the_mask_of_fewer_queries_without_memory_or_refuses_it(name: str) -> None:
-    """Its ``is_causal`` begins with the keys. Flash has one that ends with them; efficient but for grouped heads."""
+    """torch's ``is_causal`` starts at the first key. Flash can end at the last; efficient can for ungrouped heads."""
     with peers_attention.sdpa_contexts()[name]():
         for case in (CHUNK, dataclasses.replace(CHUNK, kv_heads=4)):
             inputs = case_attention.make_inputs(case, CPU, seed=5)
@@ -285,7 +285,7 @@ def test_layouts_of_backward_peers(case: AttentionCase) -> None:
     inputs = case_attention.make_inputs(case, CPU, seed=6)
     expected = case_attention.expected_backward(case, inputs)
     prepared = peers_attention._backward(peers_attention._flash_attn_4)(case, inputs)
-    for _ in range(2):  # timed over and over
+    for _ in range(2):  # peers are timed many times
         gradients = prepared.outputs(prepared.call())
     checked = [case_attention.checked_slice(case, gradient) for gradient in gradients]
     assert accuracy.judge(checked, expected, is_peer=True).reason is None

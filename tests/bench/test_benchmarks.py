@@ -42,7 +42,7 @@ def test_visible_pairs_are_those_of_the_mask(
     at = num_k - num_q if offset is None else offset
     counted = sum(-left <= j - (i + at) <= right for i in range(num_q) for j in range(num_k))
     if window == (-1, 0) and at == 0 and num_q == num_k:
-        counted = num_q * num_k // 2  # the FlashAttention papers' convention
+        counted = num_q * num_k // 2  # the convention of the FlashAttention papers
     assert work.visible_pairs(num_q, num_k, *window, offset=offset) == counted
 
 
@@ -62,7 +62,7 @@ def test_attention_work_by_hand() -> None:
 def test_varlen_work_counts_the_actual_lengths() -> None:
     case = AttentionCase(head_dim=64, seqlen=128, batch=5, heads=2, kv_heads=2, varlen=True)
     assert len(case.lengths) == 5 and case.lengths[0] == 128 and all(16 <= n <= 128 for n in case.lengths)
-    assert case.lengths == dataclasses.replace(case, causal=True).lengths  # the same at every call
+    assert case.lengths == dataclasses.replace(case, causal=True).lengths  # every call draws the same lengths
     assert case.forward_work().flops == 4 * 64 * 2 * sum(n * n for n in case.lengths)
 
 
@@ -77,7 +77,7 @@ def test_masks_as_ranges_and_as_functions_are_the_same(mask: str, seqlen: int) -
 
 
 def test_work_with_fewer_queries_than_keys() -> None:
-    """The mask ends with the keys: the last query sees all of them."""
+    """The mask is aligned to the last keys: the last query sees all of them."""
     case = AttentionCase(head_dim=64, seqlen=100, batch=2, heads=6, kv_heads=3, causal=True, queries=10)
     query, key = 2 * 6 * 10 * 64, 2 * 3 * 100 * 64
     pairs = 2 * 6 * sum(range(91, 101))
@@ -132,7 +132,7 @@ def test_intensity_without_bytes() -> None:
 
 def test_summary_is_median_and_quartiles_in_any_order() -> None:
     assert timing.summarize([5.0, 1.0, 4.0, 2.0, 3.0]) == Timing(3.0, 2.0, 4.0, 5)
-    assert timing.summarize([1.0, 2.0, 3.0, 1000.0]).median_s == 2.5  # one outlier moves nothing
+    assert timing.summarize([1.0, 2.0, 3.0, 1000.0]).median_s == 2.5  # an outlier does not move the median
     for bad in ([], [1.0, 0.0], [-1.0]):
         with pytest.raises(ValueError, match="positive times"):
             timing.summarize(bad)
@@ -154,7 +154,7 @@ def test_input_sets_exceed_the_l2_twice_and_fit_into_memory() -> None:
 
 
 class FakeDevice:
-    """Stands in for ``torch.cuda``: a GPU whose clock moves when a call says so."""
+    """A stand-in for ``torch.cuda``: a GPU whose clock a call advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.allocated, self.peak = 0.0, 1000, 1000
@@ -170,7 +170,7 @@ class FakeDevice:
             def synchronize(self) -> None: ...
 
             def elapsed_time(self, end: Event) -> float:
-                return (end.at_s - self.at_s) * 1e3  # torch's are milliseconds
+                return (end.at_s - self.at_s) * 1e3  # torch returns milliseconds
 
         class Stream:
             def wait_stream(self, other: Any) -> None: ...
@@ -246,7 +246,7 @@ def test_ratios_compare_like_with_like_within_a_case() -> None:
     ratios = [row["ratio_to_best_peer"] for row in rows]
     assert ratios[0] == pytest.approx(0.5)  # graphs: 4 / 8
     assert ratios[1] == pytest.approx(1 / 3)  # eager: 10 / 30
-    assert ratios[2] == pytest.approx(4.0)  # a peer's best peer is another one
+    assert ratios[2] == pytest.approx(4.0)  # a peer's best peer is another peer
     assert ratios[4] is None
 
 

@@ -1,4 +1,4 @@
-"""Tests that every command that README, CONTRIBUTING and ``make help`` name runs: in CI, or shortened in a test."""
+"""Tests that every command in README, CONTRIBUTING and ``make help`` runs somewhere: in CI, or shortened in a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.__main__ import COMMANDS
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 
-# Where each runs: in CI, or a test.
+# The place where each command runs: CI, or a test.
 CI = ".ci/run"
 WITHOUT_A_GPU = "bench/test_benchmark_harness.py::test_without_a_gpu_a_script_says_so_and_lists_the_least_work"
 RUNS_IN = {
@@ -53,7 +53,7 @@ RUNS_IN = {
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
-    """Returns what the command printed. A make that runs these tests does not tell this one what to do."""
+    """Returns what the command printed. It removes the variables of a make that runs these tests."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,7 +84,7 @@ def test_every_command_that_is_named_runs_somewhere() -> None:
 
 
 def test_install_is_what_brings_the_tests_their_package() -> None:
-    """`make test` builds by the same recipe, where something has changed; `make install` always."""
+    """`make test` builds by the same recipe if something has changed; `make install` always builds."""
     recipes = dict(re.findall(r"^(install|\$\(BUILT\)):.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE))
     assert recipes["install"] == recipes["$(BUILT)"]
 
@@ -154,7 +154,7 @@ def test_clean_leaves_what_was_not_built(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its stand-ins are for a CPU")
 @pytest.mark.slow
 def test_what_a_call_costs_on_the_host() -> None:
-    """Runs in a process of its own, where stand-ins for the kernels do no harm."""
+    """It runs in another process, because it replaces the kernels by stand-ins."""
     printed = run(sys.executable, "-m", "benchmarks", "overhead", "--calls", "2", "--repeats", "1")
     for name in ("scaled_dot_product_attention", "attention, forward + backward", "int8_linear"):
         assert re.search(rf"{re.escape(name)} +[0-9.]+ ", printed)

@@ -205,12 +205,12 @@ def test_every_module_that_takes_the_gpu_is_among_the_tests() -> None:
 
 
 def test_no_module_among_them_imports_the_emulator_where_there_is_a_gpu() -> None:
-    """Whoever imports it builds it, in each process: that takes longer than the stage."""
+    """Importing the emulator builds it in each process, which takes longer than the stage."""
     tests = ROOT / "tests"
     conftests = [path for path in tests.rglob("conftest.py") if tests / "emulator" not in path.parents]
     modules = [tests / name for name in kernel_test_modules(tests)]
     for path in (*modules, *conftests, *(tests / "support").glob("*.py")):
-        for statement in ast.parse(path.read_text()).body:  # those behind an `if` ask whether there is a GPU
+        for statement in ast.parse(path.read_text()).body:  # imports behind an `if` ask first whether there is a GPU
             names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
             names += [str(statement.module)] if isinstance(statement, ast.ImportFrom) else []
             assert not [name for name in names if name.split(".")[0] == "emulator"], path
@@ -295,7 +295,7 @@ def unpacked(archive: Path) -> dict[str, bytes]:
 
 
 def test_an_archive_fits(tmp_path: Path) -> None:
-    """Random bytes do not get smaller: logs are cut first, then the largest of the others goes."""
+    """Random bytes do not compress: logs are cut first, then the largest other file is left out."""
     sizes = {"a.log": 300_000, "b.png": 60_000, "c.png": 30_000, "d.json": 100}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(os.urandom(size))
@@ -370,7 +370,7 @@ def test_the_page_of_a_dry_run(workplace: Workplace) -> None:
     assert "- GPU: none (dry run)" in page and "Left out for their size: a.png (9 bytes)" in page
 
 
-# --- What is there to run on ------------------------------------------------------------------------------------------
+# --- The machine that it runs on --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
 def test_a_dry_run_goes_all_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The stages take no time; caches and results are where they belong."""
+    """The stages are short; caches and results are where they belong."""
     code = "import os; print(*(os.environ[n] for n in ('TMPDIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH')), sep='\\n')"
     stages = (stage("library", code, needs_gpu=False, needs_library=False), stage("tests", "print(1)"))
     monkeypatch.setattr(gpu_check, "STAGES", stages)

@@ -1,4 +1,4 @@
-"""Commands with a deadline: what they print is kept, and nothing that they started outlives them."""
+"""Tests commands with a deadline: what they print is kept, and no process that they started outlives them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(folder: Path, code: str, log: str = "log", **options: Any) -> Comman
 
 
 def have_ended(*pids: int) -> bool:
-    """Waits for a while, as a signal arrives when it arrives."""
+    """Waits up to 10 seconds until the processes have ended, as signals take time to arrive."""
     until = time.monotonic() + 10
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -34,7 +34,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_commands_run_at_once_and_their_output_is_kept(tmp_path: Path) -> None:
-    """Each waits for the other's file."""
+    """Each command waits for the other's file."""
     code = "import pathlib, time\npathlib.Path('{0}').touch()\nwhile not pathlib.Path('{1}').exists(): time.sleep(.01)"
     commands = [
         command(tmp_path, code.format("a", "b") + "\nprint('said')", "a"),
@@ -46,7 +46,7 @@ def test_commands_run_at_once_and_their_output_is_kept(tmp_path: Path) -> None:
     assert status_of(outcomes) == FAILED and status_of(outcomes[:1]) == PASSED
 
 
-# Children that ignore SIGTERM: one in the group, one in a session of its own.
+# The children ignore SIGTERM: one is in the command's process group, one in a session of its own.
 HANGS = """
 import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

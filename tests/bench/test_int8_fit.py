@@ -1,4 +1,4 @@
-"""Tests the fit of the int8 matmul's model: constants come back from times that were made from them."""
+"""Tests the fit of the int8 matmul's model: it finds the constants that its input times were made from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LaunchSchedule(NamedTuple):
 
 
 class FakeGpu(int8_fit.CudaGpu):
-    """Deals as the library does where parts end with tiles, and takes the time that its constants make."""
+    """A GPU that splits work as the library does where splits end with tiles. Its constants determine its times."""
 
     def __init__(self) -> None:
         self.arch, self.num_sms = 90, NUM_SMS
@@ -84,20 +84,20 @@ def test_kernels_are_those_that_the_gpu_runs() -> None:
 
 
 def test_terms_by_hand() -> None:
-    """Teams of two CTAs with 128 outputs each, on 132 SMs: 66 at a time."""
+    """Clusters of two CTAs have 128 outputs per CTA; on 132 SMs, 66 clusters run at a time."""
     kernel = int8_fit.kernels(NAMES, 90)[1]
     whole = int8_fit.kernel_terms(kernel, Case(256, 132 * 256, 4096), LaunchSchedule(132, 0, 128), NUM_SMS)
     assert whole == (1, 2 * 64, 2, 0, 0)
     shared = int8_fit.kernel_terms(kernel, Case(256, 33 * 256, 4096), LaunchSchedule(132, 132, 32), NUM_SMS)
     assert shared == (1, 32, 1, 1, 1)
     ranges = int8_fit.kernel_terms(kernel, Case(256, 40 * 256, 4096), LaunchSchedule(132, 264, 40), NUM_SMS)
-    assert ranges is None  # parts of several tiles
+    assert ranges is None  # splits cross tiles
     assert int8_fit.dequantised_terms(Case(100, 8192, 8192)) == (2, 3 << 26, 100 << 26)
 
 
 @pytest.mark.skipif(not native.BUILD["archs"], reason="the native library was built without kernels")
 def test_the_terms_are_those_of_the_library() -> None:
-    """Its own predictions, taken for times, are sums of them; of cuBLAS but for waves that are not full."""
+    """Take the library's predictions for times: they are sums of the terms. cuBLAS's are, where its waves are full."""
 
     class Predicted(int8_fit.CudaGpu):
         def seconds(self, kernel: Kernel | None, case: Case) -> float:

@@ -1,4 +1,4 @@
-"""Tests what the tools of `benchmarks.machine_code` print, and that launches have the geometry that they say."""
+"""Tests what the tools of `benchmarks.machine_code` print, and that launches have the geometry that they predict."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ STEP = Call("decode", "triton", 80, DecodeCase(1, 256, heads=4, kv_heads=1))
 @pytest.mark.parametrize(
     ("threads", "registers", "shared_bytes", "expected"),
     [
-        (128, 255, 64 * 1024, 2),  # 8192 registers a warp: 8 warps; 65 KB of 164
+        (128, 255, 64 * 1024, 2),  # 8192 registers per warp: 8 warps; 65 KB of 164
         (256, 255, 0, 1),
         (128, 32, 0, 16),  # 64 warps
-        (32, 32, 0, 32),  # the most there are
-        (128, 33, 0, 12),  # 33 * 32 = 1056, given out as 1280: 51 warps
+        (32, 32, 0, 32),  # the maximum number of CTAs
+        (128, 33, 0, 12),  # 33 * 32 = 1056 registers, allocated as 1280: 51 warps
         (128, 32, 163 * 1024, 1),
     ],
 )
@@ -74,7 +74,7 @@ def test_both_tables(has_tools: bool, monkeypatch: pytest.MonkeyPatch, capsys: p
 @needs_native
 @pytest.mark.parametrize("call", kernels.calls(full=False), ids=str)
 def test_what_a_call_multiplies_and_moves(call: Call) -> None:
-    """No kernel computes less than the mathematics needs, or reads less than its inputs."""
+    """Kernels compute at least what the mathematics needs, and read at least their inputs."""
     launched, least = call.run(), call.work()
     macs = sum(part.multiply_adds for one in launched for part in one.report.tensor_core.values())
     assert 2 * macs >= least.flops and sum(one.report.global_bytes for one in launched) >= least.bytes
@@ -99,7 +99,7 @@ def test_steps_are_the_tiles_that_a_mask_leaves(block_m: int, block_n: int, seql
 
 def test_a_tile_may_have_the_rows_of_all_heads_that_read_a_key_head() -> None:
     case = replace(multi_head(64, 1024), batch=1, heads=8, kv_heads=1, causal=True)
-    # 8 * 1024 rows are 43 tiles of 192, one head's are 6 tiles; of 128 rows either takes 64.
+    # 8 * 1024 rows are 43 tiles of 192 rows; per head, they are 8 * 6 tiles. With tiles of 128 rows both are 64.
     assert [geometry.packed_heads(case, block_m) for block_m in (192, 128)] == [8, 1]
     assert geometry.packed_heads(replace(case, heads=6), 192) == 1, "6 is no power of two"
     steps = geometry.steps_over_keys(1024, 192, 96, True, packed=8)  # queries 0 to 23, 24 to 47, …
@@ -111,7 +111,7 @@ def test_geometry_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     geometry.main(["forward", "H200", "length 16384", "full"])
     (line,) = capsys.readouterr().out.splitlines()[2:]
     kernel, tile, *numbers = re.findall(r"attention_forward_sm90<128, bfloat16>|\d+x\d+, \d+ warps|[\d.]+", line)[-7:]
-    # 128 tiles of rows of each of 16 heads, each over 128 tiles of keys, by a CTA on each SM.
+    # Each of 16 heads has 128 tiles of rows, each over 128 tiles of keys; each SM runs one CTA.
     assert (kernel, tile) == ("attention_forward_sm90<128, bfloat16>", "128x128, 12 warps")
     assert numbers == ["1", f"{16 * 128 / 132:.2f}", "132", "128.0", "128"]
 
@@ -139,7 +139,7 @@ SMALL: list[tuple[str, Any]] = [
 def test_launches_have_the_ctas_that_the_geometry_says(
     op: str, case: Any, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one SM, the few tiles of the forward pass fill an A100, as those of the grids do: keys are not split."""
+    """With one SM, the forward pass's few tiles fill an A100, as the real grids' tiles do: keys are not split."""
     monkeypatch.setattr(kernels, "NUM_SMS", 1 if (op, arch) == ("forward", 80) else 2)
     gpu = Gpu("small", arch, kernels.NUM_SMS, USUAL[arch][1])
     dealt = geometry.DEALS[op](case, gpu)  # type: ignore[operator]

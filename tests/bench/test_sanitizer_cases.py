@@ -1,4 +1,4 @@
-"""Tests that the cases that compute-sanitizer watches launch every kernel that there is."""
+"""Tests that the cases for compute-sanitizer launch every kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]:
-    """Returns the names that the pattern finds in the sources of a folder."""
+    """Returns the names that the pattern matches in the sources of a folder."""
     sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     return {name for path in sources for name in re.findall(pattern, path.read_text())}
 
@@ -27,10 +27,10 @@ def kernels_in(folder: str, suffixes: tuple[str, ...], pattern: str) -> set[str]
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulator is who knows which kernels ran")
 def test_every_kernel_runs() -> None:
-    """Kernels for sm_80 and Triton's run on an A100, and those for sm_90a on a Hopper GPU, in clusters too."""
+    """Triton kernels and kernels for sm_80 run on an A100, kernels for sm_90a on a Hopper GPU, in clusters too."""
     from emulator import device, launches
 
-    names, opcodes_on_hopper = set(), set()  # launches themselves would hold gigabytes of PTX
+    names, opcodes_on_hopper = set(), set()  # keeping the launches would keep gigabytes of PTX
     with launches.told(lambda launched: names.add(launched.report.kernel)):
         ran = {
             (backend, case): sanitizer_cases.run(backend, case, torch.device(DEVICE))

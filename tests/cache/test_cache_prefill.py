@@ -1,4 +1,4 @@
-"""Attention over a cache with many queries, a prompt: the attention kernel runs it over the cache's pages."""
+"""Tests attention over a cache with many queries (a prompt): the attention kernel runs it over the cache's pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM, QUERIES, CAPACITY = 3, 4, 2, 40, 24, 70,
 
 
 def arguments(paged: bool, num_new: int = QUERIES, num_queries: int = QUERIES, **options: Any) -> dict[str, Any]:
-    """Lengths are ragged, 0 among them; the last sequence has no room for its last tokens."""
+    """Returns arguments with ragged lengths, one of them 0. The last sequence has no room for its last tokens."""
     generator = torch.Generator().manual_seed(num_new)
 
     def normal(*shape: int) -> Tensor:
@@ -66,7 +66,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def attention_kernel(options: dict[str, Any] | None = None, family: int = FAMILY) -> str:
-    """The kernels for Hopper read pages, and a contiguous cache as one page for each sequence."""
+    """Returns the kernel's name. Kernels for Hopper read a contiguous cache as one page per sequence."""
     if family == 80:
         return "attention_forward_options_sm80<64, float16, paged>"
     changes_scores = not {"softcap", "alibi_slopes"}.isdisjoint(options or {})
@@ -114,7 +114,7 @@ def kernel_of(made: dict[str, Any]) -> str:
 
 
 def test_what_stays_with_the_decoding_kernel() -> None:
-    """Few queries; where splits are asked for; few rows of a KV head over an 8-bit cache, which has to be copied."""
+    """The decoding kernel runs few queries, given splits, and few rows of a KV head over an 8-bit cache."""
     assert kernel_of(arguments(False)) == attention_kernel()
     assert kernel_of(arguments(False, num_queries=64)).startswith("decode_split_sm80")
     assert kernel_of(arguments(False, num_splits=2)).startswith("decode_split_sm80")

@@ -1,4 +1,4 @@
-"""KVCache: generation step by step equals attention over everything, whatever the cache went through in between."""
+"""Tests KVCache: generation step by step equals attention over all tokens, whatever happens to the cache in between."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache_of(**changes: Any) -> KVCache:
 
 
 def tokens(layer: int, total: int = TOTAL) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's query, key and value of ``total`` tokens."""
+    """Returns a layer's query, key and value of ``total`` tokens."""
     return (
         normal(10 * layer + 1, BATCH, HEADS, TOTAL, DIM)[:, :, :total],
         normal(10 * layer + 2, BATCH, KV_HEADS, TOTAL, DIM)[:, :, :total],
@@ -49,7 +49,7 @@ def tokens(layer: int, total: int = TOTAL) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def feed(cache: KVCache, begin: int, end: int, **options: Any) -> list[Any]:
-    """Tokens ``begin`` to ``end`` through every layer; each layer's outputs."""
+    """Passes tokens ``begin`` to ``end`` through every layer, and returns each layer's output."""
     return [
         cache.attend(layer, *(t[:, :, begin:end] for t in tokens(layer)), **options)
         for layer in range(cache.num_layers)
@@ -119,7 +119,7 @@ def test_growth_doubles_and_keeps_what_was_there() -> None:
 
 @pytest.mark.parametrize("rows", [5, 16])
 def test_heads_behind_rows_are_seen(rows: int) -> None:
-    """In the layout [B, S, H, D], of 8 heads: rows that 8 heads do not divide, and rows that they do."""
+    """The layout is [B, S, H, D] with 8 heads. The number of rows is a multiple of 8, or is not."""
     query = torch.randn(2, rows, 8, 16)
     with pytest.raises(InputError, match=r"pass (query|k_new)\.transpose\(1, 2\)"):
         KVCache(1, 2, 8, 16).attend(0, query, query, query)
@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 @pytest.mark.parametrize("wrong", REFUSED)
 @pytest.mark.parametrize("quantized", [False, True], ids=["dense", "int8"])
 def test_a_refused_append_leaves_the_cache_as_it_was(quantized: bool, wrong: str) -> None:
-    """Also where it would have had to grow."""
+    """This holds also where the append would have made the cache grow."""
     cache = cache_of(quantized=quantized)
     feed(cache, 0, 4)
     before, nbytes = state(cache), cache.nbytes
@@ -204,7 +204,7 @@ def test_growth_that_runs_out_of_memory_changes_nothing(fails_at: int, monkeypat
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["ints", "tensor"])
 def test_a_ragged_prompt_is_padded_and_truncated(as_tensor: bool) -> None:
-    """What follows the truncation overwrites the padding, at each sequence's own position."""
+    """Tokens after the truncation overwrite the padding, at each sequence's own position."""
     lengths = [2, 5, 3]
     cache = cache_of(capacity=16)
     prompt = feed(cache, 0, 5)
@@ -325,7 +325,7 @@ def test_a_step_compiles_and_still_grows() -> None:
 def test_replays_are_noted() -> None:
     cache = cache_of(capacity=8)
     feed(cache, 0, 3)
-    cache.cache_seqlens.fill_(7)  # as a replay would, on the device
+    cache.cache_seqlens.fill_(7)  # stands for a replay, which changes it on the device
     cache.note_replayed(4)
     with pytest.raises(InputError, match=r"num_new: expected at most 1, the room that there was, got 2"):
         cache.note_replayed(2)
@@ -345,7 +345,7 @@ def attend(**changes: Any) -> dict[str, Any]:
 
 
 C = cache_of()
-# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+# name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
     "batch": (cache_of, {"batch": -1}, InputError, ("batch", "at least 0", "-1")),

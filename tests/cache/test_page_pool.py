@@ -1,4 +1,4 @@
-"""PagePool: whatever steps, forks, truncations and frees follow each other, no page is lost and none is two's."""
+"""Tests PagePool: no order of steps, forks, truncations and frees loses a page or gives it to two sequences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAGES, PAGE_SIZE, LAYERS = 7, 3, 2
 
 
 class Holder:
-    """Stands for a step, which somebody has or has not any more."""
+    """An object that stands for a step; the step is dropped with it."""
 
 
 @dataclass(eq=False)
 class Step:
-    """What the simple model knows of a step, beside the reservation that it is to describe."""
+    """The model's record of a step, with the pool's reservation that it must match."""
 
     reservation: Reservation
     num_new: dict[int, int]
@@ -37,7 +37,7 @@ class Step:
 
 
 class Machine:
-    """A pool, the rows of its pages as a dict, and what each sequence should find there."""
+    """A pool, the rows of its pages as a dict, and the contents that each sequence should find."""
 
     def __init__(self) -> None:
         self.pool = PagePool(PAGES, PAGE_SIZE)
@@ -56,7 +56,7 @@ class Machine:
                 step.is_good = False
 
     def change(self, name: int) -> None:
-        """Steps of this sequence are over."""
+        """Ends the steps of this sequence."""
         for step in self.steps:
             if name in step.num_new:
                 step.is_good = False
@@ -90,7 +90,7 @@ class Machine:
         del self.contents[name]
 
     def step(self, names: list[int], num_new: list[int], fails_at: str | None) -> bool:
-        """Whether there is one now. ``fails_at``: the device runs out of memory before or after pages are copied."""
+        """Tries a step and returns whether it exists. ``fails_at`` is the stage that ran out of memory, if any did."""
         try:
             demand = self.pool.demand(names, num_new)
         except CacheFull:
@@ -192,7 +192,7 @@ OPERATIONS = [
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_operations_in_any_order(data: st.DataObject) -> None:
-    """Layers in any order and again, steps interleaved, abandoned, cancelled and overtaken, and devices that fail."""
+    """Layers run in any order and repeatedly. Steps are interleaved, abandoned, cancelled, overtaken. Devices fail."""
     machine = Machine()
     machine.add()
     for _ in range(data.draw(st.integers(10, 40))):
@@ -237,7 +237,7 @@ def test_a_step_that_takes_the_place_of_another_may_have_its_pages() -> None:
 
 
 def test_a_copy_that_needs_reserved_pages_is_made_only_once_their_step_is_over() -> None:
-    """Else the copy would overwrite what that step has stored, and might then fail."""
+    """An earlier copy would overwrite what that step has stored, and might then fail."""
     pool = PagePool(num_pages=3, page_size=4)
     waiting, parent = pool.add(), pool.add()
     pool.reserve(pool.demand([parent], [2]), 1).stored[0] = True

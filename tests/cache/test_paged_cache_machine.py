@@ -1,7 +1,7 @@
-"""PagedKVCache against lists of tokens: whatever is done to it in whatever order, it holds what a list would hold.
+"""Compares PagedKVCache with lists of tokens: after any operations in any order, it holds what the lists hold.
 
-hypothesis draws the operations, on the PyTorch path and with pages so few and small that they run out. Without
-FASTATTN_EXAMPLES these are the same at every run; FASTATTN_EXAMPLES=1000 draws others.
+hypothesis draws the operations, on the PyTorch path and with so few small pages that they run out. Each run draws the
+same operations, unless FASTATTN_EXAMPLES=1000 asks for others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGES, PAGE_SIZE, MOST_SEQUENCES = 6, 3, 5
 
 
 def vectors(tokens: list[int], layer: int, what: str, dim: int, heads: int = KV_HEADS) -> Tensor:
-    """``[heads, len(tokens), dim]``: what a layer has of each token, the same whenever it is asked for."""
+    """Returns a layer's vectors of the tokens, ``[heads, len(tokens), dim]``: a function of the arguments."""
     phase = {"query": 0.3, "key": 1.1, "value": 2.3}[what] + layer
     number = torch.tensor(tokens, dtype=torch.float64)[None, :, None]
     head, column = torch.arange(heads)[:, None, None], torch.arange(dim)
@@ -48,7 +48,7 @@ def vectors(tokens: list[int], layer: int, what: str, dim: int, heads: int = KV_
 
 
 def attention(tokens: list[int], num_new: int, layer: int) -> Tensor:
-    """``[HEADS, num_new, VALUE_DIM]``: the last tokens, each over those up to itself."""
+    """Returns causal attention of the last ``num_new`` tokens, ``[HEADS, num_new, VALUE_DIM]``."""
     query = vectors(tokens, layer, "query", DIM, HEADS)[:, len(tokens) - num_new :]
     scores = query @ vectors(tokens, layer, "key", DIM).transpose(1, 2) / math.sqrt(DIM)
     is_seen = torch.ones(num_new, len(tokens)).tril(len(tokens) - num_new).bool()
@@ -57,9 +57,9 @@ def attention(tokens: list[int], num_new: int, layer: int) -> Tensor:
 
 @dataclass(eq=False)
 class ModelStep:
-    """What a step is to do: ``new`` tokens of sequences that hold ``before`` them."""
+    """The model's record of a step: ``new`` tokens of sequences that hold the tokens ``before``."""
 
-    real: PagedStep | PagedChunk | None  # None: nobody has it any more
+    real: PagedStep | PagedChunk | None  # None: the step was dropped
     new: dict[int, list[int]]
     before: dict[int, list[int]]
     stored: set[int] = field(default_factory=set)  # layers
@@ -81,7 +81,7 @@ def pages_for(tokens: int) -> int:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """The cache, and beside it a list of tokens for each sequence."""
+    """A machine that operates on the cache and on a list of tokens per sequence."""
 
     sequences, steps = Bundle("sequences"), Bundle("steps")
 
@@ -94,10 +94,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.model_steps: list[ModelStep] = []
         self.numbers = itertools.count(1)
 
-    # --- What the lists say -------------------------------------------------------------------------------------------
+    # --- The model ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Steps whose tokens every layer has count, and those that nobody has are over."""
+        """Counts steps whose tokens every layer has stored, and ends steps that were dropped."""
         for step in self.model_steps:
             if step.is_open and len(step.stored) == LAYERS:
                 step.counts = True
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
         return PAGES - len(held) - sum(step.num_reserved() for step in self.model_steps if step.is_open)
 
     def num_copies(self, counts: dict[int, int]) -> int:
-        """Pages that are not full, are somebody else's too and about to be written: the last writer keeps its own."""
+        """Counts pages that are partly full, shared and about to be written. The last writer keeps the page itself."""
         references: dict[int, int] = {}
         for sequence in self.tokens:
             for page in self.cache.pages(sequence):
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         child = self.cache.fork(sequence) if whole else self.cache.fork(sequence, length)
         self.end_steps_of(sequence, "was forked")
         self.tokens[child] = self.tokens[sequence][:length]
-        assert self.cache.num_free_pages == free  # but for what the sequence's step had reserved, a fork takes nothing
+        assert self.cache.num_free_pages == free  # a fork takes no page; it frees what the sequence's step had reserved
         return child
 
     @rule(sequence=sequences, share=st.floats(0, 1))
@@ -214,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
         whole=st.booleans(),
     )
     def step(self, some: list[int], counts: list[int], form: str, whole: bool) -> Any:
-        """One that may be ``whole``: every layer attends at once."""
+        """Begins a step. If ``whole``, every layer attends at once."""
         self.settle()
         some = [sequence for sequence in some if sequence in self.tokens]
         counts = counts[: len(some)] if form == "chunk" else [counts[0]] * len(some)
@@ -248,7 +248,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(step=steps, layer=st.integers(0, LAYERS - 1))
     def attend(self, step: ModelStep, layer: int) -> None:
-        """Layers in any order, and again; of a step that is over, nothing is stored."""
+        """Runs a layer, in any order and repeatedly. A step that has ended stores nothing."""
         self.settle()
         self.attend_with(step, layer)
 
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(step=steps)
     def commit(self, step: ModelStep) -> None:
-        """Somebody else writes the tokens to the pages of every layer, and says so."""
+        """Writes the tokens to the pages of every layer, as a user's own kernel would, and commits the step."""
         self.settle()
         if step.real is None or not step.new:
             return
@@ -308,7 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
     def drop(self, step: ModelStep) -> None:
         step.real = None
 
-    # --- What always holds --------------------------------------------------------------------------------------------
+    # --- Invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_cache_holds_what_the_lists_hold(self) -> None:

@@ -1,4 +1,4 @@
-"""PagedKVCache: whatever sequences share, fork and free, each one sees its own tokens, and no page is lost."""
+"""Tests PagedKVCache: with any sharing, forking and freeing, sequences see their own tokens, and no page is lost."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def cache_of(**changes: Any) -> PagedKVCache:
     return PagedKVCache(**{**usual, **changes})
 
 
-# Every token is a number; what it looks like in a layer follows from the two.
+# Each token is a number, which together with the layer determines its key and value.
 def keys(layer: int, numbers: list[int]) -> Tensor:
-    """``[1, Hkv, n, D]``."""
+    """Returns keys ``[1, Hkv, n, D]``."""
     rows = [normal(1000 * layer + 2 * n, KV_HEADS, 1, DIM) for n in numbers]
     return torch.cat(rows, dim=1)[None] if rows else torch.zeros(1, KV_HEADS, 0, DIM).double()
 
 
 def values(layer: int, numbers: list[int]) -> Tensor:
-    """``[1, Hkv, n, Dv]``."""
+    """Returns values ``[1, Hkv, n, Dv]``."""
     rows = [normal(1000 * layer + 2 * n + 1, KV_HEADS, 1, VALUE_DIM) for n in numbers]
     return torch.cat(rows, dim=1)[None] if rows else torch.zeros(1, KV_HEADS, 0, VALUE_DIM).double()
 
@@ -59,7 +59,7 @@ def queries(batch: int, count: int) -> Tensor:
 
 
 class Model:
-    """A cache and what it should hold: the numbers of each sequence's tokens."""
+    """A cache, and the numbers of the tokens that each sequence should hold."""
 
     def __init__(self, **changes: Any) -> None:
         self.cache = cache_of(**changes)
@@ -106,7 +106,7 @@ class Model:
                 torch.testing.assert_close(out[row : row + 1], expected)
 
     def check(self) -> None:
-        """Pages: each is free or as often referred to as sequences have it; contents: bit for bit what was stored."""
+        """Checks that each page is free or has the right reference count, and holds the bits that were stored."""
         cache = self.cache
         assert cache.sequences == list(self.contents)
         users = Counter(page for sequence in cache.sequences for page in cache.pages(sequence))
@@ -130,7 +130,7 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(1, 12))
 def test_random_operations(seed: int) -> None:
-    """Forks, truncations, frees and steps of random batches in a pool that is often full."""
+    """Random batches are forked, truncated, freed and stepped in a pool that is often full."""
     choose = random.Random(seed)
     model = Model()
     times_full = 0
@@ -165,25 +165,25 @@ def test_random_operations(seed: int) -> None:
 def test_a_fork_shares_until_somebody_writes() -> None:
     model = Model()
     parent = model.add()
-    model.step([parent], 6)  # one full page and a half
+    model.step([parent], 6)  # a full page and a half
     free = model.cache.num_free_pages
     child = model.fork(parent)
     assert model.cache.pages(child) == model.cache.pages(parent)
     assert model.cache.num_free_pages == free
 
-    model.step([child], 1)  # copies the half page
+    model.step([child], 1)  # copies the half-full page
     assert model.cache.pages(child)[0] == model.cache.pages(parent)[0]
     assert model.cache.pages(child)[1] != model.cache.pages(parent)[1]
     assert model.cache.num_free_pages == free - 1
 
     pages = model.cache.pages(parent)
-    model.step([parent], 1)  # nobody else has its half page any more: written in place
+    model.step([parent], 1)  # its half-full page is no longer shared: written in place
     assert model.cache.pages(parent) == pages
     assert model.cache.num_free_pages == free - 1
     model.check()
 
     model.free(parent)
-    assert model.cache.num_free_pages == free  # the full page is still the child's
+    assert model.cache.num_free_pages == free  # the child still has the full page
     model.step([child], 3)
     model.check()
 
@@ -226,7 +226,7 @@ def test_a_fork_of_a_prefix_takes_the_pages_of_the_prefix() -> None:
 
 
 def test_chunks_of_different_lengths_attend_to_all_that_their_sequences_have() -> None:
-    """Over shuffled and shared pages: what comes out is causal attention over the whole sequences."""
+    """Over shuffled and shared pages, the result is causal attention over the whole sequences."""
     cache = cache_of()
     a, b, c = cache.add(), cache.add(), cache.add()
     written: dict[int, list[Tensor]] = {a: [], b: [], c: []}
@@ -236,7 +236,7 @@ def test_chunks_of_different_lengths_attend_to_all_that_their_sequences_have() -
         query, new = query.to(cache.layout.dtype), new.to(cache.layout.dtype)
         chunk = cache.chunk(sequences, counts)
         out = chunk.attend(1, query, new[..., :DIM], new[..., DIM:])
-        chunk.commit()  # without the other layer
+        chunk.commit()  # the other layer stores nothing
         parts = (each.split(counts) for each in (query, new, out))
         for sequence, rows, tokens, got in zip(sequences, *parts, strict=True):
             written[sequence].append(tokens)
@@ -251,7 +251,7 @@ def test_chunks_of_different_lengths_attend_to_all_that_their_sequences_have() -
     take_in([c, a, b], [0, 2, 9])
     fork = cache.fork(a)
     written[fork] = list(written[a])
-    take_in([b, fork, c, a], [4, 2, 6, 1])  # the page that a shares with its fork is copied first
+    take_in([b, fork, c, a], [4, 2, 6, 1])  # first copies the page that a shares with its fork
     assert not cache.pools(0)[0].any()  # the other layer
 
 
@@ -276,7 +276,7 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     assert model.snapshot() == before
     child = model.fork(sequences[1])
     with pytest.raises(CacheFull, match="1 sequences need 1 more pages"):
-        model.cache.step([child], 1)  # a copy is more than the pool has
+        model.cache.step([child], 1)  # the pool has no page for the copy
     model.check()
     model.free(sequences[0])
     model.step([child, sequences[1]], PAGE_SIZE)
@@ -357,7 +357,7 @@ S = C.add()
 STEP = C.step([S], 1)
 STEP.commit()
 QUANTIZED = cache_of(quantized=True)
-# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+# name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
     "num_pages": (cache_of, {"num_pages": 1.0}, TypeError, ("num_pages", "int", "float")),

@@ -1,4 +1,4 @@
-"""PagedStep and PagedChunk: when their tokens count, when they are refused, and that a refusal changes nothing."""
+"""Tests PagedStep and PagedChunk: when their tokens count, when they are refused, and that refusals change nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cache_of(**changes: Any) -> PagedKVCache:
 
 
 def new_tokens(form: str, batch: int, num_new: int, seed: int = 1) -> dict[str, Tensor]:
-    """Query, key and value of ``num_new`` tokens of each of ``batch`` sequences."""
+    """Returns query, key and value of ``num_new`` tokens for each of ``batch`` sequences."""
     shapes = {"query": (HEADS, DIM), "k_new": (KV_HEADS, DIM), "v_new": (KV_HEADS, VALUE_DIM)}
     if form == "step":
         return {
@@ -52,7 +52,7 @@ def begin(cache: PagedKVCache, form: str, sequences: list[int], num_new: int) ->
 
 
 def fill(cache: PagedKVCache, form: str, sequences: list[int], num_new: int, seed: int = 1) -> PagedStep | PagedChunk:
-    """A whole step."""
+    """Runs a step through all layers."""
     step = begin(cache, form, sequences, num_new)
     for layer in range(LAYERS):
         step.attend(layer, **new_tokens(form, len(sequences), num_new, seed))
@@ -60,7 +60,7 @@ def fill(cache: PagedKVCache, form: str, sequences: list[int], num_new: int, see
 
 
 def state(cache: PagedKVCache) -> Any:
-    """All that may not change."""
+    """Returns everything that a refusal must not change."""
     pool = cache._pool
     tensors = [tensor.tolist() for layer in cache._layers for tensor in layer.tensors()]
     sequences = {name: (cache.length(name), cache.pages(name)) for name in cache.sequences}
@@ -82,7 +82,7 @@ CHANGES: dict[str, tuple[Callable[[PagedKVCache, int], object], str]] = {
 @pytest.mark.parametrize("has_begun", ["not begun", "half done", "done"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_is_refused_once_one_of_its_sequences_has_changed(change: str, has_begun: str, form: str) -> None:
-    """Else it would write to the pages of the sequence that came after."""
+    """Otherwise it would write to pages that now belong to a later sequence."""
     cache = cache_of()
     a, b = cache.add(), cache.add()
     fill(cache, "step", [a, b], 3)
@@ -94,7 +94,7 @@ def test_a_step_is_refused_once_one_of_its_sequences_has_changed(change: str, ha
     function, reason = CHANGES[change]
     kept = function(cache, a)
     after = cache.add()
-    fill(cache, "step", [after], PAGE_SIZE * cache.num_free_pages, seed=9)  # it has all the pages that came free
+    fill(cache, "step", [after], PAGE_SIZE * cache.num_free_pages, seed=9)  # takes all pages that were freed
     before = state(cache)
     with pytest.raises(InputError, match=f"can store no more, as {reason}"):
         old.attend(0, **new)
@@ -125,7 +125,7 @@ def test_steps_of_other_sequences_may_come_in_between(form: str) -> None:
 
 @each_form
 def test_tokens_count_once_every_layer_has_stored_them(form: str) -> None:
-    """In whatever order, and however often one of them stores them."""
+    """Layers may store them in any order, and repeatedly."""
     cache = cache_of()
     a = cache.add()
     step = begin(cache, form, [a], 5)
@@ -176,7 +176,7 @@ def test_a_retry_may_take_the_pages_of_the_step_that_failed() -> None:
         step.commit()
     with pytest.raises(CacheFull):
         cache.step([a], PAGES * PAGE_SIZE + 1)
-    again.commit()  # the refused one has not ended it
+    again.commit()  # the refused step has not ended it
     assert cache.length(a) == PAGES * PAGE_SIZE - 1
 
 
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_a_refused_call_changes_nothing(wrong: str, when: str, form: str) -> None:
-    """Before a first call and after it, when the tokens that it would overwrite count."""
+    """The call is refused before a first call, and after it, when the tokens that it would overwrite count."""
     cache = cache_of()
     a, b = cache.add(), cache.add()
     step = fill(cache, form, [a, b], 3) if when == "after" else begin(cache, form, [a, b], 3)
@@ -265,7 +265,7 @@ def test_a_step_that_finds_no_memory_changes_nothing(where: str, form: str, monk
             patch.setattr(PagedKVCache, "_to_device", fail)
         else:
             patch.setattr(LayerStorage, "copy_blocks", fail)
-        cache.fork(b)  # so that its half page has to be copied
+        cache.fork(b)  # so its half-full page must be copied
         before = state(cache)
         with pytest.raises(torch.OutOfMemoryError):
             begin(cache, form, [b, a], 3)
@@ -314,4 +314,4 @@ def test_compiled_steps_share_a_graph_whatever_their_lengths_and_pages() -> None
         for layer, out in enumerate(outs):
             torch.testing.assert_close(out, step.attend(layer, **new))
         assert cache.length(sequences[0][1]) == i + 1
-    assert graphs.frame_count <= 3  # for tables of 1 page, of 2, and of any number
+    assert graphs.frame_count <= 3  # for tables of 1, 2 and any number of pages

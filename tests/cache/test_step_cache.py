@@ -1,4 +1,4 @@
-"""StepCache: a model computes the same over a KVCache, and over the steps and the chunks of a PagedKVCache."""
+"""Tests StepCache: a model computes the same over a KVCache as over the steps and chunks of a PagedKVCache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_pages(form: str, **changes: Any) -> Callable[[int], StepCache]:
 
 
 def model(tokens: Tensor, cache: StepCache, options: AttendOptions) -> Tensor:
-    """``tokens [B, S]``, numbers, to ``[B, S, 2 * (Hq * Dv + Hq)]``: what every layer has computed, lse included."""
+    """Maps token numbers ``[B, S]`` to ``[B, S, 2 * (Hq * Dv + Hq)]``: outputs and lse of both layers."""
     positions = cache.positions(tokens.shape[1])
     assert positions.shape == tokens.shape
     computed = []
@@ -66,14 +66,14 @@ def model(tokens: Tensor, cache: StepCache, options: AttendOptions) -> Tensor:
             for i, (heads, dim) in enumerate(((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM)))
         ]
         out, lse = cache.attend(layer, *made, return_lse=True, **options)
-        if not isinstance(cache, KVCache):  # a step of pages has its place for the tokens, once and for all
+        if not isinstance(cache, KVCache):  # a paged step may store its tokens repeatedly
             assert torch.equal(cache.attend(layer, *made, **options), out)
         computed += [out.transpose(1, 2).flatten(2), lse.transpose(1, 2)]
     return torch.cat([*computed, positions[..., None].double()], dim=-1)
 
 
 def generate(next_step: Callable[[int], StepCache], options: AttendOptions) -> Tensor:
-    """A prompt of 5 tokens for each of the sequences, then one at a time: all that the model computed."""
+    """Runs a prompt of 5 tokens per sequence and three steps, and returns all that the model computed."""
     outs = []
     for step, num_new in enumerate([5, 1, 1, 3]):
         cache = next_step(num_new)

@@ -1,8 +1,8 @@
-"""torch's CUDA operators, computed on the CPU over the same memory: the emulated device's memory is the host's.
+"""Computes torch's CUDA operators on the CPU, over the same memory: the emulated device's memory is the host's.
 
-torch's own kernels are machine code, which nothing here executes. So every aten operator that has a CUDA kernel gets
-another one, which calls the operator on CPU tensors that share the memory of its arguments. It follows the stream:
-while that is being captured, the operator becomes a part of the graph.
+torch's own kernels are machine code, which the emulator cannot execute. So every aten operator that has a CUDA kernel
+gets another kernel, which calls the operator on CPU tensors that share its arguments' memory. It runs in stream order;
+while a stream is captured, it becomes a node of the graph.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cuda_torch import sdpa_on_host
 
-# Allocation, views, the choice of SDPA's back end, and what moves numbers between devices stay torch's own code, which
-# calls the emulated runtime.
+# Allocation, views, the choice of SDPA's back end, and copies between devices stay torch's own code, which calls the
+# emulated runtime.
 _KEPT = {
     "empty.memory_format",
     "empty_strided",
@@ -39,7 +39,7 @@ _KEPT = {
     "_cudnn_init_dropout_state",
 }
 
-_generators: dict[tuple[int, int], torch.Generator] = {}  # by the seed and the offset of those that they stand for
+_generators: dict[tuple[int, int], torch.Generator] = {}  # by (seed, offset) of the CUDA generator that each stands for
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def _generator(cuda: torch.Generator) -> torch.Generator:
-    """Returns the CPU's generator that stands for one of a CUDA device, which it advances: equal ones draw alike."""
+    """Returns the CPU generator for a CUDA generator, which it advances. Equal CUDA generators draw equal numbers."""
     state = cuda.get_state().view(torch.int64)
     seed, offset = state.tolist()
     own = _generators.pop((seed, offset), None) if offset else None
@@ -68,7 +68,7 @@ def _generator(cuda: torch.Generator) -> torch.Generator:
 
 
 def _follow(cuda: Tensor, resized: Tensor) -> bool:
-    """Gives a tensor the sizes of another; returns whether it had others."""
+    """Gives a tensor the shape and strides of another; returns whether the shape changed."""
     if cuda.shape == resized.shape:
         return False
     cuda.resize_(resized.shape)
@@ -77,11 +77,11 @@ def _follow(cuda: Tensor, resized: Tensor) -> bool:
 
 
 class _Arguments:
-    """The arguments of one call on the CPU, and the way back from its results."""
+    """The arguments of one call, lowered to CPU tensors, and the conversion of its results back to CUDA."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, Tensor]] = []  # (CPU, CUDA)
-        self.meta: dict[int, Tensor] = {}  # by place in `given`
+        self.meta: dict[int, Tensor] = {}  # by index in `given`
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def lower(self, value: Any) -> Any:
@@ -99,13 +99,13 @@ class _Arguments:
         return value
 
     def follow_sizes(self) -> None:
-        """Gives results that the operator has resized (``out=``, from no elements) their sizes on the device, too."""
+        """Resizes tensors on the device that the operator has resized on the CPU (``out=`` without elements)."""
         for cpu, cuda in self.given:
             if _follow(cuda, cpu):
                 _write(alias(cuda), cpu)
 
     def lift(self, value: Any) -> Any:
-        """Copies a result to the device; what an in-place operator returns is what it was given."""
+        """Copies a result to the device; for a result that is an argument, returns the argument."""
         if isinstance(value, Tensor):
             if value.device.type != "cpu":
                 return value
@@ -119,7 +119,7 @@ class _Arguments:
         return type(value)(map(self.lift, value)) if isinstance(value, (list, tuple)) else value
 
     def as_meta(self, value: Any) -> Any:
-        """Returns an argument with meta tensors in place of those that `lower` has made."""
+        """Returns an argument with meta tensors in place of the CPU tensors of `lower`."""
         if isinstance(value, Tensor):
             for index, (cpu, _) in enumerate(self.given):
                 if value is cpu:
@@ -136,7 +136,7 @@ class _Arguments:
             _follow(self.given[index][1], tensor)
 
     def lift_shapes(self, value: Any) -> Any:
-        """Makes results on the device of what an operator has returned for meta tensors."""
+        """Makes results on the device from an operator's results for meta tensors."""
         if isinstance(value, Tensor):
             for index, tensor in self.meta.items():
                 if value is tensor:
@@ -146,14 +146,14 @@ class _Arguments:
 
 
 def _aliases(results: Any) -> Any:
-    """Returns results with the `alias` of each CUDA tensor in its place. It keeps no tensor alive, as no graph does."""
+    """Returns results with each CUDA tensor replaced by its `alias`: like a CUDA graph, it keeps no tensor alive."""
     if isinstance(results, Tensor):
         return alias(results) if results.is_cuda else results
     return type(results)(map(_aliases, results)) if isinstance(results, (list, tuple)) else results
 
 
 def _write(targets: Any, values: Any) -> None:
-    """Copies what an operator has computed to where its results lie."""
+    """Copies an operator's results to the memory of the tensors that stand for them."""
     if isinstance(targets, Tensor):
         if targets.numel() and targets.data_ptr() != values.data_ptr():
             targets.copy_(values)
@@ -163,7 +163,7 @@ def _write(targets: Any, values: Any) -> None:
 
 
 def _tensor_arguments(op: Any) -> list[bool]:
-    """Returns which of the operator's arguments are tensors."""
+    """Returns for each argument of the operator whether it is a tensor."""
     schema = getattr(op, "_schema", None)
     return [str(argument.type) == "Tensor" for argument in schema.arguments] if schema is not None else []
 
@@ -173,8 +173,8 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
     overload, tensors = op, _tensor_arguments(op)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        # torch hands a number that stands for a tensor (``x & 1``) over as the number, which another overload takes.
-        given = zip(args, tensors, strict=False)  # the last arguments may be left out
+        # torch passes a number for a tensor (``x & 1``) on as a number, which another overload takes.
+        given = zip(args, tensors, strict=False)  # the last arguments may be missing
         has_number = any(is_tensor and isinstance(argument, (int, float, complex)) for argument, is_tensor in given)
         op = overload.overloadpacket if has_number else overload
         arguments = _Arguments()
@@ -184,7 +184,7 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
             results = op(*lowered, **named)
             arguments.follow_sizes()
             return arguments.lift(results)
-        # Nothing may be computed now, and what the arguments hold means nothing: meta tensors tell the results' shapes.
+        # A capture computes nothing, and the arguments have no values yet: meta tensors give the results' shapes.
         shapes = op(*map(arguments.as_meta, lowered), **{n: arguments.as_meta(v) for n, v in named.items()})
         arguments.follow_meta_sizes()
         results = arguments.lift_shapes(shapes)
@@ -199,7 +199,7 @@ def on_host(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """``aten::copy_`` between devices and on one: torch's own uses kernels for strides and for other dtypes."""
+    """Replaces ``aten::copy_`` for CUDA tensors: torch's own uses kernels for strides and for other dtypes."""
     to, origin = (alias(tensor) if tensor.is_cuda else tensor for tensor in (self, source))
 
     def copy() -> None:
@@ -240,13 +240,13 @@ def _rms_norm_backward(
     return grad_x, None if weight is None or not mask[1] else (wide * normal).sum_to_size(shape).to(weight.dtype)
 
 
-# Operators whose CUDA kernels take what their CPU kernels do not, or that the CPU lacks.
+# Operators whose CPU kernels do not take what their CUDA kernels take, or do not exist.
 _OTHERS: dict[str, Callable[..., Any]] = {
     **sdpa_on_host.OPERATORS,
     "_fused_rms_norm_backward": _rms_norm_backward,
-    "_softmax": _softmax,  # to float32 on the way
+    "_softmax": _softmax,  # may convert to float32
     "_log_softmax": _log_softmax,
-    "_softmax_backward_data": _softmax_backward_data,  # and back from it
+    "_softmax_backward_data": _softmax_backward_data,  # may convert back
     "_log_softmax_backward_data": _log_softmax_backward_data,
 }
 
@@ -254,7 +254,7 @@ _library: list[torch.library.Library] = []  # an override lives as long as its l
 
 
 def install() -> list[str]:
-    """Overrides all operators that can be; returns the names of those that stayed torch's own."""
+    """Overrides all operators that can be overridden; returns the names of the others."""
     library, stayed = torch.library.Library("aten", "IMPL"), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of each override

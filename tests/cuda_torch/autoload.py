@@ -1,4 +1,4 @@
-"""What every process of ``.venv-cuda`` does when it has imported torch (environment.py registers it)."""
+"""Prepares every process of ``.venv-cuda`` after it has imported torch (environment.py registers this module)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LIBRARY = native_library.OUTPUT / native_library.FOR_CUDA_TENSORS / LIBRARY_NAME
 
 
 def install() -> None:
-    """Gives the process its two devices, and torch's operators a way to compute on them."""
+    """Gives the process its two devices, and overrides torch's operators to compute on them."""
     folder = nvidia_folder(site_packages(Path(sys.prefix)))
-    ctypes.CDLL(str(folder / DRIVER))  # found by its name from now on, as the driver of a machine is
-    from emulator import cuda_runtime, options  # noqa: F401  (the runtime's launches are noted from here on)
+    ctypes.CDLL(str(folder / DRIVER))  # later loads by name find it, like a machine's driver
+    from emulator import cuda_runtime, options  # noqa: F401 (cuda_runtime notes launches from its import on)
     from emulator.native import native
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -27,17 +27,17 @@ from emulator.build import build_cudart  # noqa: E402
 
 FOLDER = ROOT / ".venv-cuda"
 DEFAULT_TORCH = "2.11.0"
-# What every process of this Python does when it has imported torch: torch's own hook for back ends in other packages.
+# torch's hook for back ends in other packages: every process calls it after importing torch.
 ENTRY_POINTS = "[torch.backends]\nemulated_cuda = cuda_torch.autoload:install\n"
 
 
 def site_packages(folder: Path = FOLDER) -> Path:
-    """Returns where the packages of the environment in ``folder`` lie."""
+    """Returns the folder of the packages of the environment ``folder``."""
     return Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
 
 
 def nvidia_folder(packages: Path) -> Path:
-    """Returns where torch looks for the CUDA runtime: beside itself, among the packages."""
+    """Returns the folder where torch looks for the CUDA runtime."""
     return packages / "nvidia" / "cu13" / "lib"
 
 
@@ -47,7 +47,7 @@ def _pip(packages: Path, *requirements: str) -> None:
 
 
 def _required(packages: Path, name: str) -> str:
-    """Returns the requirement of torch's metadata whose package's name begins so: ``"triton==3.6.0"``."""
+    """Returns the requirement in torch's metadata that begins with ``name``, such as ``"triton==3.6.0"``."""
     (torch,) = importlib.metadata.distributions(name="torch", path=[str(packages)])
     found = [text for text in torch.requires or [] if text.startswith(name)]
     if not found:
@@ -61,7 +61,7 @@ def _cudnn_version(packages: Path) -> int:
 
 
 def make(torch: str = DEFAULT_TORCH) -> None:
-    """Makes the environment with this release of torch where it is not there yet, and builds what it runs on."""
+    """Makes the environment with this release of torch unless it exists, and builds the libraries that it needs."""
     packages = site_packages()
     stamp = FOLDER / "torch.txt"
     if not stamp.exists() or stamp.read_text() != torch:
@@ -74,7 +74,7 @@ def make(torch: str = DEFAULT_TORCH) -> None:
         own.mkdir()
         (own / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated-cuda\nVersion: 0\n")
         (own / "entry_points.txt").write_text(ENTRY_POINTS)
-    # After the environment's own packages: those of .venv, with fastattn as it is installed there, and the tests'.
+    # Adds the packages of .venv, fastattn among them, and the tests' folders, after the environment's own packages.
     (packages / "zz_others.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n{TESTS}\n{ROOT / 'csrc'}\n"
     )

@@ -1,9 +1,9 @@
-"""Fails every test under ``.venv-cuda`` in which the emulated runtime refused something, or memory was damaged.
+"""Fails every test under ``.venv-cuda`` in which the emulated runtime refused a call, or memory was damaged.
 
     pytest -p cuda_torch.plugin [--cuda-device 1] ...
 
-Host code may take no notice of an error that CUDA returns; a test may not. ``@pytest.mark.refused`` says that a test
-provokes errors.
+Host code may ignore an error that CUDA returns; a test may not. ``@pytest.mark.refused`` marks tests that provoke
+errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's own attention operators for CUDA (flash, memory-efficient, cuDNN) as a few matmuls: the CPU lacks them."""
+"""Computes torch's CUDA attention operators (flash, memory-efficient, cuDNN) with a few matmuls: the CPU lacks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    """Returns scores ``[B, H, Sq, Sk]`` in float32; heads of keys are repeated where there are fewer."""
+    """Returns scores ``[B, H, Sq, Sk]`` in float32; KV heads are repeated where there are fewer."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = scale * query.float() @ _for_each_query_head(key, query).transpose(-1, -2)
     if is_causal:
@@ -27,10 +27,10 @@ def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, in the query's order of dimensions, and the log-sum-exp ``[B, H, Sq]`` in float32."""
+    """Returns the output, in the query's order of dims in memory, and the lse ``[B, H, Sq]`` in float32."""
     scores = _scores(query, key, bias, is_causal, scale)
     lse = scores.logsumexp(-1)
-    weights = scores.softmax(-1).nan_to_num(0.0)  # beside the least number the lse loses the number of keys
+    weights = scores.softmax(-1).nan_to_num(0.0)  # not exp(scores - lse): finfo.min + log(keys) rounds to finfo.min
     out = (weights @ _for_each_query_head(value, query)).to(query.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
@@ -46,7 +46,7 @@ def backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key, value and of the scores."""
+    """Returns the gradients of query, key, value and scores."""
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows = query.shape[-2]
     weights = (_scores(query, key, bias, is_causal, scale) - lse[..., :rows, None]).exp().nan_to_num(0.0)
@@ -112,7 +112,7 @@ def _cudnn_backward(  # type: ignore[no-untyped-def]
     return backward(grad, q, k, v, out, lse.squeeze(-1), bias, causal, scale)[:3]
 
 
-# What aten calls them.
+# Names as in aten.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

@@ -1,7 +1,7 @@
-"""Libraries that stand in for those of NVIDIA which torch's CUDA build is linked with.
+"""Makes libraries that stand in for NVIDIA's, with which torch's CUDA build is linked.
 
-The loader wants every symbol to be there. The CUDA runtime and the driver are the emulator. Of all other libraries
-(cuBLAS, cuDNN, NCCL, …) each function returns an error, and says so where FASTATTN_TRACE_STAND_INS is set.
+The loader needs every symbol. The CUDA runtime and the driver are the emulator. In all other libraries (cuBLAS, cuDNN,
+NCCL, …) each function returns an error, and prints its name where FASTATTN_TRACE_STAND_INS is set.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 DRIVER = "libcuda.so.1"
 
-# Prefixes of functions whose versions do not name their library, and how the names of those libraries begin.
+# Prefixes of functions whose symbol versions do not name a library → the first letters of their library's name.
 _PREFIXES = {
     "cusparseLt": "libcusparseLt.",
     "cuFile": "libcufile.",
@@ -34,8 +34,8 @@ static int is_not_here(const char* name) {{
 """
 
 
-# Functions whose answers somebody reads before anything else is asked. torch wants the very release of cuDNN that it
-# was built with, and prints what CUPTI says.
+# Functions whose results matter: torch requires the release of cuDNN that it was built with, and prints CUPTI's
+# results.
 _ANSWERS = {
     "cudnnGetVersion": "long cudnnGetVersion(void) { return {cudnn}; }",
     "cudnnGetProperty": """int cudnnGetProperty(int which, int* value) {
@@ -54,7 +54,7 @@ def _lines(*command: str | Path) -> list[str]:
 
 
 def needed(libraries: Iterable[Path]) -> set[str]:
-    """Returns the names of the libraries that these are linked with."""
+    """Returns the names of the libraries that ``libraries`` are linked with."""
     found = set()
     for library in libraries:
         for line in _lines("readelf", "-d", library):
@@ -64,7 +64,7 @@ def needed(libraries: Iterable[Path]) -> set[str]:
 
 
 def wanted(libraries: list[Path]) -> dict[str, dict[str, str]]:
-    """Returns, by library of NVIDIA's, the functions that ``libraries`` want of it, each with its version or ""."""
+    """Returns for each library of NVIDIA's the functions that ``libraries`` need, with symbol versions or ""."""
     own = {library.name for library in libraries}
     names = {name for name in needed(libraries) - own if re.match(r"lib(cu|nccl|nv)", name)}
     found: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -105,9 +105,9 @@ def _compile(library: Path, source: str, *options: str | Path) -> None:
 
 
 def make(libraries: list[Path], cudart: Path, folder: Path, cudnn: int) -> None:
-    """Makes all that ``libraries`` are linked with in ``folder``; the runtime there is a link to ``cudart``.
+    """Makes in ``folder`` all libraries that ``libraries`` are linked with; the runtime is a link to ``cudart``.
 
-    ``cudnn``: the version that cuDNN says it has, 91900 for 9.19.0.
+    ``cudnn``: the version that cuDNN reports, 91900 for 9.19.0.
     """
     folder.mkdir(parents=True, exist_ok=True)
     runtime = folder / cudart.name
@@ -133,5 +133,5 @@ def make(libraries: list[Path], cudart: Path, folder: Path, cudnn: int) -> None:
             options = [f"-Wl,--version-script={versions}"]
         _compile(folder / name, source, *options)
     (folder / "versions.map").unlink(missing_ok=True)
-    # The driver's functions are in the runtime's library: whoever is linked with this one finds them behind it.
+    # The driver's functions are in the runtime's library, which this library is linked with.
     _compile(folder / DRIVER, "", "-Wl,--no-as-needed", runtime)

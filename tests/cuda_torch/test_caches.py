@@ -1,4 +1,4 @@
-"""Caches and int8 layers on CUDA tensors, beside the same calls in float64 on the CPU."""
+"""Compares caches and int8 layers on CUDA tensors with the same calls in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def turn(step: int, rows: int, heads: int) -> Tensor:
 
 
 def run(device: str, dtype: torch.dtype, cache: Any, **options: Any) -> list[Tensor]:
-    """A prompt and two steps of generation."""
+    """Runs a prompt and two steps of generation."""
     found = []
     for step, rows in enumerate((9, 1, 2)):
         query, key, value = (turn(step, rows, heads).to(device, dtype) for heads in (4, 2, 2))

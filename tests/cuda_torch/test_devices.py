@@ -1,4 +1,4 @@
-"""Devices, streams, threads and CUDA graphs: what a call may meet on a machine with GPUs."""
+"""Tests devices, streams, threads and CUDA graphs, as a call meets them on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(name: str, out: Tensor, tensors: list[Tensor], **options: Any) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_device_than_the_current_one(backend: str) -> None:
-    """Kernels run where the tensors are, and the current device stays what it was."""
+    """Kernels run on the tensors' device, and the current device does not change."""
     tensors = [tensor.requires_grad_() for tensor in inputs(AMPERE)]
     assert torch.cuda.current_device() == 0
     with fastattn.use_backend(backend), fastattn.record() as calls:
@@ -76,7 +76,7 @@ def test_a_side_stream(backend: str) -> None:
 
 @pytest.mark.refused
 def test_a_stream_of_another_device_is_refused_by_the_driver() -> None:
-    """The emulated driver sees it, so that a launcher which takes the wrong stream cannot pass."""
+    """The emulated driver checks it, so a launcher that takes the wrong stream cannot pass."""
     tensors = inputs(AMPERE)
     wrong = torch.cuda.Stream(HOPPER)
     with torch.cuda.device(AMPERE):
@@ -88,7 +88,7 @@ def test_a_stream_of_another_device_is_refused_by_the_driver() -> None:
 
 
 def launch_on(stream: int, tensors: list[Tensor]) -> None:
-    """Launches a Triton kernel on a stream by its handle."""
+    """Launches a Triton kernel on the stream with this handle."""
     import triton
     import triton.language as tl
 
@@ -145,8 +145,8 @@ def warmed_up(function: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("warm", [True, False], ids=["warmed up", "first launch"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_and_backward_in_a_graph(backend: str, warm: bool) -> None:
-    """Replayed over other inputs, bit for bit what a call gives; nothing runs while the graph is captured."""
-    # A head dim of its own for each case, so that "first launch" is one.
+    """A replay over other inputs has the bits of a call. Nothing runs while the graph is captured."""
+    # Each case has another head dim, so that "first launch" is one.
     dim = {"cuda": 32, "triton": 16}[backend] * (2 if warm else 1)
     tensors = [draw(1, 2, 48, dim, seed=i).requires_grad_() for i in range(3)]
     grad = draw(1, 2, 48, dim, seed=9)
@@ -181,7 +181,7 @@ def test_dropout_in_a_graph_draws_other_masks_at_each_replay() -> None:
 
 
 def test_a_step_of_generation_in_a_graph() -> None:
-    """Lengths live on the device and move on at each replay, as cuda graphs of a server have them."""
+    """Lengths are on the device and grow at each replay, as in a server's CUDA graphs."""
     batch, heads, dim, capacity = 2, 2, 64, 64
     k_cache, v_cache = (torch.zeros(batch, heads, capacity, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lengths = torch.tensor([5, 17], dtype=torch.int32, device="cuda")

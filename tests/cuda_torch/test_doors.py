@@ -1,4 +1,4 @@
-"""Code written against others, on CUDA tensors: flash-attn's interface, transformers, torch's own flash operators."""
+"""Tests interfaces of other packages on CUDA tensors: flash-attn's, transformers', and torch's own flash operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(*shape: int, grad: bool = False) -> Tensor:
 
 
 def check(name: str, out: Tensor, tensors: list[Tensor], **options: Any) -> None:
-    """``out`` and tensors are ``[B, S, H, D]``."""
+    """Compares with the oracle; ``out`` and the tensors are ``[B, S, H, D]``."""
     narrow = [tensor.detach().cpu().transpose(1, 2) for tensor in tensors]
     exact = reference.attention(*(tensor.double() for tensor in narrow), **options)[0]
     check_against_oracle(name, out.transpose(1, 2), exact, reference.attention(*narrow, **options)[0])
@@ -57,7 +57,7 @@ def test_flash_attn_with_kvcache_over_pages() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_transformers_generates(family: str) -> None:
-    """Greedy tokens equal eager's, with a padded batch and with fastattn's int8 cache; no call runs in PyTorch."""
+    """Greedy tokens equal eager's for a padded batch. fastattn's int8 cache works, too. No call runs in PyTorch."""
     integration.register()
     eager, ours = (
         make_model(family, name, head_dim=16).eval().to("cuda", torch.float16) for name in ("eager", "fastattn")

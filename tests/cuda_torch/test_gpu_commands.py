@@ -1,4 +1,4 @@
-"""The commands that want a GPU: the benchmarks beside torch's own kernels, gpu-check, the profiler, the report."""
+"""Tests the commands that need a GPU: benchmarks with torch's kernels as peers, gpu-check, the profiler, the report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fastattn.profiler import limits
 
 ROOT = Path(__file__).parents[2]
 
-# Where each benchmark lists its cases, and one small case: of head dims that torch's kernels take, too.
+# The function that lists a benchmark's cases, and one small case whose head dims torch's kernels take, too.
 BENCHMARKS: dict[str, tuple[str, str, Any]] = {
     "attention_forward": ("attention", "forward_cases", dataclasses.replace(ATTENTION_CASES[1], head_dim=64)),
     "attention_backward": ("attention", "backward_cases", dataclasses.replace(ATTENTION_CASES[1], head_dim=64)),
     "decode": ("decode", "chosen", dataclasses.replace(DECODE_CASES[0], head_dim=64)),
     "int8_matmul": ("int8", "chosen", INT8_CASES[0]),
 }
-# Peers that torch brings along, and that compute here.
+# Peers that come with torch and run on the emulated device.
 PEERS = {
     "attention_forward": ["SDPA flash", "SDPA math"],
     "attention_backward": ["SDPA flash", "SDPA math"],
@@ -42,7 +42,7 @@ USES_GRAPHS = {"attention_forward", "decode", "int8_matmul"}
 def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the limits to the JSON, with events and CUDA graphs; what the emulator takes says nothing about a GPU."""
+    """A benchmark runs from the limits to the JSON, with events and CUDA graphs. Its times say nothing about a GPU."""
     cases, function, case = BENCHMARKS[name]
     monkeypatch.setattr(importlib.import_module(f"benchmarks.measure.cases.{cases}"), function, lambda options: [case])
     for module, constant, small in (
@@ -69,7 +69,7 @@ def test_a_benchmark_measures_every_backend_beside_torchs_kernels(
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """Returns what a command prints in a process of its own."""
+    """Returns what a command prints in a new process."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
@@ -83,8 +83,8 @@ def test_the_report_names_both_gpus() -> None:
 
 
 def test_gpu_check_goes_through_its_stages(tmp_path: Path) -> None:
-    """One of the kernel tests runs. The benchmarks have a test above, what compute-sanitizer watches has
-    tests/bench/test_sanitizer_cases.py, and the emulator's tests would compare it with itself."""
+    """One kernel test runs here. The test above runs the benchmarks, and tests/bench/test_sanitizer_cases.py the cases
+    for compute-sanitizer. The emulator's own tests would compare it with itself."""
     out = tmp_path / "out"
     run(
         *("-m", "benchmarks", "gpu-check", "--out", str(out), "--stages", "library,tests"),

@@ -1,4 +1,4 @@
-"""PyTorch's machinery on CUDA tensors: Inductor, export, functorch, autocast, checkpointing, the drop-in."""
+"""Tests PyTorch's machinery on CUDA tensors: Inductor, export, functorch, autocast, checkpointing, the drop-in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(*shape: int, grad: bool = False, dtype: torch.dtype = DTYPE) -> Tensor:
 
 
 class Block(nn.Module):
-    """A transformer block whose attention is fastattn's and whose last layer has int8 weights."""
+    """A transformer block with fastattn's attention."""
 
     def __init__(self, dim: int = 64, heads: int = 2, causal: bool = True) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inductor_compiles_forward_and_backward(backend: str) -> None:
-    """Without a graph break; what Inductor makes of the rest of the block runs on the device too."""
+    """The graph has no break; Inductor's kernels for the rest of the block run on the device, too."""
     block = Block().to("cuda", DTYPE)
     x = draw(2, 24, 64, grad=True)
     with fastattn.use_backend(backend):
@@ -81,7 +81,7 @@ def test_a_compiled_call_takes_the_backend_that_is_forced() -> None:
 
 
 def test_the_first_graph_of_a_process_serves_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An uncompiled call between them learns what the device is: no reason to compile again."""
+    """The uncompiled call between them caches facts about the device, which must not cause another compilation."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -166,7 +166,7 @@ def test_autocast_and_checkpointing() -> None:
 
 
 def test_tritons_gradients_beside_a_mask_and_dropout() -> None:
-    """Of wide heads, whose products go over 16 keys or rows at a time."""
+    """Heads are so wide that products loop over 16 keys or rows at a time."""
     inputs = [draw(1, 1, 40, 256, grad=True) for _ in range(3)]
     mask = torch.rand(1, 1, 40, 40, device="cuda") < 0.8
     options: dict[str, Any] = {"bias": mask, "dropout_p": 0.5, "dropout_seed": 7}

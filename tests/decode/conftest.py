@@ -1,4 +1,4 @@
-"""What the tests of flash-decoding share."""
+"""Holds the fixtures of flash-decoding's tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture(params=["torch", "triton", "cuda"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """In force, with the emulator's checks. A test may add "cuda on sm_90" to the parameters."""
-    import fastattn  # not before it is decided which library the process takes
+    """Forces one backend and turns the emulator's checks on. A test may add "cuda on sm_90" to the parameters."""
+    import fastattn  # imports fastattn, so not before ../conftest.py has chosen its library
     from cuda_kernels import EMULATED, HAS_KERNELS, NO_KERNELS, checked
 
     name, _, on_hopper = request.param.partition(" on ")

@@ -1,5 +1,5 @@
-// The splits of flash-decoding as Python calls them: what every CTA takes, and how its partials are combined, from the
-// functions that the kernels compile.
+// Lets Python call the functions that flash-decoding's kernels compile: which splits every CTA takes, and how their
+// partials are combined.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -40,7 +40,7 @@ struct Call {
     CachedSequence tokens(int32_t sequence) const { return cached_sequence(shape, lengths[sequence]); }
     TileSplits splits(int32_t sequence) const { return tile_splits(schedule, tokens(sequence), kBlockKeys); }
 
-    // Calls function(sequence, run, partials) for what a CTA takes, in its order.
+    // Calls function(sequence, run, partials) for each run of splits that a CTA takes, in its order.
     template <typename Function>
     void for_each_run(int32_t cta, Function&& function) const {
         const int64_t end = std::min((cta + 1) * run, total);
@@ -58,7 +58,7 @@ struct Call {
     }
 };
 
-// A node as it lies in memory: its tile, its partials, and a hash of the order in which they were combined.
+// A node in memory: its tile, the range of its partials, and a hash of the order in which they were combined.
 struct Combined {
     int64_t tile;
     int32_t begin, end;
@@ -69,8 +69,8 @@ uint64_t hash_of(uint64_t left, uint64_t right) {
     return (left * 0x9e3779b97f4a7c15 ^ right) * 0xbf58476d1ce4e5b9 + 1;
 }
 
-// The work of all CTAs, each from its beginning to its end, in some order. As decode/split_sm80.cuh and
-// scheduler/combine.cuh do it, with hashes in the place of numbers.
+// Simulates all CTAs, one after the other, in some order: like decode/split_sm80.cuh and scheduler/combine.cuh, with
+// hashes instead of numbers.
 struct Simulation {
     const Call& call;
     std::map<int64_t, Combined> slots;
@@ -164,9 +164,9 @@ struct Simulation {
 
 }  // namespace
 
-// One row of 9 numbers for each run of splits that a CTA takes: CTA, sequence, tile, first key, end key, splits, which
-// of the tile's partials it goes into, of how many, and how many of these are the CTA's. Returns how many rows; facts[0
-// … 3] are the CTAs, the slots, the counters and the splits of a CTA.
+// Writes a row of 9 numbers for each run of splits that a CTA takes: CTA, sequence, tile, first key, end key, number of
+// splits, index of the run's partial in its tile, number of the tile's partials, how many of these are the CTA's.
+// Returns the number of rows. facts[0 … 3] are the numbers of CTAs, slots, counters, and splits per CTA.
 extern "C" int64_t decode_schedule(const int32_t* lengths, int32_t batch, const int32_t* shape, int32_t kv_heads,
                                    int32_t row_tiles, int64_t num_splits, int32_t batch_invariant,
                                    int32_t resident_ctas, int64_t* facts, int64_t* rows) {
@@ -186,9 +186,8 @@ extern "C" int64_t decode_schedule(const int32_t* lengths, int32_t batch, const 
     return num_rows;
 }
 
-// results[tile] is a hash of the order in which the tile's partials are combined, where CTAs run one after the other in
-// the order that the seed gives. False where one of them finds in a slot what does not belong there, or a tile gets no
-// result.
+// Runs the CTAs one after the other, in an order that the seed gives. results[tile] is a hash of the order in which the
+// tile's partials are combined. Returns false if a CTA finds a wrong node in a slot, or a tile gets no result.
 extern "C" bool decode_combines(const int32_t* lengths, int32_t batch, const int32_t* shape, int32_t kv_heads,
                                 int32_t row_tiles, int64_t num_splits, int32_t batch_invariant, int32_t resident_ctas,
                                 int32_t seed, uint64_t* results) {

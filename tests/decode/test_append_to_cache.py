@@ -1,4 +1,4 @@
-"""``append_to_cache`` of every backend, bit for bit: on a GPU, else on the emulator."""
+"""Tests ``append_to_cache`` of every backend, bit for bit; on a GPU, else on the emulator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_each_instance(dims: tuple[int, int], dtype: torch.dtype, int8: bool, ba
 
 @pytest.mark.parametrize("magnitude", (0.0, 1e-7, 300.0))
 def test_int8_of_any_magnitude(magnitude: float, backend: str) -> None:
-    """Zeros have the scale 1; so do numbers so small that the division underflows, which bfloat16 has."""
+    """Zeros have the scale 1. So do numbers so small that the division underflows, which exist in bfloat16."""
     arguments = make_arguments(Case("magnitude", int8=True, dtype=torch.bfloat16, magnitude=magnitude))
     arguments["k_new"][0] = 1e-40
     check(arguments)
@@ -85,7 +85,7 @@ def test_int8_of_any_magnitude(magnitude: float, backend: str) -> None:
 
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
 def test_int8_of_what_is_not_finite_stays_visible(value: float, backend: str) -> None:
-    """Such a head of a token has a scale that is not finite (of a kernel NaN), and no other does."""
+    """The head and token with such a value have a scale that is not finite (NaN from a kernel); no other has."""
     arguments = make_arguments(Case("not-finite", tokens=4, int8=True, page_size=4, num_pages=1))
     arguments["k_new"][1, 0, 5] = value
     fastattn.append_to_cache(**arguments)
@@ -116,7 +116,7 @@ def make_empty(case: Case) -> dict[str, Any]:
 
 
 def of_a_projection(arguments: dict[str, Any]) -> None:
-    """Keys and values beside the queries, in one row for each token."""
+    """Queries, keys and values of a token are in one row."""
     k, v = arguments["k_new"], arguments["v_new"]
     packed = torch.full((k.shape[0], 4 + 2 * k.shape[1], k.shape[2]), math.nan, dtype=k.dtype, device=DEVICE)
     heads = k.shape[1]
@@ -126,7 +126,7 @@ def of_a_projection(arguments: dict[str, Any]) -> None:
 
 
 def of_any_alignment(arguments: dict[str, Any]) -> None:
-    """Copied first on a GPU."""
+    """These strides and offsets are unaligned: on a GPU, the tensors are copied first."""
     arguments["k_new"] = torch.cat([arguments["k_new"]] * 2, -1)[..., 3 : 3 + arguments["k_new"].shape[-1]]
     arguments["v_new"] = arguments["v_new"].transpose(0, 2).contiguous().transpose(0, 2)
 
@@ -136,14 +136,14 @@ def slots_in_a_column(arguments: dict[str, Any]) -> None:
 
 
 def reversed_heads(arguments: dict[str, Any]) -> None:
-    """[num_pages, page_size, Hkv, D] in memory."""
+    """Caches are [num_pages, page_size, Hkv, D] in memory."""
     for name in (*CACHES, *SCALES):
         if arguments[name] is not None:
             arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def interleaved(arguments: dict[str, Any]) -> None:
-    """Keys and values of a token and head in one row."""
+    """Key and value of a token and head are in one row."""
     kv = torch.cat([arguments["k_cache"], arguments["v_cache"]], -1)
     dim = arguments["k_cache"].shape[-1]
     arguments["k_cache"], arguments["v_cache"] = kv[..., :dim], kv[..., dim:]
@@ -157,7 +157,7 @@ def interleaved_with_heads_after_rows(arguments: dict[str, Any]) -> None:
 
 
 def keys_before_values(arguments: dict[str, Any]) -> None:
-    """[2, num_pages, …]: one tensor for both."""
+    """Caches are one tensor [2, num_pages, …]."""
     arguments["k_cache"], arguments["v_cache"] = torch.stack([arguments["k_cache"], arguments["v_cache"]]).unbind(0)
 
 
@@ -181,7 +181,7 @@ def test_layouts(layout: Callable[[dict[str, Any]], None], int8: bool, backend: 
 
 
 def test_the_pages_are_those_that_attention_reads(backend: str) -> None:
-    """What attention_with_kv_cache appends by itself, by lengths and a table, lies in the same places and bits."""
+    """attention_with_kv_cache, which appends by lengths and a block table, writes the same bits to the same slots."""
     case = Case("append", tokens=6, int8=True, page_size=4, num_pages=9)
     by_slots, by_lengths = make_arguments(case), make_arguments(case)
     table = torch.tensor([[3, 8, 0], [1, 5, 6]], dtype=torch.int32, device=DEVICE)
@@ -205,7 +205,7 @@ def test_it_is_known_by_name(backend: str) -> None:
     arguments = make_arguments(Case("names"))
     explained = fastattn.explain(fastattn.append_to_cache, **arguments)
     assert (explained.backend, explained.kernel, explained.copied) == (backend, KERNELS[backend], {})
-    assert bool(arguments["k_cache"].isnan().all())  # nothing has run
+    assert bool(arguments["k_cache"].isnan().all())  # explain has not run the call
     arguments["k_new"] = arguments["k_new"].transpose(0, 2).contiguous().transpose(0, 2)
     copied = fastattn.explain(fastattn.append_to_cache, **arguments).copied
     assert list(copied) == ([] if backend == "torch" else ["k_new"])
@@ -410,7 +410,7 @@ def test_instances_cover_head_dims_and_dtypes() -> None:
 @pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 @each_cache
 def test_bytes_moved(int8: bool) -> None:
-    """Each sector once; skipped tokens are not read."""
+    """Each sector moves once; skipped tokens are not read."""
     tokens, skipped = 40, 8
     case = Case("bytes", tokens=tokens, kv_heads=4, dims=(128, 128), int8=int8, absent=(-1,) * skipped)
     with launches.recorded() as found, checked(), cuda_runtime.raising_faults():

@@ -1,4 +1,4 @@
-"""Caches that are views of one tensor, as servers keep them: kernels take them as they lie, and write to them there."""
+"""Tests caches that are views of one tensor, as servers keep them: kernels read and write them in place."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ CACHES, SCALES = ("k_cache", "v_cache"), ("k_scale", "v_scale")
 
 
 def in_one_row(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[blocks, Hkv, rows, D + Dv]"""
+    """Returns [blocks, Hkv, rows, D + Dv] and its views of keys and values."""
     kv = torch.cat([k, v], -1)
     return kv, kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]
 
 
 def in_one_row_with_heads_after_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[blocks, rows, Hkv, D + Dv]"""
+    """Returns [blocks, rows, Hkv, D + Dv] and its views of keys and values."""
     kv, _, _ = in_one_row(k.transpose(1, 2), v.transpose(1, 2))
     return kv, *(part.transpose(1, 2) for part in (kv[..., : k.shape[-1]], kv[..., k.shape[-1] :]))
 
 
 def one_after_the_other(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[2, blocks, Hkv, rows, D]"""
+    """Returns [2, blocks, Hkv, rows, D] and its views of keys and values."""
     kv = torch.stack([k, v])
     return kv, kv[0], kv[1]
 
 
 def pair_of_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[blocks, 2, rows, Hkv, D]"""
+    """Returns [blocks, 2, rows, Hkv, D] and its views of keys and values."""
     kv = torch.stack([k.transpose(1, 2), v.transpose(1, 2)], 1)
     return kv, kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2)
 
@@ -68,7 +68,7 @@ def decode(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str:
-    """The bits of caches of their own, in the output and in what is written. Returns the kernel's name."""
+    """Checks that outputs and caches have the bits of a call with separate caches. Returns the kernel's name."""
     alone = make_arguments(case)
     together = clone(alone)
     kv, together["k_cache"], together["v_cache"] = layout(alone["k_cache"], alone["v_cache"])
@@ -76,7 +76,7 @@ def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> s
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
     with fastattn.record() as calls:
         out, lse = decode(case, together)
-    if DEVICE == "cuda":  # what is left over: the results, and never a copy of the cache
+    if DEVICE == "cuda":  # only the results remain, and no copy of the cache was made
         assert torch.cuda.memory_allocated() - before <= 2 * (out.nbytes + lse.nbytes) + 8192
     expected, expected_lse = decode(case, alone)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -106,7 +106,7 @@ def test_views_of_one_tensor(case: Case, layout: Callable[..., Any], backend: st
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("page_size", (16, 64))
 def test_prompts_on_hopper(layout: Callable[..., Any], page_size: int) -> None:
-    """Whose kernel copies pages by TMA where they are large, and else row by row."""
+    """Hopper's kernel copies large pages by TMA, and others row by row."""
     case = Case("prompt", queries=70, new=70, lengths=(0, 31), capacity=128, page_size=page_size, **SIZES)
     with device.emulated(arch=90, num_sms=2), fastattn.use_backend("cuda"), checked():
         assert check(case, layout).startswith("attention_forward_sm90")
@@ -115,7 +115,7 @@ def test_prompts_on_hopper(layout: Callable[..., Any], page_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["arguments", "inside"])
 def test_compile(inside: bool, backend: str) -> None:
-    """Views as arguments of the graph, or made inside of it."""
+    """The views are arguments of the graph, or made inside of it."""
     dtype = torch.float32 if backend == "torch" else torch.float16
     case = Case("compiled", new=2, queries=2, page_size=16, capacity=160, dtype=dtype, **SIZES)
     arguments = {name: value for name, value in make_arguments(case).items() if value is not None}
@@ -134,13 +134,13 @@ def test_compile(inside: bool, backend: str) -> None:
     mine, expected = kv.clone(), kv.clone()
     wanted = step(expected, expected[..., :dim], expected[..., dim:])
     out = torch.compile(step, fullgraph=True, backend="aot_eager")(mine, mine[..., :dim], mine[..., dim:])
-    # On a CPU, PyTorch's operators get the whole capacity in a graph, and round another way.
+    # In a graph on a CPU, PyTorch's operators get the whole capacity, which rounds differently.
     torch.testing.assert_close(out, wanted, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
     torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_int8_rows_side_by_side_need_whole_vectors(backend: str) -> None:
-    """Values that begin 8 bytes into a vector of 16: PyTorch takes them, the kernels say what they want."""
+    """The values begin 8 bytes into a vector of 16: PyTorch takes them, the kernels' error says what they need."""
     case = Case("int8", int8=True, dims=(24, 24), heads=(2, 2))
     arguments = make_arguments(case)
     _, arguments["k_cache"], arguments["v_cache"] = in_one_row(arguments["k_cache"], arguments["v_cache"])

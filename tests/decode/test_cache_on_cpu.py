@@ -1,4 +1,4 @@
-"""Decoding over CPU tensors: right by the oracle, and at the price of the tokens that are there."""
+"""Tests decoding on CPU tensors against the oracle; its cost must depend on the tokens, not on the capacity."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moved_to_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(case: Case, arguments: dict[str, Any], return_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Below the public function, which refuses lengths that are out of range."""
+    """Calls the function below the public one, which refuses lengths out of range."""
     on_cpu = moved_to_cpu(arguments)
     options = {name: on_cpu.pop(name) for name in ("rotary_interleaved", "softcap", "scale")}
     window = (case.window[0], 0 if case.causal else case.window[1])
@@ -42,7 +42,7 @@ def run(case: Case, arguments: dict[str, Any], return_lse: bool = True) -> tuple
 
 
 def run_for_output_alone(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Through PyTorch's own attention where that can: the lse comes from another call, over a copy."""
+    """Computes the output by PyTorch's own attention where that can, and the lse by another call, over a copy."""
     _, lse = run(case, clone(arguments))
     return run(case, arguments, return_lse=False)[0], lse
 
@@ -58,7 +58,7 @@ def test_it_meets_the_oracle(case: Case, how: Callable[..., tuple[Tensor, Tensor
 
 
 @each_run
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("views are")])  # of kernels' output
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("views are")])  # for kernels only
 def test_every_scenario(name: str, how: Callable[..., tuple[Tensor, Tensor]]) -> None:
     SCENARIOS[name](how)
 
@@ -72,7 +72,7 @@ def test_batch_invariance(changes: dict[str, Any], how: Callable[..., tuple[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [1, 5, 70])
 def test_a_key_of_nan_is_seen(length: int, dtype: torch.dtype) -> None:
-    """PyTorch's kernel takes the score of such a key for a number."""
+    """PyTorch's kernel treats such a key's score as a number."""
     query, key, value = (normal(seed, 1, 2, 100, 16, dtype=dtype) for seed in range(3))
     key[0, 0, length - 1, 3] = math.nan
     out = fastattn.attention_with_kv_cache(query[:, :, :1], key, value, torch.tensor([length], dtype=torch.int32))
@@ -83,7 +83,7 @@ def test_a_key_of_nan_is_seen(length: int, dtype: torch.dtype) -> None:
 
 
 class Touched(TorchDispatchMode):
-    """Counts the elements that operators read and write; of what they gather from or scatter to, those alone."""
+    """Counts the elements that operators read and write; gathers and scatters count only what they move."""
 
     elements = 0
 
@@ -119,7 +119,7 @@ def elements_touched(capacity: int, monkeypatch: pytest.MonkeyPatch, paged: bool
     if new:
         arguments |= {f"{name}_new": normal(3, batch, kv_heads, new, dim, dtype=torch.float32) for name in "kv"}
     query = normal(4, batch, 4, max(new, 1), dim, dtype=torch.float32)
-    for module in (cache_on_cpu, composite, torch_sdpa):  # who watches usually keeps the host from reading lengths
+    for module in (cache_on_cpu, composite, torch_sdpa):  # under a dispatch mode, the host usually may not read lengths
         monkeypatch.setattr(module, "is_readable", lambda *_: True)
     with Touched() as touched:
         fastattn.attention_with_kv_cache(query, cache_seqlens=LENGTHS, **arguments)
@@ -166,7 +166,7 @@ def test_appending_to_slots_does_not_grow_with_the_cache(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("what", ["compiled", "watched"])
 def test_nobody_reads_lengths_where_they_are_traced_or_watched(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph would hold them for ever."""
+    """Otherwise a graph would contain the lengths as constants."""
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Flash-decoding's CUDA C++ kernels through their op, against the oracle: on a GPU, else on the emulator."""
+"""Tests flash-decoding's CUDA C++ kernels through their op against the oracle; on a GPU, else on the emulator."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fastattn import native
 from kernel_device import DEVICE
 from turns import in_turn
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, device, launches
 
 pytestmark = MARKS
 each_cache = pytest.mark.parametrize("int8", (False, True), ids=["16-bit", "int8"])
 
 KERNEL = "decode_split_sm80"
-HEAD_DIMS = (64, 128, 256)  # of the instances
+HEAD_DIMS = (64, 128, 256)  # head dims of the instances
 CACHES = ("k_cache", "v_cache")
 SEQUENCES = ("query", *CACHES, "k_scale", "v_scale", "cache_seqlens")  # arguments with a batch
 
 
 def run_kernel(case: Case, arguments: dict[str, Any], **launching: Any) -> tuple[Tensor, Tensor]:
-    """The op; caches among the arguments change in place."""
+    """Runs the op, which changes the caches among the arguments in place."""
     with checked(**{"seed": case.seed, **launching}):
         return torch.ops.fastattn.attention_decode(**op_arguments(case, arguments))
 
@@ -56,9 +56,9 @@ def test_scenarios(name: str) -> None:
     SCENARIOS[name](run_kernel)
 
 
-# --- Shapes and places ------------------------------------------------------------------------------------------------
+# --- Shapes and positions ---------------------------------------------------------------------------------------------
 
-# Each instance at its own head dim, and below it, with values narrower and wider than keys.
+# Each instance's own head dim and some below, with values narrower and wider than keys.
 DIMS = [(64, 64), (8, 24), (56, 64), (128, 128), (80, 72), (16, 128), (256, 256), (192, 136), (248, 8)]
 
 
@@ -99,7 +99,7 @@ def test_everything_at_once(case: Case, int8: bool, dtype: torch.dtype) -> None:
 
 @each_cache
 def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
-    """As many queries as new tokens, in many tiles of rows, of which the last one writes."""
+    """There are as many queries as new tokens, in many tiles of rows, the last of which writes the tokens."""
     check(Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, int8=int8))
 
 
@@ -111,8 +111,8 @@ def test_a_prompt_is_appended_and_attended_to(int8: bool) -> None:
     ids=str,
 )
 def test_angles_of_any_dtype(kind: torch.dtype, rotary_dim: int, interleaved: bool) -> None:
-    """A chunk's angles are neighbours, or of two halves, or end within it. Tables begin at a multiple of 16 bytes, or
-    elsewhere."""
+    """The angles of 8 elements are adjacent or in two halves, and may end among them. Tables are 16-byte aligned or
+    not."""
     case = Case("angles", rotary_dim=rotary_dim, interleaved=interleaved, new=2, queries=2)
     arguments = make_arguments(case)
     tables = {name: arguments[name].to(kind) for name in ("rotary_cos", "rotary_sin")}
@@ -128,7 +128,7 @@ def test_angles_of_any_dtype(kind: torch.dtype, rotary_dim: int, interleaved: bo
 @pytest.mark.parametrize("kind", ("growing", "shrinking", "zero", "negative"))
 @each_dtype
 def test_scales_of_values_far_apart(kind: str, dtype: torch.dtype) -> None:
-    """Within a tile and from one to the next."""
+    """The scales differ within a tile and from tile to tile."""
     case = Case("scales", int8=True, lengths=(150,), dtype=dtype, splits=1, scale=0.01)
     arguments = make_arguments(case)
     scales = arguments["v_scale"][:, :, :150]
@@ -142,14 +142,14 @@ def test_scales_of_values_far_apart(kind: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 or kind in ("zero", "negative"):
         check(case, arguments)
         return
-    arguments["v_scale"] *= 1e-2  # so that float16 holds the results
+    arguments["v_scale"] *= 1e-2  # float16 then holds the results
     check(case, arguments)
 
 
 @each_cache
 @each_dtype
 def test_masked_values_have_no_influence(int8: bool, dtype: torch.dtype) -> None:
-    """Infinite values at the edge of a window reach the rows that see them, and leave the others' bits alone."""
+    """Infinite values at the edge of a window reach the rows that see them, and do not change the other rows' bits."""
     case = Case("infinite", queries=4, window=(20, -1), lengths=(75,), int8=int8, dtype=dtype)
     clean, spoiled = make_arguments(case), make_arguments(case)
     at, name = 53, "v_scale" if int8 else "v_cache"
@@ -164,7 +164,7 @@ def test_masked_values_have_no_influence(int8: bool, dtype: torch.dtype) -> None
 
 @each_cache
 def test_lengths_and_tables_are_not_trusted(int8: bool) -> None:
-    """Whatever they say, nothing outside of the tensors is touched. Sequences may then write to the same page."""
+    """With any lengths and tables, nothing outside of the tensors is touched. Sequences may write to the same page."""
     case = Case("rubbish", page_size=16, capacity=96, lengths=(40, 9, 77), new=3, queries=2, int8=int8)
     generator = torch.Generator().manual_seed(3)
     for _ in range(6):
@@ -201,7 +201,7 @@ def with_cache(case: Case, cache: str) -> Case:
     ids=str,
 )
 def test_many_rows(dims: tuple[int, int], cache: str, dtype: torch.dtype, rows: tuple[tuple[int, int], int]) -> None:
-    """17, 32, 48 and 66 rows of a KV head: tiles that are full, or end within a warp's rows, or have one warp's."""
+    """A KV head has 17, 32, 48 or 66 rows: tiles are full, end within a warp's rows, or have rows of one warp only."""
     heads, queries = rows
     case = Case("rows", (150, 0, 77), heads, dims=dims, queries=queries, new=queries, dtype=dtype, capacity=160)
     check(with_cache(case, cache))
@@ -225,7 +225,7 @@ def test_many_rows_take_the_same_bits_in_any_order(cache: str) -> None:
 @each_dtype
 @each_format
 def test_masked_values_have_no_influence_on_other_warps(cache: str, dtype: torch.dtype) -> None:
-    """NaN at the edge of a window, which the rows of one warp see, and of the other not."""
+    """NaN is at the edge of a window, where the rows of one warp see it and those of the other do not."""
     case = replace(Case("edge", (75,), (16, 2), queries=4, window=(20, -1)), dtype=dtype)
     case = with_cache(case, cache)
     clean, spoiled = make_arguments(case), make_arguments(case)
@@ -241,7 +241,7 @@ def test_masked_values_have_no_influence_on_other_warps(cache: str, dtype: torch
 
 @only_emulated
 def test_a_barrier_that_is_missing_between_the_warps_is_found() -> None:
-    """Those by which they wait for each other in the loop."""
+    """Removes the barriers at which the two warps wait for each other in the loop."""
     case = Case("fault", (300, 290), (32, 1), dims=(128, 128), capacity=320)
     with cuda_runtime.replaced("bar.sync %r", "bar.sync 15, 32; //"), pytest.raises(EmulatorError) as caught:
         run_kernel(case, make_arguments(case), uninitialised=False)
@@ -273,7 +273,7 @@ def test_batch_invariant_bits(window: tuple[int, int], int8: bool) -> None:
 @only_emulated
 @each_cache
 def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
-    """The same alone, among 64 sequences and in a larger cache, however many CTAs share a sequence's 1024 keys."""
+    """A sequence has the same bits alone, among 64, and in a larger cache, on GPUs of any size."""
     lengths = (5000, *(1 + i % 5 for i in range(62)), 3100)
     case = Case("gpus", lengths, (2, 1), dims=(16, 16), capacity=5200, sinks=True, batch_invariant=True, int8=int8)
     arguments = make_arguments(case)
@@ -286,7 +286,7 @@ def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
     for call, num_sms in ((arguments, 132), (arguments, 2), (first, 1), (first, 132), (larger, 3)):
         with device.emulated(num_sms=num_sms), launches.recorded() as launched:
             out, lse = run_kernel(case, decode_cases.clone(call))
-        assert launched[0].grid[0] <= (3 if int8 else 2) * num_sms  # of 64 dims
+        assert launched[0].grid[0] <= (3 if int8 else 2) * num_sms  # CTAs per SM of the instance for 64 dims
         found.append((out[0], lse[0]))
     assert all(torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]) for out, lse in found)
     check(replace(case, lengths=(5000,)), decode_cases.clone(first))
@@ -295,8 +295,8 @@ def test_batch_invariant_bits_on_any_gpu(int8: bool) -> None:
 @only_emulated
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cta_has_what_lies_between_its_first_and_last_node(seed: int) -> None:
-    """Of a sequence's 33 splits of 1024 keys one CTA has the first, the other the rest: with 16 to a node, a node that
-    both have, a whole one between, and the last. Whoever comes first leaves no node out."""
+    """Of a sequence's 33 splits, one CTA has the first and another the rest. With 16 splits per node, both CTAs have
+    splits of the first node; one CTA has the two others. In any order of arrival, no node is left out."""
     lengths = (31 * 1024, 33 * 1024)
     case = Case("between", lengths, (1, 1), dims=(16, 16), capacity=33 * 1024, batch_invariant=True, seed=seed)
     with device.emulated(num_sms=1), launches.recorded() as launched:
@@ -318,7 +318,7 @@ def test_order_of_warps_and_copies_has_no_influence(int8: bool) -> None:
 @each_cache
 @pytest.mark.parametrize(("dim", "parts"), [(16, 16), (16, 17), (16, 257), (72, 17), (72, 33)])
 def test_many_parts_are_merged_in_a_tree(dim: int, parts: int, int8: bool) -> None:
-    """Up to three levels of 16, two of 32; a second tile, with fewer parts; the same bits whoever comes last."""
+    """The tree has up to 3 levels of 16 partials, or 2 of 32; a second tile has fewer. Any order gives equal bits."""
     case = Case("parts", (64 * parts, 300), (2, 1), dims=(dim, dim), capacity=64 * parts, splits=parts, sinks=True)
     case = replace(case, int8=int8)
     with device.emulated(num_sms=16) if EMULATED else contextlib.nullcontext():  # fewer CTAs at a time take less memory
@@ -351,7 +351,7 @@ def test_instances_are_those_of_the_tables_above() -> None:
 @pytest.mark.parametrize("page_size", (0, 16), ids=["contiguous", "paged"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (80, 48)], ids=str)
 def test_bytes_moved(dims: tuple[int, int], page_size: int, int8: bool) -> None:
-    """Within 3 % of the least: each sector once, and no bank conflict. The parts of split tiles come on top of that."""
+    """Bytes are within 3 % of the minimum: each sector moves once, without bank conflicts. Partials are extra."""
     case = Case("bytes", (2000, 1000), (8, 2), dims=dims, capacity=2048, page_size=page_size, int8=int8)
     with device.emulated(num_sms=2), launches.recorded() as found:
         run_kernel(case, make_arguments(case))
@@ -359,13 +359,13 @@ def test_bytes_moved(dims: tuple[int, int], page_size: int, int8: bool) -> None:
     assert KERNEL in report.kernel
     tokens, itemsize = 2 * sum(case.lengths), 1 if int8 else 2
     least = tokens * (sum(dims) * itemsize + 8 * int8) + 16 * (2 * sum(dims) + 4)
-    # nvcc 13.0 makes two stores of one of those that stage the output: 112 conflicts at 256 dims of an int8 cache.
+    # nvcc 13.0 splits a store that stages the output into two: 112 conflicts at 256 dims of an int8 cache.
     assert {row.opcode[:9] for row in report.rows if row.bank_conflicts} <= {"st.shared"}
     assert report.bank_conflicts <= 1e-2 * report.shared_wavefronts
     copies = [row for row in report.rows if row.opcode.startswith("cp.async.c")]
     parts = 2 * 32 * sum(row.global_sectors for row in report.rows if row.opcode.startswith("st.global"))
     copied, of_caches = sum(row.global_bytes for row in copies), tokens * (sum(dims) * itemsize + 8 * int8)
-    assert of_caches <= copied <= of_caches + parts / 2  # what is merged is copied too
+    assert of_caches <= copied <= of_caches + parts / 2  # partials are copied, too
     assert sum(32 * row.global_sectors for row in copies) == copied
     assert 32 * report.global_sectors <= 1.03 * least + parts
 
@@ -380,7 +380,7 @@ def test_up_to_32_rows_load_each_key_once(rows: int, times: int, int8: bool) -> 
     (report,) = (launched.report for launched in found)
     copies = [row for row in report.rows if row.opcode.startswith("cp.async.c")]
     assert sum(row.global_bytes for row in copies) == times * 700 * ((128 + 64) * (1 if int8 else 2) + 8 * int8)
-    assert {row.opcode[:9] for row in report.rows if row.bank_conflicts} <= {"st.shared"}  # as above
+    assert {row.opcode[:9] for row in report.rows if row.bank_conflicts} <= {"st.shared"}  # see test_bytes_moved
 
 
 @only_emulated
@@ -388,12 +388,12 @@ def test_up_to_32_rows_load_each_key_once(rows: int, times: int, int8: bool) -> 
 @pytest.mark.parametrize("architecture, cache", [*((80, cache) for cache in native.CACHE_FORMATS), (90, "fp8")])
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_instructions_for_16_keys(dim: int, architecture: int, cache: str, dtype: torch.dtype) -> None:
-    """Counts PTX, where all rows see all keys. It varies with how often a maximum changes, and pages cost a look at the
-    table more. test_native_library.py counts machine code."""
+    """Counts PTX instructions where all rows see all keys. The number varies with how often a maximum changes; pages
+    add reads of the block table. test_native_library.py counts machine code."""
     expected = {
         "16-bit": (386, 459, 580),
         "int8": (377, 502, 938),
-        "fp8": (507, 751, 1414) if architecture == 80 else (363, 472, 858),  # by bits, or by an instruction
+        "fp8": (507, 751, 1414) if architecture == 80 else (363, 472, 858),  # by bits, or one instruction
     }[cache][(64, 128, 256).index(dim)]
 
     def executed(length: int, page_size: int) -> int:
@@ -411,8 +411,8 @@ def test_instructions_for_16_keys(dim: int, architecture: int, cache: str, dtype
 @only_emulated
 @pytest.mark.parametrize("tokens, steps", [(1024, 1), (4096, 2)])
 def test_a_warp_executes_little_around_its_steps(tokens: int, steps: int) -> None:
-    """A warp takes 460 instructions for each 16 keys, and at most 1230 more, which also combine 32 partials in one
-    round: one sequence and 8 KV heads on an H200."""
+    """A warp executes 460 instructions per 16 keys, and at most 1230 more, in which it also combines 32 partials in one
+    round. The case is one sequence with 8 KV heads on an H200."""
     case = Case("short", (tokens,), (32, 8), dims=(128, 128), capacity=tokens, page_size=16)
     with device.emulated(90), launches.recorded() as found:
         run_kernel(case, make_arguments(case))

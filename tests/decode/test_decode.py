@@ -1,4 +1,4 @@
-"""attention_with_kv_cache on the PyTorch path: against full attention, what it leaves alone, and bad input."""
+"""Tests attention_with_kv_cache on the PyTorch path: full attention, memory that it may not write, bad input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _on_the_torch_path() -> Iterator[None]:
 
 
 def call(paged: bool = False, int8: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
-    """Arguments of a call with one query and one new token per sequence; same values every time."""
+    """Returns the arguments of a call with one query and one new token per sequence; the values are always the same."""
     blocks, rows = (2 * BATCH * CAPACITY // PAGE_SIZE, PAGE_SIZE) if paged else (BATCH, CAPACITY)
     arguments: dict[str, Any] = {
         "query": normal(1, BATCH, HEADS, 1, DIM, dtype=dtype),
@@ -54,7 +54,7 @@ def attend(*tensors: Tensor, **arguments: Any) -> Any:
 
 
 def written(arguments: dict[str, Any]) -> list[Tensor]:
-    """Copies of what a call may write to."""
+    """Returns copies of the tensors that a call may write to."""
     return [arguments[n].clone() for n in ("k_cache", "v_cache", "k_scale", "v_scale") if arguments.get(n) is not None]
 
 
@@ -185,12 +185,12 @@ def test_kernels_refuse_caches_that_they_would_have_to_copy(name: str, dim: int,
             pytest.raises(InputError, match=f"{name}: expected .*{expected}.*got strides"),
         ):
             attend(**{**arguments, name: cache})
-        if DEVICE == "cpu":  # PyTorch takes any
+        if DEVICE == "cpu":  # PyTorch takes such caches
             attend(**{**arguments, name: cache})
 
 
 TENSORS = tuple(n for n in call() if n != "query")
-# what is wrong: changes to a sound call, error type, words of the message (argument, expected, came)
+# name: (changes to a valid call, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     **{f"{n} type": ({**call(), n: 1}, TypeError, (n, "torch.Tensor", "int")) for n in ("query", *TENSORS)},
     **{f"{n} device": ({**call(), n: call()[n].to("meta")}, InputError, (n, "cpu", "meta")) for n in TENSORS},
@@ -278,7 +278,7 @@ def test_bad_input_is_refused_and_nothing_is_written(case: str) -> None:
     arguments, kind, words = TABLE[case]
     tensors = [t for t in arguments.values() if isinstance(t, Tensor) and not t.is_meta]
     before = [t.clone() for t in tensors]
-    for _ in range(2):  # nothing must be kept of a call that was refused
+    for _ in range(2):  # a refused call must not be remembered as checked
         with pytest.raises(kind) as caught:
             attend(**arguments)
         assert type(caught.value) is kind
@@ -338,7 +338,7 @@ def test_fastattn_check_finds_what_lies_in_device_memory(case: str, monkeypatch:
 
 @pytest.mark.parametrize("arguments", [call(), call(True, True), with_entry(0, 1, 10**6), with_nan_scale("k_scale", 4)])
 def test_fastattn_check_lets_sound_calls_pass(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those with rubbish where nobody looks: unused table entries, scales of tokens that are not there."""
+    """Unused table entries and scales of absent tokens may hold anything."""
     monkeypatch.setenv("FASTATTN_CHECK", "1")
     out = attend(**on_device(arguments))
     assert bool(out.isfinite().all())

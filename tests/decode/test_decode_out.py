@@ -1,4 +1,4 @@
-"""``out=`` of ``attention_with_kv_cache``: every backend writes its result there, and nowhere else."""
+"""Tests ``out=`` of ``attention_with_kv_cache``: every backend writes its result there, and nowhere else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def heads_after_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def part_of_more(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of a larger buffer: more sequences, more heads, longer rows."""
+    """Returns a view of a buffer with more sequences, more heads and longer rows."""
     batch, heads, rows, dim = shape
     return contiguous((batch + 2, heads + 3, rows, dim + 16), dtype)[1:-1, 2:-1, :, 8:-8]
 
@@ -68,7 +68,7 @@ def test_the_result_is_there(case: Case, place: Callable[..., Tensor], backend: 
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
     if out._base is not None and place is part_of_more:
-        assert int(out._base.isfinite().sum()) == out.numel()  # nothing beside it was written
+        assert int(out._base.isfinite().sum()) == out.numel()  # nothing outside of the view was written
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_kernel_is_the_same(backend: str) -> None:
 
 
 def test_compile(backend: str) -> None:
-    """The same object again, and the graph writes to whichever it is given."""
+    """Returns the given tensor object; the graph writes to any ``out`` that it is given."""
     torch._dynamo.reset()
 
     def step(out: Tensor, arguments: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ def test_compile(backend: str) -> None:
         expected = fastattn.attention_with_kv_cache(**clone(arguments))
         out = contiguous(shape_of(case), case.dtype)
         assert compiled(out, clone(arguments)) is out
-        # On a CPU, PyTorch's operators get the whole capacity in a graph, and round another way.
+        # In a graph on a CPU, PyTorch's operators get the whole capacity, which rounds differently.
         torch.testing.assert_close(out, expected, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
 
 

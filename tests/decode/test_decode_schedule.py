@@ -1,4 +1,4 @@
-"""Tests the splits of flash-decoding, csrc/scheduler/decode_splits.h, compiled for the host: what each CTA takes."""
+"""Tests the splits of flash-decoding (csrc/scheduler/decode_splits.h), compiled for the host: what each CTA takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ H200_CTAS = 2 * 132
 
 
 class Run(NamedTuple):
-    """The splits of a tile that a CTA goes through at once."""
+    """Consecutive splits of a tile that one CTA takes."""
 
     cta: int
     sequence: int
@@ -34,9 +34,9 @@ class Run(NamedTuple):
     first_key: int
     end_key: int
     num_splits: int
-    partial: int  # the tile's partial that it goes into
+    partial: int  # index in the tile of the partial that it contributes to
     num_partials: int
-    own_partials: int  # how many of these are the CTA's
+    own_partials: int  # how many of the tile's partials are the CTA's
 
 
 class Schedule(NamedTuple):
@@ -59,7 +59,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class Call(NamedTuple):
-    """The arguments of a schedule. ``resident``: how many CTAs run at a time."""
+    """The arguments of a schedule. ``resident`` is the number of CTAs that run at a time."""
 
     lengths: list[int]
     capacity: int = 1 << 17
@@ -93,13 +93,13 @@ def schedule_of(library: ctypes.CDLL, lengths: list[int], **changes: Any) -> Sch
     call = Call(lengths, **changes)
     facts = (ctypes.c_int64 * 4)()
     most = 4 * (call.tiles * max(1, min(call.capacity, 1 << 17) // BLOCK_KEYS + 2))
-    rows = torch.empty(max(most, 1), 9, dtype=torch.int64)  # gigabytes at most, of which the schedule writes few
+    rows = torch.empty(max(most, 1), 9, dtype=torch.int64)  # gigabytes, reserved at most: the schedule writes few rows
     found = library.decode_schedule(*call.arguments(), facts, ctypes.c_void_p(rows.data_ptr()))
     return Schedule(*facts, [Run(*row) for row in rows[:found].tolist()])
 
 
 def combines_of(library: ctypes.CDLL, lengths: list[int], *, seed: int = 0, **changes: Any) -> list[list[int]]:
-    """Returns, by sequence, for each tile a hash of the order in which its partials are combined."""
+    """Returns for each sequence and tile a hash of the order in which the tile's partials are combined."""
     call = Call(lengths, **changes)
     results = (ctypes.c_uint64 * max(call.tiles, 1))()
     assert library.decode_combines(*call.arguments(), seed, results)
@@ -125,7 +125,7 @@ def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choic
             first = max(total - 2 - left, 0)
             first = min(first, min(lengths[sequence], 1 << 17)) if new else first
             edges = [first, *(key for run in runs for key in (run.first_key, run.end_key)), total]
-            assert edges[::2] == edges[1::2]  # each begins where the one before ends
+            assert edges[::2] == edges[1::2]  # each run begins where the one before ends
             assert all(run.end_key % BLOCK_KEYS == 0 for run in runs[:-1])
             assert [(run.partial, run.num_partials) for run in runs] == [(i, len(runs)) for i in range(len(runs))]
 
@@ -135,7 +135,7 @@ def test_every_key_is_taken_once(library: ctypes.CDLL, lengths: list[int], choic
 def test_partials_are_combined_whichever_cta_comes_last(
     library: ctypes.CDLL, lengths: list[int], choice: dict[str, int]
 ) -> None:
-    """Each CTA finds in its slots what belongs there, and a tile's partials are combined in one order."""
+    """Each CTA finds the right nodes in its slots, and a tile's partials are combined in one order."""
     for resident, tiles in ((1, 1), (7, 2), (64, 1), (264, 1), (264, 2)):
         call = {"heads": 2, "row_tiles": tiles, "resident": resident, **choice}
         orders = [combines_of(library, lengths, seed=seed, **call) for seed in range(5)]
@@ -143,7 +143,7 @@ def test_partials_are_combined_whichever_cta_comes_last(
 
 
 def test_ctas_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
-    """Ragged lengths fill the GPU as equal ones do: each CTA but the last ones takes as many blocks."""
+    """Ragged lengths fill the GPU as well as equal ones: all CTAs but the last take the same number of blocks."""
     for lengths in ([131072], [50, 131072], [1000, 2000, 30000, 70000], [4096] * 32, list(range(1, 9000, 97))):
         schedule = schedule_of(library, lengths)
         blocks: dict[int, int] = defaultdict(int)
@@ -156,7 +156,7 @@ def test_ctas_differ_by_a_block_at_most(library: ctypes.CDLL) -> None:
 
 
 def test_shapes_alone_decide_the_launch(library: ctypes.CDLL) -> None:
-    """Of a CUDA graph: other lengths need neither another grid nor more memory."""
+    """A CUDA graph keeps its launch: other lengths need neither another grid nor more memory."""
     for choice in CHOICES:
         schedules = [
             schedule_of(library, lengths, capacity=4096, **choice) for lengths in ([0, 0], [4096, 1], [77, 4000])
@@ -166,7 +166,7 @@ def test_shapes_alone_decide_the_launch(library: ctypes.CDLL) -> None:
 
 
 def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
-    """A CTA takes one block where all partials of a tile are combined at once, else two at least."""
+    """A CTA takes one block if all partials of a tile are combined at once, else at least two."""
     for capacity in (4096, 1 << 17):
         for length, partials, ctas in (
             (1, 1, 8),
@@ -185,7 +185,7 @@ def test_little_work_is_not_spread_thin(library: ctypes.CDLL) -> None:
 
 
 def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:
-    """Neither the batch nor the GPU nor the capacity changes the splits of a sequence, or the order of combining."""
+    """Batch, GPU and capacity change neither the splits of a sequence nor the order of combining."""
 
     def cuts(lengths: list[int], sequence: int, **call: int) -> list[tuple[int, int, int]]:
         runs = schedule_of(library, lengths, invariant=True, **call).runs
@@ -196,7 +196,7 @@ def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:
         assert len(alone) == 8 * -(-length // 1024)
         assert alone == cuts([3, length, 70000], 1) == cuts([length], 0, capacity=1 << 20)
         (order,) = combines_of(library, [length], invariant=True, resident=16)
-        assert len(set(order)) == 1  # one tile's as another's
+        assert len(set(order)) == 1  # equal for all tiles
         for resident, seed in itertools.product((1, 2, 5, 37, 216, 264, 1000), range(2)):
             call = {"invariant": True, "resident": resident, "seed": seed}
             assert combines_of(library, [length], **call) == [order]
@@ -206,23 +206,22 @@ def test_batch_invariant_sequences_are_alone(library: ctypes.CDLL) -> None:
 
 
 def test_batch_invariant_fits_the_machine(library: ctypes.CDLL) -> None:
-    """Its CTAs are as many as run at a time; each has two slots more where a capacity doubles."""
+    """There are as many CTAs as run at a time. Each has two more slots per doubling of the capacity."""
     for batch, capacity, heads in ((64, 1 << 17, 8), (1, 1 << 17, 8), (3000, 4096, 8), (64, 1 << 24, 64)):
         schedule = schedule_of(library, [0] * batch, capacity=capacity, heads=heads, invariant=True)
         levels = (capacity // 1024 - 1).bit_length()
         assert schedule.num_ctas == H200_CTAS
         assert schedule.num_slots == H200_CTAS * 2 * levels and schedule.num_counters == 6 * H200_CTAS
     slots = schedule_of(library, [0] * 64, capacity=1 << 17, invariant=True).num_slots
-    assert (
-        slots * 16 * (128 + 2) * 4 < 32 << 20
-    )  # bytes of 16 rows of 128 values: 537 MB with a slot for each 1024 keys
+    # Partials have 16 rows of 128 values. A slot for each 1024 keys would take 537 MB.
+    assert slots * 16 * (128 + 2) * 4 < 32 << 20
     few = schedule_of(library, [0], capacity=4096, heads=2, invariant=True)
-    assert few.num_ctas == 8  # not more than there are splits
+    assert few.num_ctas == 8  # no more CTAs than splits
 
 
 @pytest.mark.parametrize("splits", (1, 2, 7, 300))
 def test_requested_splits_are_met(library: ctypes.CDLL, splits: int) -> None:
-    """As far as there are blocks, and blocks divide."""
+    """There are as many splits as asked for, within what whole blocks allow."""
     for length in (1, 1000, 20000):
         runs = schedule_of(library, [length], splits=splits, heads=1).runs
         blocks = -(-length // BLOCK_KEYS)
@@ -238,7 +237,7 @@ def test_lengths_out_of_range(library: ctypes.CDLL) -> None:
 # --- Any batch --------------------------------------------------------------------------------------------------------
 
 MILLION = 1 << 20
-# As many short sequences as long ones.
+# Short, medium and long sequences are equally likely.
 ANY_LENGTH = st.one_of(st.integers(0, 64), st.integers(0, 4096), st.integers(0, MILLION))
 ANY_LENGTHS = st.one_of(st.lists(ANY_LENGTH, min_size=1, max_size=24), st.lists(ANY_LENGTH, min_size=1, max_size=512))
 ANY_GPU = st.sampled_from([1, 2 * 78, 2 * 108, H200_CTAS])
@@ -248,7 +247,7 @@ any_batch = settings(max_examples=60, deadline=None, suppress_health_check=list(
 @any_batch
 @given(lengths=ANY_LENGTHS, heads=st.sampled_from([1, 2, 8]), resident=ANY_GPU)
 def test_any_batch_is_split_evenly(library: ctypes.CDLL, lengths: list[int], heads: int, resident: int) -> None:
-    """The busiest CTA has 3 % more than the mean at most, or a block; and a CTA cuts no tile but its first and last."""
+    """The busiest CTA has at most 3 % or one block more than the mean. A CTA cuts no tile but its first and last."""
     schedule = schedule_of(library, lengths, capacity=MILLION, heads=heads, resident=resident)
     blocks: dict[int, int] = defaultdict(int)
     for run in schedule.runs:
@@ -264,7 +263,7 @@ def test_any_batch_is_split_evenly(library: ctypes.CDLL, lengths: list[int], hea
 def test_any_batch_leaves_a_sequence_its_bits(
     library: ctypes.CDLL, lengths: list[int], data: st.DataObject, resident: int
 ) -> None:
-    """With batch_invariant: its splits, and the order in which its partials are combined, are as alone."""
+    """With batch_invariant, a sequence's splits and the order in which they are combined are as if it were alone."""
     chosen = data.draw(st.integers(0, len(lengths) - 1))
     call = {"capacity": MILLION, "heads": 1, "invariant": True, "resident": resident}
     of_all = [each for each in schedule_of(library, lengths, **call).runs if each.sequence == chosen]

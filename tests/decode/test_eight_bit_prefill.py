@@ -1,4 +1,4 @@
-"""A prompt over an 8-bit cache: its tokens become 16-bit floats, over which the attention kernel runs."""
+"""Tests a prompt over an 8-bit cache: its tokens are converted to 16-bit floats for the attention kernel."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if EMULATED:
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("emulated_gpu", "tracked_tensors")
 
-run_module = importlib.import_module("fastattn.run.kv_cache_attention")  # the package has a function of this name
+run_module = importlib.import_module("fastattn.run.kv_cache_attention")  # the package also has a function of this name
 BACKENDS = ("triton", "cuda")
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["f16", "bf16"])
 FORMATS = [{"int8": True}, *({"fp8": whose} for whose in FP8_SCALES)]
 each_format = pytest.mark.parametrize("cache", FORMATS, ids=lambda cache: "-".join(map(str, *cache.items())))
 
-# 280 rows of a KV head: more than the decoding kernel gets.
+# 280 rows of a KV head are more than the decoding kernel gets.
 PROMPT = Case("prompt", queries=70, new=70, lengths=(0, 31, 99), heads=(8, 2), dims=(40, 24), capacity=144)
 PAGES = replace(PROMPT, page_size=16)
 
@@ -90,7 +90,7 @@ def test_hopper(case: Case) -> None:
 def test_the_memory_of_the_copy_is_bounded(
     case: Case, heads_at_once: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One KV head at a time, or both heads of some sequences: the same bits as all at once."""
+    """Converting one KV head at a time, or both heads of some sequences, gives the bits of converting all at once."""
     arguments = make_arguments(replace(case, alibi="batch", sinks=True))
     expected = run_prompt(case, clone(arguments))
     sizes, launch = [], run_module.dequantize_cache
@@ -119,7 +119,7 @@ def test_absent_pages_stay_absent(backend: str) -> None:
 
 @each_backend
 def test_nan_reaches_only_rows_that_see_it(backend: str) -> None:
-    """In the scale of the key that only the last query sees, and in that of its value."""
+    """NaN is in the scale of a key, or of a value, that only the last query sees."""
     case = replace(PROMPT, int8=True, new=0, lengths=(140, 80, 100))
     arguments = make_arguments(case)
     arguments["k_scale"][0, 0, 139] = arguments["v_scale"][1, :, 79] = math.nan
@@ -152,7 +152,7 @@ def test_a_prompt_compiles(backend: str) -> None:
 
 
 def dequantize_arguments(case: Case) -> Dequantization:
-    """Of a case's caches, with outputs that hold 7."""
+    """Returns the op's arguments for a case's caches, with outputs that hold 7."""
     made = make_arguments(case)
     table = made["block_table"]
     blocks = len(case.lengths) * (1 if table is None else table.shape[1])

@@ -1,4 +1,4 @@
-"""fp8 caches, of every backend: each number and each rounding, whose scales there are, and what the classes do."""
+"""Tests fp8 caches of every backend: each number and each rounding, each kind of scale, and the cache classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(case: Case) -> None:
 
 
 def codes() -> Tensor:
-    """All numbers, as those of one token."""
+    """Returns all 256 codes as the values of one token."""
     return torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 1, 1, 256)
 
 
@@ -52,7 +52,7 @@ def codes() -> Tensor:
 @each_decoding
 @each_dtype
 def test_every_value_is_exact(dtype: torch.dtype, backend: str) -> None:
-    """One key has all of the softmax's weight, so that the output is its value."""
+    """One key has all of the softmax's weight, so the output is its value."""
     values = codes().view(FP8)
     keys = torch.zeros(1, 1, 1, 256, device=DEVICE).to(FP8)
     query = torch.ones(1, 1, 1, 256, dtype=dtype, device=DEVICE)
@@ -64,7 +64,7 @@ def test_every_value_is_exact(dtype: torch.dtype, backend: str) -> None:
 @each_decoding
 @each_dtype
 def test_every_key_is_exact(dtype: torch.dtype, backend: str) -> None:
-    """A query that is 1 in one dim has the key's number there as its score, and that of a single key is the lse."""
+    """A query that is 1 in one dim has the key's number there as its score; with a single key, the score is the lse."""
     finite = torch.where((codes() & 0x7F) == 0x7F, 0, codes()).view(FP8)
     length = torch.ones(1, dtype=torch.int32, device=DEVICE)
     query = torch.eye(256, dtype=dtype, device=DEVICE)[None, None]
@@ -81,7 +81,7 @@ def test_every_key_is_exact(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("scale", (None, 1.0, 0.37, 1e-3, 3e38))
 @each_dtype
 def test_every_number_is_rounded_as_pytorch_does(dtype: torch.dtype, scale: float | None, backend: str) -> None:
-    """All numbers of 16 bits: ties, subnormal results, what saturates, infinity and NaN."""
+    """The numbers are all of 16 bits: ties, subnormal results, results that saturate, infinity and NaN."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(256, 1, 256).to(DEVICE)
     k_cache, v_cache = (torch.zeros(16, 1, 16, 256, device=DEVICE).to(FP8) for _ in range(2))
     given = None if scale is None else torch.tensor([scale], device=DEVICE)
@@ -92,7 +92,7 @@ def test_every_number_is_rounded_as_pytorch_does(dtype: torch.dtype, scale: floa
         found = cache.transpose(1, 2).reshape(256, 1, 256)
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
         is_nan = wanted.float().isnan()
-        assert torch.equal(found.view(torch.uint8)[~is_nan], wanted.view(torch.uint8)[~is_nan])  # zeros have signs
+        assert torch.equal(found.view(torch.uint8)[~is_nan], wanted.view(torch.uint8)[~is_nan])  # zeros keep their sign
 
 
 # --- The append -------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_tokens_go_to_their_slots(dims: tuple[int, int], dtype: torch.dtype, who
 
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
 def test_what_is_not_finite(value: float, backend: str) -> None:
-    """Of a head with a scale of its own, the scale is NaN. Divided by a given scale, NaN is NaN, and infinity 448."""
+    """A head's own scale becomes NaN. Divided by a given scale, NaN stays NaN, and infinity becomes 448."""
     case = append_cases.Case("not-finite", tokens=4, page_size=4, num_pages=1)
     arguments = append_cases.make_arguments(replace(case, fp8="tokens"))
     arguments["k_new"][1, 0, 5] = value
@@ -137,7 +137,7 @@ def test_what_is_not_finite(value: float, backend: str) -> None:
 
 @pytest.mark.parametrize("magnitude", (0.0, 1e-7, 300.0, 1e30))
 def test_scales_of_any_magnitude(magnitude: float, backend: str) -> None:
-    """Zeros have the scale 1; so do numbers so small that the division underflows, which bfloat16 has."""
+    """Zeros have the scale 1. So do numbers so small that the division underflows, which exist in bfloat16."""
     case = append_cases.Case("magnitude", fp8="tokens", dtype=torch.bfloat16, magnitude=magnitude)
     arguments = append_cases.make_arguments(case)
     arguments["k_new"][0] = 1e-40
@@ -175,7 +175,7 @@ def test_pages(page_size: int, whose: str, backend: str) -> None:
 def test_nan_reaches_only_rows_that_see_it(
     code: int, queries: int, window: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:
-    """Some see the spoiled values, which lie in one tile with all others, and the rest have the bits of before."""
+    """Some rows see the spoiled values, which lie in one tile with all others. Everything else keeps its bits."""
     case = Case("nan", fp8="heads", queries=queries, window=window, causal=window[1] < 0, lengths=(70,), dtype=dtype)
     clean, spoiled = make_arguments(case), make_arguments(case)
     positions, dims = [66, 67, 68, 69], [0, 5, 14, 31]
@@ -206,7 +206,7 @@ def test_values_are_as_far_apart_as_their_scales(dtype: torch.dtype, backend: st
 @pytest.mark.parametrize("magnitude", (1e-35, 1e-6, 1.0, 1e5, 1e35))
 @each_decoding
 def test_queries_of_any_magnitude(magnitude: float, backend: str) -> None:
-    """In rows of one tile too, of which each is half as large as the one before."""
+    """The rows of one tile differ as well: each is half as large as the one before."""
     generator = torch.Generator(DEVICE).manual_seed(17)
 
     def noise(*shape: int) -> Tensor:
@@ -239,7 +239,7 @@ def test_a_query_that_is_not_finite_spoils_its_row_alone(value: float, backend: 
 
 
 def test_fp8_caches_are_close_to_float_ones(backend: str) -> None:
-    """Three bits of mantissa: half a unit in the last place is 1/16 of a number, and the softmax averages."""
+    """With three bits of mantissa, half a unit in the last place is 1/16 of a number, and the softmax averages."""
     exact, rounded = Case("exact", dims=(64, 64)), Case("fp8", dims=(64, 64), fp8="tokens")
     out, expected = run_public(rounded, make_arguments(rounded))[0], run_public(exact, make_arguments(exact))[0]
     assert 0 < (out - expected).abs().max().item() < expected.abs().max().item() / 16
@@ -248,7 +248,7 @@ def test_fp8_caches_are_close_to_float_ones(backend: str) -> None:
 @pytest.mark.slow
 @each_scales
 def test_many_queries_are_decoded(whose: str, backend: str) -> None:
-    """While they are few rows of a KV head: see test_eight_bit_prefill."""
+    """This holds for few rows of a KV head: see test_eight_bit_prefill."""
     case = Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, heads=(4, 2), rotary_dim=32, fp8=whose)
     check(case)
 
@@ -269,7 +269,7 @@ def test_it_is_known_by_name(whose: str, backend: str) -> None:
 def test_opcheck(whose: str, backend: str) -> None:
     ops = {"cuda": torch.ops.fastattn, "triton": torch.ops.fastattn_triton}[backend]
     case = Case("opcheck", lengths=(20, 9), new=1, page_size=16, capacity=32, fp8=whose)
-    checks = "test_faketensor"  # the others compare tensors, and torch has no operators for that of fp8
+    checks = "test_faketensor"  # other checks compare tensors, which torch cannot do in fp8
     arguments = decode_cases.op_arguments(case, make_arguments(case))
     torch.library.opcheck(ops.attention_decode.default, (), arguments, test_utils=checks)
 
@@ -285,7 +285,7 @@ def test_it_compiles(whose: str, backend: str) -> None:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_caches_store_it(paged: bool, backend: str) -> None:
-    """Steps over either cache, a fork and a reordering included, are the reference's over the same tokens."""
+    """Steps over either cache, with a fork and a reordering, give the reference's result over the same tokens."""
     generator = torch.Generator().manual_seed(11)
     layout: Any = {"dtype": torch.float16, "device": DEVICE, "quantized": FP8}
     tokens = [torch.randn(2, 2, new, 32, generator=generator).half().to(DEVICE) for new in (9, 1)]
@@ -305,7 +305,7 @@ def test_caches_store_it(paged: bool, backend: str) -> None:
         cache = fastattn.KVCache(1, 2, 2, 32, capacity=9, **layout)
         cache.attend(0, query, tokens[0], tokens[0])
         cache.reorder(torch.tensor([1, 0], device=DEVICE))
-        out = cache.attend(0, query, tokens[1].flip(0), tokens[1].flip(0))  # grows
+        out = cache.attend(0, query, tokens[1].flip(0), tokens[1].flip(0))  # the cache grows here
         rows = rows.flip(0)
     numbers, scales = reference.quantize_rows_fp8(rows)
     exact = (numbers.float() * scales[..., None]).double()

@@ -1,4 +1,4 @@
-"""Tree masks of speculative decoding, of every backend: what each proposed token sees of the others."""
+"""Tests tree masks of speculative decoding, of every backend: which other tokens each proposed token sees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ each_format = pytest.mark.parametrize("stored", FORMATS)
 
 
 def tree(parents: list[int]) -> Tensor:
-    """bool ``[Sq, Sq]``: token ``i`` sees itself, its parent ``parents[i] < i`` and what that sees; -1: it has none."""
+    """Returns a mask, bool ``[Sq, Sq]``: token ``i`` sees itself and its ancestors; ``parents[i]`` is -1 for roots."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for token, parent in enumerate(parents):
         if parent >= 0:
@@ -55,7 +55,7 @@ def drawn_parents(size: int, seed: int) -> list[int]:
 
 
 def drawn_mask(*shape: int, seed: int) -> Tensor:
-    """No tree at all, with rows that see no token."""
+    """Draws a mask that is no tree, with rows that see no token."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(*shape, generator=generator) < 0.4
     mask[..., ::3, :] = False
@@ -69,7 +69,7 @@ def run_public(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def check(case: Case, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """``mask [B or 1, Sq, Sq]`` against the oracle."""
+    """Compares a call with ``mask [B or 1, Sq, Sq]`` with the oracle."""
     arguments = make_arguments(case)
     arguments["tree_mask"] = mask.to(DEVICE)
     return decode_cases.check(case, run_public, arguments)
@@ -81,7 +81,7 @@ def check(case: Case, mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_each_path_of_a_tree_is_a_sequence_of_its_own(seed: int, backend: str) -> None:
-    """A token's result is that of the last token of its path behind the cached ones, where nothing else is."""
+    """A token's result is that of the last token of its path, when only its path follows the cached tokens."""
     parents, length = drawn_parents(11, seed), 37
     case = Case("paths", lengths=(length,), queries=11, new=11, heads=(4, 2), dims=(64, 64), seed=seed)
     arguments = make_arguments(case)
@@ -108,7 +108,7 @@ def test_a_chain_is_causal(stored: str, dtype: torch.dtype, backend: str) -> Non
     for mask in (chain(6), chain(6)[None], chain(6).expand(4, 6, 6)):
         out, lse = run_public(case, {**make_arguments(case), "tree_mask": mask.to(DEVICE)})
         assert torch.equal(out, expected[0])
-        last_bit = 2e-7 if backend == "triton" else 0.0  # of another compilation
+        last_bit = 2e-7 if backend == "triton" else 0.0  # a separate compilation may round differently
         torch.testing.assert_close(lse, expected[1], rtol=last_bit, atol=5e-7 if last_bit else 0.0)
 
 
@@ -132,10 +132,10 @@ def test_a_row_that_sees_nothing_is_zero(backend: str) -> None:
 
 @pytest.mark.parametrize(("stored", "dtype"), in_turn([(stored,) for stored in FORMATS], DTYPES), ids=str)
 def test_what_is_not_seen_has_no_influence(stored: str, dtype: torch.dtype, backend: str) -> None:
-    """NaN in a token that only some rows see."""
+    """NaN is in a token that only some rows see."""
     case = Case("nan", lengths=(20, 33), queries=7, new=7, dtype=dtype, splits=1, **FORMATS[stored])
     mask = star(7)
-    mask[5, 3] = True  # beside itself, token 3 is seen by token 5 alone
+    mask[5, 3] = True  # only token 5 sees token 3, besides token 3 itself
     mask = mask[None].to(DEVICE)
     expected = run_public(case, {**make_arguments(case), "tree_mask": mask})
     for name in ("k_new", "v_new"):
@@ -174,7 +174,7 @@ def test_any_number_of_rows(queries: int, heads: tuple[int, int], stored: str, b
 def test_each_instance(
     stored: str, dims: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype], backend: str
 ) -> None:
-    """Tiles of 16 rows and of 32, one in each dtype."""
+    """One dtype has tiles of 16 rows, the other tiles of 32."""
     for heads, dtype in zip(((4, 2), (8, 1)), dtypes, strict=True):
         case = Case("dims", lengths=(50, 7), queries=4, new=4, heads=heads, dims=dims, dtype=dtype, **FORMATS[stored])
         check(case, torch.stack([tree(drawn_parents(4, seed)) for seed in (1, 2)]))
@@ -192,7 +192,7 @@ def test_pages_and_splits(page_size: int, splits: int, stored: str, backend: str
 
 
 def test_a_large_tree_is_decoded(backend: str) -> None:
-    """However many queries there are, it is no prompt."""
+    """A tree is never treated as a prompt, with any number of queries."""
     case = Case("large", lengths=(100, 3), queries=70, new=70, heads=(4, 2), capacity=192)
     mask = torch.stack([tree(drawn_parents(70, seed)) for seed in (1, 2)])
     with fastattn.record() as calls:
@@ -203,7 +203,7 @@ def test_a_large_tree_is_decoded(backend: str) -> None:
 
 @pytest.mark.parametrize("new", [0, 2, 9])
 def test_tokens_may_have_been_appended_before(new: int, backend: str) -> None:
-    """The tree's tokens are the last ones, whenever they came; those that are not there are seen by nobody."""
+    """The tree's tokens are the last ones, whenever they were appended; positions without a token are masked."""
     check(Case("before", lengths=(40, 1, 0), queries=6, new=new), drawn_mask(3, 6, 6, seed=new))
 
 
@@ -273,7 +273,7 @@ def test_it_compiles(backend: str) -> None:
     expected = run_public(case, decode_cases.clone(arguments))
     compiled = torch.compile(run_public, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(compiled(case, arguments), expected, strict=True):
-        # On a CPU, PyTorch's operators get the whole capacity in a graph, and round another way.
+        # In a graph on a CPU, PyTorch's operators get the whole capacity, which rounds differently.
         torch.testing.assert_close(found, wanted, **({} if backend == "torch" else {"rtol": 0, "atol": 0}))
 
 

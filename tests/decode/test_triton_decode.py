@@ -1,4 +1,4 @@
-"""Flash-decoding's Triton kernels against the float64 reference, on the emulator where there is no GPU."""
+"""Tests flash-decoding's Triton kernels against the reference in float64; without a GPU, on the emulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
 def run_kernel(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The operator; caches among the arguments change in place."""
+    """Runs the operator, which changes the caches among the arguments in place."""
     result: tuple[Tensor, Tensor] = torch.ops.fastattn_triton.attention_decode(**op_arguments(case, arguments))
     return result
 
@@ -56,7 +56,7 @@ def test_batch_invariant_bits(monkeypatch: pytest.MonkeyPatch, window: tuple[int
 
 
 def test_a_server_compiles_once() -> None:
-    """Pages, tables, capacities and lengths change from step to step, and none of them is worth another kernel."""
+    """Pages, tables, capacities and lengths change from step to step, and must not compile another kernel."""
     kernels = (split_kernel, append_kernel, combine_kernel)
     counts = []
     for num_pages, batch in ((9, 1), (16, 2), (17, 3), (33, 2)):
@@ -98,13 +98,13 @@ def test_splits_cover_every_block(batch: int, key_blocks: int) -> None:
 def test_splits_fill_the_gpu_and_no_more() -> None:
     assert tiles.decode_num_splits(1, 8, 1, 2048, 132) * 8 >= 0.9 * 132  # one sequence of 128k keys
     assert tiles.decode_num_splits(1, 1, 1, 2048, 132) >= 64
-    assert tiles.decode_num_splits(264, 8, 1, 64, 132) == 1  # many tiles: no merge
-    assert tiles.decode_num_splits(1, 1, 1, 4, 132) == 1  # few blocks: the merge costs more than it saves
+    assert tiles.decode_num_splits(264, 8, 1, 64, 132) == 1  # many tiles: keys are not split
+    assert tiles.decode_num_splits(1, 1, 1, 4, 132) == 1  # few blocks: combining costs more than splitting saves
     assert tiles.decode_num_splits(1, 0, 1, 64, 132) >= 1
 
 
 def test_split_plan_has_no_cliff_between_neighbouring_batches() -> None:
-    """More sequences never get so many fewer splits that a quarter of the GPU falls idle where there is work for it."""
+    """A larger batch never has so few splits that a quarter of the GPU is idle while there is work."""
     for batch in range(1, 34):
         splits = tiles.decode_num_splits(batch, 4, 1, 512, 132)
         ctas = batch * 4 * splits

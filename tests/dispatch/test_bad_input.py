@@ -1,6 +1,6 @@
-"""Misuse of the attention functions: what the host can see raises and says what; what it cannot see stays harmless.
+"""Tests misuse of the attention functions: errors name what the host can see; what it cannot see does no harm.
 
-The other public functions have such tables beside their own tests (test_int8.py, test_nn.py, test_kv_cache.py).
+Tests of the other public functions have tables of their own (test_int8.py, test_nn.py, test_kv_cache.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cached(**changes: Any) -> dict[str, Any]:
 
 
 A, V = fastattn.attention, fastattn.attention_varlen
-# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+# name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "query is no tensor": (A, dense(query=[1.0]), TypeError, ("query", "torch.Tensor", "list")),
     "key is no tensor": (A, dense(key=None), TypeError, ("key", "torch.Tensor", "NoneType")),
@@ -222,7 +222,7 @@ def test_misuse_is_named(what: str) -> None:
 
 
 TRUE, FALSE, TWO = numpy.bool_(True), numpy.bool_(False), numpy.int64(2)
-# with numpy's scalars: function, arguments, the same in Python's
+# name: (function, arguments with numpy's scalars, the same arguments with Python's)
 NUMPY: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "attention": (
         A,
@@ -331,7 +331,7 @@ def test_a_window_of_other_types_after_an_equal_one(window: Any) -> None:
 
 
 def test_a_good_call_after_a_bad_one_with_the_same_shapes() -> None:
-    """What was checked once is kept by signature: an error must not be kept, nor skip the next check."""
+    """Calls are checked once per signature: an error must not be cached, nor suppress the next check."""
     for _ in range(2):
         with pytest.raises(InputError, match="scale"):
             A(**dense(scale=float("inf")))
@@ -349,7 +349,7 @@ OFFSETS: dict[str, tuple[list[int], tuple[str, ...]]] = {
 
 
 def overlaps_allowed() -> contextlib.AbstractContextManager[None]:
-    """Sequences that overlap write the same rows, in an order that nobody promises: for the emulator that is a race."""
+    """Allows races: sequences that overlap write the same rows in any order, which is a race to the emulator."""
     if not ON_EMULATOR:
         return contextlib.nullcontext()
     from emulator import options
@@ -360,12 +360,11 @@ def overlaps_allowed() -> contextlib.AbstractContextManager[None]:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("what", OFFSETS)
 def test_offsets_in_device_memory(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checked on request; otherwise nothing outside the tensors is read or written, and what has rows has results."""
+    """Offsets are checked on request. Otherwise nothing outside the tensors is touched, and all rows get results."""
     values, words = OFFSETS[what]
     offsets = torch.tensor(values, dtype=torch.int32, device=DEVICE)
-    guarded = torch.full(
-        (3, 9, 2, 16), float("nan"), dtype=torch.float16, device=DEVICE
-    )  # rows before and after the tensors' own
+    # The rows before and after the tensors are NaN.
+    guarded = torch.full((3, 9, 2, 16), float("nan"), dtype=torch.float16, device=DEVICE)
     guarded[1].copy_(torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(0)))
     arguments = packed(query=guarded[1], key=guarded[1], value=guarded[1], cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     with fastattn.use_backend(backend), overlaps_allowed():

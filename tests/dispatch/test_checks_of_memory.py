@@ -1,4 +1,4 @@
-"""What lies in memory (lengths, offsets, tables): always checked on a CPU, elsewhere where FASTATTN_CHECK asks."""
+"""Tests checks of values in memory (lengths, offsets, tables): always on a CPU, elsewhere if FASTATTN_CHECK is set."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
     ],
 )
 def test_wrong_places_in_cpu_memory_raise(call: Any, values: Tensor, message: str) -> None:
-    """Nobody asked for it. A cache is as it was."""
+    """The check needs no request, and leaves the cache as it was."""
     with pytest.raises(fastattn.InputError, match=message):
         call(values)
     assert not CACHE.any()

@@ -1,4 +1,4 @@
-"""What is asked of a device: the driver's version, autocast, and whether Triton's pipelines can be trusted."""
+"""Tests facts about a device: the driver's version, autocast, and whether Triton's pipelines can be trusted."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_autocast_of_devices_that_have_none() -> None:
 def test_no_pipeline_where_tritons_are_not_sound(
     version: str, pipelines: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It concerns Hopper and Blackwell: other GPUs' matrix instructions read shared memory as other instructions do."""
+    """This concerns Hopper and Blackwell: matrix instructions of others read shared memory as any instruction does."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     forget()
     try:

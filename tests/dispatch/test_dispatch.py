@@ -1,4 +1,4 @@
-"""Choosing a backend: explain, record, use_backend, sdpa_kernel, detours; and the patch that installs the drop-in."""
+"""Tests the choice of a backend: explain, record, use_backend, sdpa_kernel, detours, and the patch of torch's SDPA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call(**changes: object) -> Request:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dispatcher believes in an H200 and in a library with kernels for it."""
+    """Makes the dispatcher believe that there is an H200, and a library with kernels for it."""
     monkeypatch.setattr(dispatch, "facts", lambda device: H200 if device.type == "cuda" else None)
     monkeypatch.setitem(dispatch.native.BUILD, "archs", ["80", "90a"])
     monkeypatch.setitem(dispatch.native.BUILD, "cuda", "13.0")
@@ -151,11 +151,11 @@ class TestChoice:
         assert str(warned[0].message).endswith(choice.rejected["cuda"])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            dispatch.choose(call())  # once
+            dispatch.choose(call())  # warns once
             monkeypatch.setattr(dispatch, "_warned", set())
             with fastattn.use_backend("triton"):
                 dispatch.choose(call())
-            dispatch.choose(call(head_dim=512, value_dim=512))  # which no CUDA C++ kernel takes
+            dispatch.choose(call(head_dim=512, value_dim=512))  # no CUDA C++ kernel takes it
             merge = call(op=MERGE, features=frozenset(), head_dim=0, value_dim=0)
             assert dispatch.choose(merge).backend == "triton"
             monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
@@ -230,7 +230,7 @@ def test_explain_runs_nothing_and_prints_well() -> None:
         explanation = fastattn.explain(fastattn.attention, query, query, query, causal=True)
     assert calls == []
     assert explanation.backend == "torch" and set(explanation.rejected) == {"cuda", "triton"}
-    (reason,) = set(explanation.rejected.values())  # against both
+    (reason,) = set(explanation.rejected.values())  # one reason against both
     assert str(explanation).endswith(f"  not cuda, triton: {reason}")
 
 
@@ -315,7 +315,7 @@ def test_record_names_the_kernels_of_the_backward_pass() -> None:
 
 
 def refused_calls() -> list[Callable[[], object]]:
-    """A bad argument; an impossible choice; a kernel that refuses; PyTorch's attention, which does."""
+    """Returns calls with a bad argument, an impossible choice, a kernel's refusal, and PyTorch's own error."""
     query = torch.randn(1, 1, 4, 16, dtype=torch.float16)
     three_dims = torch.randn(1, 1, 2, 4, 16)
     return [
@@ -383,7 +383,7 @@ class TestPatch:
         fastattn.install()
         with fastattn.patch_sdpa():
             fastattn.uninstall()
-            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention  # the block wants it
+            assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention  # the block is still open
             fastattn.install()
         assert F.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
         fastattn.uninstall()

@@ -1,4 +1,4 @@
-"""Seeds of dropout: what is drawn where none is given, and what a user may give."""
+"""Tests seeds of dropout: the seed that is drawn where none is given, and the seeds that a user may give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def test_bounds_of_a_drawn_seed_are_int32_numbers() -> None:
-    """Inductor writes them into a kernel as such, and the kernel subtracts them."""
+    """Inductor writes the bounds into a kernel as int32, and the kernel subtracts them."""
     graph = make_fx(lambda: draw_seed(CPU))().graph
     (drawn,) = (node for node in graph.nodes if "randint" in str(node.target))
     bounds = [argument for argument in drawn.args if isinstance(argument, int)]

@@ -1,4 +1,4 @@
-"""Importing fastattn imports nothing that is slow to import and that many programs never need."""
+"""Tests that importing fastattn imports no slow module that many programs never need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(code: str) -> str:
 
 
 def test_importing_fastattn_imports_none_of_them() -> None:
-    """But for those that torch imports itself. Its own packages that few programs need come when they are used."""
+    """Modules that torch imports do not count. Packages of fastattn that are rarely needed are imported when used."""
     late = ("fastattn.distributed", "fastattn.integrations")
     code = f"""
 import sys, torch
@@ -113,7 +113,7 @@ class TestAfterImport:
 
 @pytest.mark.slow
 def test_int8_weights_are_gathered_whoever_imports_first() -> None:
-    """torch makes one of DTensor's operators in Python, when it is imported: that may be after fastattn."""
+    """torch makes one of DTensor's operators when it is first needed, perhaps after fastattn was imported."""
     code = """
 import fastattn, torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Which CUDA C++ kernel runs a call: what the library says is what it launches. And what it asks CUDA for."""
+"""Tests which CUDA C++ kernel runs a call: the library launches the kernel that it names. Tests device facts, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if DEVICE == "cpu":
 
 ops = torch.ops.fastattn
 KIB = 1024
-A100_BYTES = 163 * KIB  # of shared memory, that a CTA can have
+A100_BYTES = 163 * KIB  # maximum shared memory of a CTA
 
 
 def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -33,7 +33,7 @@ def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torc
 
 
 def test_the_tutorial_shows_what_explain_prints() -> None:
-    """The page explains one call in bfloat16, in float32, and with a head dim of 60."""
+    """The page explains a call in bfloat16, in float32, and with head dim 60."""
     page = Path(__file__).parents[2] / "docs" / "tutorials" / "explain_and_profile.md"
     shown = re.findall(r"^```text\n(.*?)\n^```", page.read_text(), re.MULTILINE | re.DOTALL)
     with device.emulated(90, 132):
@@ -147,7 +147,7 @@ def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> 
     products = [native.Int8Product(op, torch.float16, False, False, tokens, *sizes) for op, *sizes in sums]
     named = [native.int8_matmul_kernel(product, arch, num_sms=2) for product in products]
     multiplying = [name for name in launched_names(found) if not name.startswith("int8_quantize_tokens_sm80<")]
-    assert multiplying == named  # before Hopper's kernel for int8 activations another makes these
+    assert multiplying == named  # Hopper's kernel for int8 activations needs another kernel before it, which makes them
     assert [call.kernel for call in calls] == named[:1]
 
 
@@ -249,7 +249,7 @@ def test_a_gpu_without_kernels_is_an_error_that_names_it() -> None:
 def test_the_code_that_a_gpu_runs(
     monkeypatch: pytest.MonkeyPatch, code: dict[str, list[str]], expected: dict[int, tuple[str, ...]]
 ) -> None:
-    """Of the kernels that are written for sm_90a, and of those for sm_80 that do what no kernel for sm_90a does."""
+    """`code_for` concerns kernels for sm_90a, and kernels for sm_80 that have no counterpart for sm_90a."""
     monkeypatch.setitem(native.BUILD, "code", code)
     assert {arch: native.code_for(arch) for arch in expected} == expected
     for arch, names in expected.items():
@@ -257,7 +257,7 @@ def test_the_code_that_a_gpu_runs(
             assert native_code_for(arch).endswith("first use" if names == ("PTX",) else " and ".join(names))
 
 
-# --- What is asked of a device ----------------------------------------------------------------------------------------
+# --- Device facts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_device_facts_are_those_of_the_gpu_at_hand(arch: int, expected: tuple[in
     with device.emulated(arch):
         facts = native.device_facts()
     assert (facts.arch, facts.num_sms, facts.l2_bytes, facts.shared_bytes_per_cta) == expected
-    assert native.device_facts().arch == 80  # outside, another GPU is at hand again
+    assert native.device_facts().arch == 80  # outside, the other GPU is current again
 
 
 def test_shared_memory_is_asked_for_once_per_kernel_and_gpu() -> None:
-    """A kernel with more than 48 KB. Each GPU that was ever pretended is a device of its own; the A100 is the first."""
+    """The kernel has over 48 KB of shared memory and must ask for it. Each emulated GPU counts as another device."""
     query = heads(9, 128)
 
     def calls_of_launch(num_sms: int) -> int:
@@ -283,5 +283,5 @@ def test_shared_memory_is_asked_for_once_per_kernel_and_gpu() -> None:
         return asked
 
     calls_of_launch(108)
-    calls = 2  # the memory of a CTA, and that of all of an SM
+    calls = 2  # for the shared memory of a CTA, and of an SM
     assert [calls_of_launch(num_sms) for num_sms in (108, 1007, 108)] == [0, calls, 0]

@@ -1,4 +1,4 @@
-"""Which backend comes first where several have a kernel for a call, and what ``explain`` says of that."""
+"""Tests which backend is first where several have a kernel for a call, and what ``explain`` says about it."""
 
 from __future__ import annotations
 

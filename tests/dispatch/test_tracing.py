@@ -1,6 +1,6 @@
-"""PyTorch's machinery over the public functions: compile, export, functorch, autocast, checkpoint, opcheck, FLOPs.
+"""Tests PyTorch's machinery on the public functions: compile, export, functorch, autocast, checkpoint, opcheck, FLOPs.
 
-Kernels run on the emulator, or for real where there is a GPU; the PyTorch path runs beside them.
+Kernels run on a GPU if there is one, else on the emulator. The PyTorch path is tested, too.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_compiles_without_graph_breaks(name: str, backend: str) -> None:
     function, make = CALLS[name]
     inputs = make()
     if backend == "torch" and name == "attention_varlen":
-        # Uncompiled it reads the lengths and goes through PyTorch's own attention, which rounds in 16 bit elsewhere.
+        # The eager call reads the lengths and runs PyTorch's own attention, which rounds 16-bit numbers elsewhere.
         inputs = [t.detach().float().requires_grad_() if t.is_floating_point() else t for t in inputs]
     expected = outputs_and_gradients(function, inputs)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -116,7 +116,7 @@ def test_compiles_without_graph_breaks(name: str, backend: str) -> None:
 
 
 def test_the_first_call_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the dispatcher knows of the device is looked up while dynamo traces, and not only then."""
+    """The dispatcher looks up facts about the device while dynamo traces, too."""
     monkeypatch.setattr(fastattn.dispatch.device, "_known", {})
     query = draw(1, 2, 5, 16)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -149,7 +149,7 @@ def test_exports(name: str) -> None:
 
 
 def test_exports_a_mask_per_head_of_any_length() -> None:
-    """Nothing asks whether the number of heads is the number of keys, as that of a padding mask would be."""
+    """No guard compares the number of heads with the number of keys, as for a padding mask."""
 
     class Model(torch.nn.Module):
         def forward(self, query: Tensor, mask: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def test_exports_a_mask_per_head_of_any_length() -> None:
 
 @pytest.mark.slow
 def test_use_backend_is_guarded(backend: str) -> None:
-    """Results of the backends differ in the last place, so the graphs' operators tell which one ran."""
+    """The backends' results differ in the last place only, so the graphs' operators show which backend ran."""
     namespaces: list[set[str]] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ def test_vmap_of_padded_head_dims() -> None:
 
 @pytest.mark.slow
 def test_per_sample_gradients() -> None:
-    """vmap over grad, also of what all samples share."""
+    """vmap over grad also gives gradients of inputs that all samples share."""
     query, key = draw(3, 1, 2, 5, 16), draw(3, 1, 2, 5, 16)
     bias, sinks = draw(1, 1, 5, 5), draw(2)
 
@@ -230,7 +230,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_of_a_mapped_function(name: str) -> None:
-    """A mapped tensor says that it needs no gradient, whatever the one says that is mapped."""
+    """A mapped tensor says that it needs no gradient, even if the tensor beneath needs one."""
     query, key = draw(3, 1, 2, 5, 16, requires_grad=True), draw(3, 1, 2, 5, 16, requires_grad=True)
     function = FUNCTIONS[name]
     got = torch.autograd.grad(torch.vmap(function)(query, key).square().sum(), (query, key))
@@ -253,7 +253,7 @@ def test_checkpoint_recomputes_the_same_dropout(backend: str) -> None:
     expected = torch.autograd.grad(block(*inputs).sum(), inputs)
     torch.manual_seed(5)
 
-    def contexts() -> Any:  # on a GPU, autograd has a thread of its own
+    def contexts() -> Any:  # on a GPU, backward runs in another thread
         return fastattn.use_backend(backend), fastattn.use_backend(backend)
 
     recomputed: Any = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
@@ -451,14 +451,14 @@ def int8_layer(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [attend, drop_in, int8_layer])
 def test_forward_mode_is_torchs(function: Callable[..., Any], backend: str) -> None:
-    """A kernel knows nothing of tangents: it must refuse, never return a result without them."""
+    """A kernel cannot compute tangents: it must refuse, and never return a result without them."""
     inputs = tuple(draw(1, 2, 5, 16) for _ in range(3))
-    function(*inputs)  # so that the checked call and the choice are kept
+    function(*inputs)  # caches the checked call and the choice
     if backend != "torch":
         with pytest.raises(fastattn.InputError, match="forward-mode"):
             torch.func.jvp(function, inputs, inputs)
         return
-    inputs = tuple(t.float() for t in inputs)  # 16-bit differences would measure nothing
+    inputs = tuple(t.float() for t in inputs)  # differences in 16 bits would measure nothing
     with sdpa_kernel(SDPBackend.MATH):
         _, tangent = torch.func.jvp(function, inputs, inputs)
     step = 1e-2
@@ -474,7 +474,7 @@ def test_symbolic_tracers_pass_through(function: Callable[..., Any]) -> None:
 
 
 def test_triton_launches_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several GPUs, Triton takes the current one, wherever the tensors are."""
+    """Triton launches on the current GPU, wherever the tensors are."""
     current = [0]
 
     @contextlib.contextmanager
@@ -550,7 +550,7 @@ def test_dropout_compiles_and_follows_the_generator() -> None:
     def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor) -> Any:
         return fastattn.attention(query, key, value, dropout_p=0.5)
 
-    # Of one tensor the three gradients would be added, in 16 bits and in another order when compiled.
+    # The inputs differ: gradients of one shared tensor would be added in 16 bits, in another order when compiled.
     inputs = [draw(1, 2, 5, 16, requires_grad=True) for _ in range(3)]
     compiled = torch.compile(attend_with_dropout, fullgraph=True, backend="aot_eager")
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""What a type checker makes of ``return_lse`` and ``return_max_logit``: they decide how many tensors are returned."""
+"""Tests the overloads: ``return_lse`` and ``return_max_logit`` decide how many tensors a type checker sees returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ needs_overloads = pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the types of its parameters and result, those of ``**options`` one by one."""
+    """Returns the types of the parameters and result, with the entries of ``**options`` one by one."""
     hints = typing.get_type_hints(function)
     options = hints.pop("options", None)
     if options is None:

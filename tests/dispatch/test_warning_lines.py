@@ -1,4 +1,4 @@
-"""The warning of a detour through PyTorch points at the user's line that made the call, whatever lies between."""
+"""Tests that the warning of a detour through PyTorch points at the user's line, whatever lies between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernel_device import DEVICE
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 with torch.device(DEVICE):
-    X = torch.zeros(1, 2, 4, 16)  # float32, which no kernel takes
+    X = torch.zeros(1, 2, 4, 16)  # no kernel takes float32
     ROWS = torch.zeros(4, 2, 16)
     OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
     LAYER = fastattn.nn.Int8Linear.from_linear(torch.nn.Linear(16, 16))

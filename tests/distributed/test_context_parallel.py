@@ -1,4 +1,4 @@
-"""Attention over ranks equals that of one process: results and gradients, every strategy, layout and option."""
+"""Tests that attention over ranks equals that of one process, for all strategies, layouts and options."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def problem(length: int = 32, kv_heads: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """The same on every rank."""
+    """Draws tensors that are equal on every rank."""
     shapes = (2, 4, length, 8), (2, kv_heads, length, 8), (2, kv_heads, length, 6)
     return [drawn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
 def with_tensors(options: dict[str, Any], length: int) -> dict[str, Any]:
-    """Shapes become tensors that need gradients, or ranges for ``length`` rows over as many keys."""
+    """Replaces shapes by tensors that need gradients, or by ranges for ``length`` rows over as many keys."""
 
     def tensor(name: str, shape: Any) -> Any:
         if name == "key_ranges":
@@ -77,7 +77,7 @@ def sharding_and_gathering_are_inverse(rank: int, mesh: DeviceMesh) -> None:
         assert torch.equal(mine, torch.cat([parts[part] for part in own], dim))
         whole = gather_sequence(mine, dim, group=mesh, layout=layout)
         assert torch.equal(whole, x)
-        # Each rank has its own gradients for the whole; of those a part gets the sum.
+        # Each rank has its own gradients for the whole; a shard gets their sum.
         weight = drawn(*x.shape, seed=2) * (rank + 1)
         (grad,) = torch.autograd.grad((whole * weight).sum(), x)
         expected = drawn(*x.shape, seed=2) * sum(range(1, world_size + 1))
@@ -87,13 +87,13 @@ def sharding_and_gathering_are_inverse(rank: int, mesh: DeviceMesh) -> None:
 
 
 def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) -> None:
-    of_this_size = OPTIONS if mesh.size() == 2 else OPTIONS[1::2] + OPTIONS[-2:]  # four processes have two cores
+    of_this_size = OPTIONS if mesh.size() == 2 else OPTIONS[1::2] + OPTIONS[-2:]  # four processes share two cores
     for strategy, layout, given in itertools.product(STRATEGIES, LAYOUTS, of_this_size):
         check_against_one_process(mesh, strategy, layout, given)
 
 
 def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
-    """As they are where that is little, here always."""
+    """Gathers the keys that are read, as ranks do where these are few; here always."""
     from fastattn.distributed import gathering
 
     exchanged: list[None] = []
@@ -113,15 +113,15 @@ def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
     with pytest.MonkeyPatch.context() as patch:
         count_exchanges(patch, exchanged)
         check_against_one_process(mesh, "allgather", "contiguous", {"window": (9, 0)})
-        assert not exchanged  # half of the keys are read
+        assert not exchanged  # half of the keys are read: too many
         check_against_one_process(mesh, "allgather", "contiguous", {"window": (1, 0)})
         check_against_one_process(mesh, "allgather", "contiguous", {"window": (1, 0)}, length=22 * mesh.size())
-        near = {"window": (1, 0), "dropout_p": 0.4, "dropout_seed": 3}  # which draws for four keys
+        near = {"window": (1, 0), "dropout_p": 0.4, "dropout_seed": 3}  # dropout draws for four keys at a time
         check_against_one_process(mesh, "allgather", "contiguous", near, length=22 * mesh.size())
         assert len(exchanged) == 2 * EXCHANGES_OF_A_HEAD * 4
 
 
-EXCHANGES_OF_A_HEAD = 3 * 2  # of keys and values, forward and backward, and of their gradients
+EXCHANGES_OF_A_HEAD = 3 * 2  # keys and values, each forward, backward, and their gradients
 
 
 def count_exchanges(patch: pytest.MonkeyPatch, into: list[None]) -> None:
@@ -158,13 +158,13 @@ def check_against_one_process(
         torch.testing.assert_close(*pair, **close)
     for pair in zip(own_grads[:3], map(mine, grads[:3]), strict=True):
         torch.testing.assert_close(*pair, **close)
-    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # as DDP adds them up
+    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # sums gradients over the ranks, as DDP does
         dist.all_reduce(share)
         torch.testing.assert_close(share, total, **close)
 
 
 def heads_and_keys_over_a_mesh(rank: int, mesh: DeviceMesh) -> None:
-    """Both at once: ranks of the second dimension exchange sequence for heads."""
+    """Ranks of the mesh's second dimension exchange sequence for heads."""
     from fastattn.distributed import context_parallel_attention, gather_sequence, shard_sequence
 
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("keys", "heads"))
@@ -196,8 +196,8 @@ def heads_and_keys_over_a_mesh(rank: int, mesh: DeviceMesh) -> None:
 
 
 def results_are_rounded_once(rank: int, mesh: DeviceMesh) -> None:
-    """Of 16 bits, the output and the gradient of values are what exact ones round to, but where these lie between two
-    numbers. (The other gradients take the output as it is rounded.)"""
+    """The 16-bit output and the gradient of values are the rounded exact ones, except where these lie between two
+    numbers. (The other gradients depend on the rounded output.)"""
     from fastattn.distributed import context_parallel_attention, shard_sequence
 
     whole = problem(length=64, dtype=torch.bfloat16)
@@ -333,7 +333,7 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
 
 
 def autocast_has_a_say(rank: int, mesh: DeviceMesh) -> None:
-    """In 16 bits, as attention in one process; gradients are those of the inputs' dtype."""
+    """It computes in 16 bits, like attention in one process; gradients have the inputs' dtype."""
     from fastattn.distributed import context_parallel_attention, shard_sequence
 
     whole = problem(dtype=torch.float32)
@@ -369,7 +369,7 @@ def the_ring_sends_what_is_seen_and_no_more(rank: int, mesh: DeviceMesh) -> None
         readers, read = world_size - 1, world_size - 1
         if causal and layout == "contiguous":
             readers, read = world_size - 1 - rank, rank
-        halves = readers - rank if causal and layout == "zigzag" else 0  # later ranks want the first half alone
+        halves = readers - rank if causal and layout == "zigzag" else 0  # later ranks need the first half only
         forward = (readers - halves) * keys + halves * keys // 2
         assert sent == forward
         out.sum().backward()
@@ -399,7 +399,7 @@ def keys_are_under_way_while_a_block_is_computed(rank: int, mesh: DeviceMesh) ->
 
 
 def a_rank_that_is_missing_is_an_error_that_names_the_call(rank: int, mesh: DeviceMesh) -> None:
-    """After the group's time-out, which is also that of making the group: not too short."""
+    """The error comes after the group's time-out, which must be long enough for making the group, too."""
     from fastattn.distributed import context_parallel_attention
 
     for strategy in STRATEGIES[:2]:
@@ -451,7 +451,7 @@ def test_without_a_group() -> None:
 @pytest.mark.parametrize("uses_positions", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 7), (-1, 9), (20, -1), (0, 0)], ids=str)
 def test_the_blocks_are_the_mask(window: tuple[int, int], uses_positions: bool, layout: str, world_size: int) -> None:
-    """Each pair of positions that the mask leaves is in one block: of a ring, over all keys, and over those read."""
+    """Each visible pair of positions is in exactly one block: of the ring, of all keys, and of those that are read."""
     from fastattn.distributed.blocks import Spread
     from fastattn.distributed.gathering import exchanged_keys
     from fastattn.distributed.sequence import parts_of_rank, parts_per_rank
@@ -479,7 +479,7 @@ def test_the_blocks_are_the_mask(window: tuple[int, int], uses_positions: bool, 
             read = torch.cat([torch.arange(0), *(of_rank[source][keys] for keys in reading.keys)])
             for block in reading.blocks:
                 add_pairs(in_ring, of_rank[rank][block.rows], read[block.keys], block, uses_positions)
-            # Of what is read nothing is useless, but for what the multiple of four brings along.
+            # All keys that are read are needed, except for rounding up to multiples of four.
             assert len(read) <= int(expected[of_rank[rank]][:, of_rank[source]].any(0).sum()) + 3 * len(reading.keys)
     assert all(torch.equal(seen, expected) for seen in (in_ring, over_all, over_read))
     work = [int(in_ring[rows].sum()) for rows in of_rank]
@@ -494,7 +494,7 @@ def mask_of(rows: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 def add_pairs(seen: Tensor, rows: Tensor, keys: Tensor, block: Any, uses_positions: bool) -> None:
-    """The pairs of a block, by its own places."""
+    """Adds the pairs of a block, whose positions must be right."""
     own_rows, own_keys = block.first_row + torch.arange(len(rows)), block.first_key + torch.arange(len(keys))
     seen[rows[:, None], keys] += mask_of(own_rows, own_keys, block.window)
     if uses_positions:

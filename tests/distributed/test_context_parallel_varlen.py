@@ -1,4 +1,4 @@
-"""Packed sequences over ranks: how they are dealt, and that attention over them equals that of one process."""
+"""Tests packed sequences over ranks: how they are divided, and that attention over them equals that of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastattn.distributed.packed import LAYOUTS, arrange, deal
 from fastattn.profiler.work import visible_pairs
 
 STRATEGIES = ("ring", "allgather", "ulysses")
-LENGTHS = (45, 3, 0, 17, 8, 30, 1, 9)  # the first is cut, of the others some
+LENGTHS = (45, 3, 0, 17, 8, 30, 1, 9)  # the first is cut, some of the others too
 ALL_KEYS, CAUSAL = (-1, -1), (-1, 0)
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -45,7 +45,7 @@ def offsets_of(lengths: tuple[int, ...]) -> Tensor:
 
 
 def problem(lengths: tuple[int, ...] = LENGTHS, kv_heads: int = 4, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Query, key and value, the same on every rank."""
+    """Draws query, key and value, equal on every rank."""
     total = sum(lengths)
     shapes = (total, 4, 8), (total, kv_heads, 8), (total, kv_heads, 6)
     return [drawn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
@@ -57,7 +57,7 @@ def in_one_process(whole: list[Tensor], lengths: tuple[int, ...] = LENGTHS, **op
 
 
 def with_tensors(options: dict[str, Any]) -> dict[str, Any]:
-    """Shapes become tensors that need gradients, and a number of heads ranges of keys."""
+    """Replaces shapes by tensors that need gradients, and a number of heads by ranges of keys."""
 
     def tensor(name: str, shape: Any) -> Any:
         if name == "key_ranges":
@@ -70,7 +70,7 @@ def with_tensors(options: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor(name, value) for name, value in options.items()}
 
 
-# --- How sequences are dealt ------------------------------------------------------------------------------------------
+# --- How sequences are divided ----------------------------------------------------------------------------------------
 
 
 def drawn_lengths(seed: int) -> list[int]:
@@ -107,7 +107,7 @@ def test_each_row_is_on_one_rank(seed: int) -> None:
 @pytest.mark.parametrize("window", [ALL_KEYS, CAUSAL, (100, 0)], ids=str)
 @pytest.mark.parametrize("seed", range(10))
 def test_balanced_ranks_have_as_much_to_do(seed: int, window: tuple[int, int]) -> None:
-    """Of documents as they are packed for training, and where one is longer than all others together."""
+    """The documents are packed as for training; in a second case, one is longer than all others together."""
     draw = random.Random(seed)
     lengths = [int(draw.paretovariate(1.1) * 50) % 6000 + 8 for _ in range(100)]
     for of_one, world_size in itertools.product(([], [2 * sum(lengths)]), (2, 4, 8)):
@@ -151,7 +151,7 @@ def test_what_lies_on_few_ranks_is_little_to_read() -> None:
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_between_two_parts_that_see_keys_is_nothing_to_read(world_size: int, layout: str) -> None:
-    """In zigzag order, the last rank's two parts are one, on both sides of which another rank's may lie."""
+    """In zigzag order, the last rank's two chunks are one, with another rank's chunks on both sides."""
     dealt = deal([16000], world_size, layout, (100, 100))
     spread = PackedSpread(tuple(tuple(arrange(parts, [16000])[0]) for parts in dealt), 16000, (16000,), (100, 100))
     for rank, source in itertools.permutations(range(world_size), 2):
@@ -200,13 +200,13 @@ def results_and_gradients_are_those_of_one_process(rank: int, mesh: DeviceMesh) 
 
 
 def keys_that_are_read_are_gathered_alone(rank: int, mesh: DeviceMesh) -> None:
-    """As they are where that is little, here always."""
+    """Gathers the keys that are read, as ranks do where these are few; here always."""
     from fastattn.distributed import gathering, shard_varlen
 
     both = init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("keys", "heads"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "reads_little", lambda spread: spread.world_size > 1)
-        patch.setattr(gathering, "start_all_gather", None)  # not called
+        patch.setattr(gathering, "start_all_gather", None)  # must not be called
         for group, layout in itertools.product((mesh, both), LAYOUTS):
             shards = shard_varlen(offsets_of(LENGTHS), group=group, layout=layout, causal=True)
             for given in OPTIONS[group is both :: 2]:
@@ -243,13 +243,13 @@ def check_against_one_process(
     torch.testing.assert_close(found[1], shards.shard(expected[1], 1, padding=-torch.inf), **close)
     for grad, of_whole in zip(own_grads[:3], grads[:3], strict=True):
         torch.testing.assert_close(grad, shards.shard(of_whole), **close)
-    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # as DDP adds them up
+    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # sums gradients over the ranks, as DDP does
         dist.all_reduce(share)
         torch.testing.assert_close(share, total, **close)
 
 
 def a_rank_without_rows_has_gradients(rank: int, mesh: DeviceMesh) -> None:
-    """Of 0: DDP waits for them."""
+    """The gradients are 0, as DDP waits for them."""
     from fastattn.distributed import context_parallel_attention_varlen, shard_varlen
 
     shards = shard_varlen([0, 4], group=mesh, causal=True)

@@ -1,4 +1,4 @@
-"""Two results of attention, merged, are attention over the keys of both."""
+"""Tests that two results of attention, merged, are attention over the keys of both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[T
 
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 def test_dense(at: int) -> None:
-    """Results and gradients; one of the parts may have no key."""
+    """Compares results and gradients; one of the two sets of keys may be empty."""
     inputs = [tensor.requires_grad_() for tensor in problem()]
     query, key, value = inputs
     expected = attend(*inputs)
@@ -68,7 +68,7 @@ def test_a_sink_in_one_of_them() -> None:
 
 
 def test_rows_that_see_nothing() -> None:
-    """What stands in such a row has no influence, NaN neither; gradients are finite."""
+    """The output in such a row, even NaN, has no influence, and gradients are finite."""
     out_a, out_b = drawn(1, 2, 3, 4), drawn(1, 2, 3, 4, seed=1)
     lse_a, lse_b = drawn(1, 2, 3, seed=2), drawn(1, 2, 3, seed=3)
     lse_a[..., 0] = lse_a[..., 1] = lse_b[..., 1] = -math.inf
@@ -83,7 +83,7 @@ def test_rows_that_see_nothing() -> None:
 
 
 def test_16_bits_are_merged_in_float32() -> None:
-    """Of 64 parts: rounded once at the end, the result is as close as that of one call; float64 stays float64."""
+    """A result of 64 merges, rounded once at the end, is as exact as that of one call; float64 stays float64."""
     query, key, value = problem(torch.bfloat16)
     key, value = (
         key.repeat(1, 1, 64, 1),
@@ -126,7 +126,7 @@ def test_bad_input(change: dict[int, Any], message: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_place(dtype: torch.dtype) -> None:
-    """Into some rows of a larger output."""
+    """The merge writes to some rows of a larger output."""
     first, block = attend(*problem(dtype)), attend(*problem(torch.bfloat16))
     out, lse = torch.zeros(2, 4, 9, 6, dtype=dtype), torch.zeros(2, 4, 9, dtype=dtype)
     rows = slice(3, 8)

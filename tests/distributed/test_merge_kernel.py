@@ -1,4 +1,4 @@
-"""``merge_attention`` and its gradients by Triton's kernels: on the GPU, or on the emulator."""
+"""Tests ``merge_attention`` and its gradients by Triton's kernels, on the GPU or on the emulator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_results_and_gradients(shape: tuple[int, ...], dtypes: tuple[torch.dtype
 
 @pytest.mark.parametrize("dim", [1, 5, 72, 128, 600])
 def test_any_head_dim(dim: int) -> None:
-    """The widest is taken in two pieces."""
+    """The kernel takes the widest rows in two steps."""
     check(problem((1, 2, 9, dim)))
 
 
@@ -68,7 +68,7 @@ def test_an_lse_of_16_bits() -> None:
 
 
 def test_rows_that_see_nothing() -> None:
-    """They take the other's result to the bit, whatever stands in them, and have finite gradients or none."""
+    """Such rows take the other result bit for bit, whatever their output holds, and their gradients are finite or 0."""
     out_a, lse_a, out_b, lse_b = problem()
     lse_a[..., :8], lse_b[..., 4:12] = -math.inf, -math.inf
     out_a[:, :, :8], out_b[:, :, 4:12] = math.nan, math.inf
@@ -97,7 +97,7 @@ def test_only_some_need_gradients() -> None:
     expected = results(merge_attention, (out_a, lse_a, out_b, lse_b))
     _, lse = merge_attention(out_a, lse_a, out_b, lse_b.requires_grad_())
     assert lse.requires_grad
-    (alone,) = torch.autograd.grad(lse.sum(), lse_b)  # and none of the output
+    (alone,) = torch.autograd.grad(lse.sum(), lse_b)  # without a gradient of the output
     torch.testing.assert_close(alone, (lse_b - expected[1]).exp().detach())
 
 
@@ -110,7 +110,7 @@ def heads_after_rows(tensors: Merged) -> Merged:
 
 
 def one_of_each(tensors: Merged) -> Merged:
-    """The first in another order than the second, which is part of a larger one, at odd addresses."""
+    """Gives the first output another order of dims, and makes the second a misaligned view of a larger tensor."""
     out_a, lse_a, out_b, lse_b = tensors
     wider = torch.full((*out_b.shape[:3], out_b.shape[3] + 3), math.nan, device=DEVICE, dtype=out_b.dtype)
     wider[..., 1:-2] = out_b
@@ -123,7 +123,7 @@ def dims_anywhere(tensors: Merged) -> Merged:
 
 
 def one_for_all_rows(tensors: Merged) -> Merged:
-    """As a sink is merged: a logit of each head, without a value."""
+    """Makes the second result a sink per head: a logit without a value."""
     out_a, lse_a, out_b, lse_b = tensors
     return out_a, lse_a, out_b.new_zeros(()).expand_as(out_b), lse_b[:1, :, :1].expand_as(lse_b)
 
@@ -145,13 +145,13 @@ def test_the_order_of_dimensions_stays() -> None:
 
 @contextlib.contextmanager
 def far_apart(rows: Tensor) -> Iterator[Tensor]:
-    """``rows [2, S, D]``, of which the second head lies 2**31 elements behind the first."""
+    """Yields ``rows [2, S, D]``, with 2**31 elements from the first head to the second."""
     heads, length, dim = rows.shape
     size, strides = 2**31 + length * dim, (2**31, dim, 1)
     if EMULATED:
         import numpy
 
-        memory = numpy.empty(size, numpy.float16)  # of which only the pages that are touched take room
+        memory = numpy.empty(size, numpy.float16)  # only touched pages take memory
         with allocations.allow(memory, "far apart"):
             yield torch.from_numpy(memory).as_strided((heads, length, dim), strides).copy_(rows)
     else:
@@ -171,7 +171,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 @each_layout
 def test_a_block_is_merged_into_some_rows_of_a_larger_output(layout: Callable[[Merged], Merged]) -> None:
-    """As a merge that is not in place, and nothing else changes."""
+    """The result equals a merge that is not in place, and nothing else changes."""
     out_a, lse_a, out_b, lse_b = layout(problem())
     expected = merge_attention(out_a, lse_a, out_b, lse_b)
     rows = slice(4, 41)
@@ -189,7 +189,7 @@ def test_a_block_is_merged_into_some_rows_of_a_larger_output(layout: Callable[[M
 
 
 def test_blocks_merged_into_nothing_are_the_whole() -> None:
-    """What a ring does: zeros and -inf, then block after block."""
+    """A ring merges so: it starts from zeros and -inf, and merges block after block."""
     query, key, value = (drawn(1, 2, length, 32, seed=seed) for seed, length in enumerate((20, 64, 64)))
     exact = reference.attention(*(tensor.double() for tensor in (query, key, value)))
     out, lse = torch.zeros(1, 2, 20, 32, device=DEVICE), torch.full((1, 2, 20), -math.inf, device=DEVICE)
@@ -200,7 +200,7 @@ def test_blocks_merged_into_nothing_are_the_whole() -> None:
 
 
 def test_in_place_by_pytorch_where_no_kernel_may_run() -> None:
-    """A forced backend without a kernel for it is no error there: it is a step of a larger call."""
+    """As a step of a larger call, it accepts a forced backend that has no kernel for it."""
     for backend, dtype in (("torch", F32), ("cuda", F32), ("triton", torch.float64)):
         out_a, lse_a, out_b, lse_b = (tensor.to(dtype) for tensor in problem())
         expected = reference.merge_attention(out_a, lse_a, out_b, lse_b)
@@ -258,7 +258,7 @@ def test_compiles_without_graph_breaks(with_itself: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 2, 3, 7, 64), (3, 9, 3, 64)], ids=["dense", "packed"])
 def test_vmap_over_gradients_equals_a_loop(shape: tuple[int, ...]) -> None:
-    """One of the arguments is the same for all samples."""
+    """One argument is shared by all samples."""
     samples = [problem(shape[1:]) for _ in range(shape[0])]
     out_a, lse_a, out_b, lse_b = (torch.stack(tensors) for tensors in zip(*samples, strict=True))
     out_a = out_a * torch.arange(1, shape[0] + 1, device=DEVICE).view(-1, *(1,) * (len(shape) - 1))

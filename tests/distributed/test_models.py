@@ -1,4 +1,4 @@
-"""Whole models over a sequence that is spread over ranks, by ``with context_parallel``."""
+"""Tests whole models over a sequence that is spread over ranks, with ``with context_parallel``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ranks
 from fastattn import InputError
 
-# Grouped heads, windows of some layers, softcap, sinks; and one without RoPE.
+# They have grouped heads, windows in some layers, softcap and sinks; one has no RoPE.
 DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "gpt2")
 LENGTH = 16
 
@@ -128,12 +128,12 @@ def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
             F.scaled_dot_product_attention(*own)
         with pytest.raises(InputError, match=r"query: expected \[..., H, L, E\] with a batch"):
             F.scaled_dot_product_attention(*(tensor[0, 0] for tensor in own))
-        with context_parallel(mesh):  # the innermost is in force
+        with context_parallel(mesh):  # the innermost context is in force
             torch.testing.assert_close(
                 F.scaled_dot_product_attention(*own, enable_gqa=True, scale=0.3).shape, own[0].shape
             )
     assert F.scaled_dot_product_attention is before
-    with context_parallel(mesh, strategy="ulysses", layout="zigzag"), fastattn.patch_sdpa():  # the other way round
+    with context_parallel(mesh, strategy="ulysses", layout="zigzag"), fastattn.patch_sdpa():  # in the opposite order
         torch.testing.assert_close(attend(*own), shard_sequence(expected, -2, group=mesh, layout="zigzag"))
         fastattn.install()
     torch.testing.assert_close(
@@ -141,10 +141,10 @@ def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
     )
     fastattn.uninstall()
     assert F.scaled_dot_product_attention is before
-    torch.manual_seed(4)  # the same layer on all ranks
+    torch.manual_seed(4)  # makes the same layer on all ranks
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).eval()
     tokens = torch.randn(2, LENGTH, 32, generator=generator)
-    with torch.no_grad():  # with torch's fused path
+    with torch.no_grad():  # uses torch's fused path
         whole_layer = layer(tokens)
         with context_parallel(mesh):
             own_layer = layer(shard_sequence(tokens, 1, group=mesh))

@@ -1,4 +1,4 @@
-"""Attention spread over a group of one rank: what its backward pass uses, and what a group's first call is."""
+"""Tests attention spread over a group of one rank: the backend of its backward pass, and a group's first call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """As ``init_process_group()`` makes it, with a backend for each type of device."""
+    """Makes the group as ``init_process_group()`` does, with a backend for each type of device."""
     backend = "gloo" if IS_STAND_IN else None  # NCCL has no stand-in that works
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -31,7 +31,7 @@ def group() -> Iterator[None]:
 
 
 def gradients_in_another_thread(out: Tensor, inputs: list[Tensor]) -> None:
-    """As on a GPU, where autograd has a thread for each device."""
+    """Computes gradients in another thread, as a GPU's autograd does."""
     failed: list[Exception] = []
 
     def run() -> None:
@@ -65,7 +65,7 @@ def test_the_backward_pass_uses_what_forward_chose(backend: str, strategy: str) 
 
 
 def test_all_ranks_take_part_in_a_groups_first_call_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL wants that. Tensors on the CPU, of the same group, came first and need nothing."""
+    """NCCL needs this. An earlier call with CPU tensors in the same group does not count, and needs nothing."""
     called = []
     monkeypatch.setattr(ring.dist, "all_reduce", lambda tensor, group: called.append((tensor.device.type, group)))
     group = dist.group.WORLD

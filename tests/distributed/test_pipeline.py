@@ -1,5 +1,5 @@
-"""Stages of a pipeline, cut out of an exported decoder with attention and int8 layers, compute what one process
-does."""
+"""Tests that the stages of a pipeline, cut out of an exported decoder with attention and int8 layers, compute what one
+process computes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def decoder() -> SmallDecoder:
-    """The output projections, one in each stage, are int8."""
+    """Returns a decoder whose two output projections, one per stage, are int8."""
     from fastattn.nn import quantize_model
 
     torch.manual_seed(4)
@@ -59,7 +59,7 @@ def decoder() -> SmallDecoder:
 
 
 def renew_int8_parameters(stage: nn.Module) -> int:
-    """Export leaves weak references to parameters, and torch moves no tensor subclass that has one to a device."""
+    """Replaces int8 parameters: export leaves weak references, with which torch moves no tensor subclass."""
     from fastattn.nn import Int8Tensor
 
     renewed = 0

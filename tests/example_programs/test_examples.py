@@ -1,4 +1,4 @@
-"""The examples in small: what they compute, and that their checks fail where something is wrong."""
+"""Tests small versions of the examples: their results, and that their checks fail where something is wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _seeded() -> None:
 
 
 def tiny_decoder(share_layers: bool = False) -> Decoder:
-    """Random weights, larger than a training starts with, so that attention is far from uniform."""
+    """Returns a decoder with random weights larger than initial ones, so that attention is far from uniform."""
     model = Decoder(replace(CONFIG, share_layers=share_layers))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,7 +85,7 @@ def test_an_epoch_has_every_passage_once_in_batches_of_like_length_within_the_bu
     padded = sum(batch.padded().num_tokens for batch in batches)
     assert padded <= 1.1 * sum(batch.num_tokens for batch in batches)
     longest = [batch.max_seqlen for batch in batches]
-    assert longest != sorted(longest)  # shuffled, not from short to long
+    assert longest != sorted(longest)  # shuffled, not sorted by length
 
 
 def test_a_passage_longer_than_the_budget_is_a_batch_of_its_own() -> None:
@@ -103,11 +103,11 @@ def test_held_out_passages_are_not_trained_on() -> None:
 
 
 def test_entropies_by_hand() -> None:
-    # Predicted are a, b, a, b and the boundary: 2/5, 2/5, 1/5. After b comes a or the boundary; the rest is certain.
+    # The next bytes are a, b, a, b, the boundary: 2/5, 2/5, 1/5. After b comes a or the boundary; the rest is certain.
     unigram, bigram = text_data.entropies([b"abab"])
     assert unigram == pytest.approx(-(0.8 * math.log(0.4) + 0.2 * math.log(0.2)))
     assert bigram == pytest.approx(2 / 5 * math.log(2))
-    # Where passages meet, nothing is predicted.
+    # Nothing is predicted across a boundary of passages.
     assert text_data.entropies([b"abab", b"abab"]) == pytest.approx((unigram, bigram))
 
 
@@ -151,7 +151,7 @@ def test_generation_with_cache_equals_generation_without(share_layers: bool, int
     if int8:
         fastattn.nn.quantize_model(model)
     generated = generate.generate_cached(model, PASSAGES, 20, torch.float32)
-    assert len(generated.tokens.unique()) > 10  # not the same token again and again
+    assert len(generated.tokens.unique()) > 10  # not always the same token
     checks = CheckList()
     uncached = generate.logits_uncached(model, PASSAGES, generated.tokens)
     generate.check_generation("tiny", generated, uncached, torch.float32, checks)
@@ -265,7 +265,7 @@ def test_commands_train_and_generate(
     monkeypatch.setattr(sys, "argv", ["train_decoder.py", "--text", str(text), "--out", str(tmp_path), *TINY, *extra])
     status = train_decoder.main()
     printed = capsys.readouterr().out
-    # Three steps teach nothing that needs attention, and the checks say so; all others hold.
+    # Three steps teach nothing that needs attention: only the checks of that fail.
     assert status == 1
     assert "against the best without attention" in printed.splitlines()[-1]
     failed = [line for line in printed.splitlines()[:-1] if line.endswith("FAILED")]
@@ -307,7 +307,7 @@ def test_sentence_model_in_fastattn_and_int8(
     assert not checks.failed
     assert "Attention in fastattn runs on torch" in capsys.readouterr().out
 
-    # An int8 model that is not the model it was made from.
+    # An int8 model with other weights than its original.
     quantize_model = fastattn.nn.quantize_model
 
     def quantize_badly(model: torch.nn.Module) -> fastattn.nn.QuantizationReport:
@@ -324,7 +324,7 @@ def test_sentence_model_in_fastattn_and_int8(
 
 @pytest.mark.slow
 def test_lora_over_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After three steps nothing is learned yet, which the checks say; all else holds."""
+    """After three steps the model has learned nothing yet: only the check of that fails."""
     checks = CheckList()
     lora_int8.run(CPU, tmp_path, 3, checks)
     assert len(checks.checks) == 6

@@ -1,6 +1,6 @@
-"""The demo's generation through the CUDA C++ kernels alone: int8 layers, the decoding kernel over each kind of cache.
+"""Tests the demo's generation on the CUDA C++ kernels: int8 layers, and the decoding kernel over each kind of cache.
 
-On a GPU where there is one, else on the emulator, with all of its checks.
+They run on a GPU if there is one, else on the emulator, with all of its checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from generate import CacheOptions, Generated, generate_cached, logits_uncached
 pytestmark = MARKS
 
 NUM_TOKENS, PROMPTS = 5, [b"a", b"hello", b"no token sees a later one"]
-# Two query heads of 64 dims read one KV head. The vocabulary is a multiple of 8, as the kernel's rows are.
+# Two query heads of 64 dims share one KV head. The vocabulary is a multiple of 8, as the kernel's rows must be.
 CONFIG = DecoderConfig(264, dim=128, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=96, max_positions=64)
 LINEARS = 7 * CONFIG.num_layers + 1  # four of attention, three of SwiGLU, the head
 
@@ -45,7 +45,7 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """In int8. Weights are larger than a training starts with, so that attention is far from uniform."""
+    """Returns an int8 model with weights larger than initial ones, so that attention is far from uniform."""
     torch.manual_seed(7)
     model = Decoder(CONFIG).to(DEVICE)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def model() -> Decoder:
 def generate(
     backend: str, model: Decoder, dtype: torch.dtype, cache: CacheOptions, follow: Tensor | None = None
 ) -> Generated:
-    """With autocast, as the demo does. ``follow``: the tokens to go on from, in place of those that are chosen."""
+    """Generates with autocast, as the demo does. ``follow`` are tokens to continue with instead of the chosen ones."""
     options = train_decoder.Options(device=torch.device(DEVICE), dtype=dtype)
     with fastattn.use_backend(backend), train_decoder.autocast(options), following(model, follow):
         return generate_cached(model, PROMPTS, NUM_TOKENS, dtype, cache)
@@ -82,7 +82,7 @@ def following(model: Decoder, tokens: Tensor | None) -> Iterator[None]:
 @each_dtype
 @pytest.mark.parametrize("name", CACHES)
 def test_generation(name: str, model: Decoder, dtype: torch.dtype) -> None:
-    """Each step's logits are as good as those of PyTorch with such a cache, against float64 without any cache."""
+    """Each step's logits are as good as PyTorch's with the same cache, measured against float64 without any cache."""
     cache = CACHES[name]
     with checked(seed=3), fastattn.record() as calls:
         generated = generate("cuda", model, dtype, cache)
@@ -100,7 +100,7 @@ def test_generation(name: str, model: Decoder, dtype: torch.dtype) -> None:
     with fastattn.use_backend("torch"):
         oracle = logits_uncached(copy.deepcopy(model).double(), PROMPTS, generated.tokens)
     assert torch.equal(generated.tokens, generated.logits.argmax(-1)) and len(generated.tokens.unique()) > NUM_TOKENS
-    # Both caches might lose something; rounding, that of int8 too, moves logits by less.
+    # This bounds what both lose to rounding, int8's included: a cache that loses tokens moves logits by more.
     assert worst_error(composite.logits, oracle) < oracle.abs().max() / 10
     for step in range(NUM_TOKENS):
         logits = (each[:, step] for each in (generated.logits, oracle, composite.logits))
@@ -109,7 +109,7 @@ def test_generation(name: str, model: Decoder, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_without_a_cache(model: Decoder, dtype: torch.dtype) -> None:
-    """As the demo checks its generation: the whole text again for every token, through the attention kernel."""
+    """The attention kernel reads the whole text again for every token, as when the demo checks its generation."""
     tokens = torch.tensor([[3, 1, 4], [1, 5, 9], [2, 6, 5]], device=DEVICE)
     options = train_decoder.Options(device=torch.device(DEVICE), dtype=dtype)
     found = []

@@ -1,4 +1,4 @@
-"""The example that spreads sequences over processes: it runs under torchrun, and its checks fail where it is wrong."""
+"""Tests the example that spreads sequences over processes: it runs under torchrun, and its checks fail on mistakes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import train_long_context
 from checks import CheckList
 
 TINY = {"length": 32, "batch": 2, "steps": 6, "layers": 2, "dim": 32}
-OPTIONS = train_long_context.Options(**TINY, dtype="float32")  # on CPUs, whatever GPU there is
+OPTIONS = train_long_context.Options(**TINY, dtype="float32")  # on CPUs, even if there is a GPU
 
 
 # --- On each rank -----------------------------------------------------------------------------------------------------
@@ -41,9 +41,9 @@ def mistakes_fail_the_checks(rank: int, mesh: DeviceMesh) -> None:
     mesh = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("data", "context"))
 
     def failed(seed: int) -> list[bool]:
-        """Of the loss, and of the gradients."""
+        """Returns whether the checks of the loss and of the gradients fail."""
         trainer, checks = module.Trainer(replace(OPTIONS, seed=seed), mesh), CheckList()
-        with torch.no_grad():  # so that attention is far from uniform
+        with torch.no_grad():  # makes attention far from uniform
             for parameter in trainer.model.parameters():
                 parameter.mul_(2.0)
         generator = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def mistakes_fail_the_checks(rank: int, mesh: DeviceMesh) -> None:
 def start(*arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [train_long_context.__file__, *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # a GPU for each: not here
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # there is no GPU for each process
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

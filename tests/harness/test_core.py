@@ -1,4 +1,4 @@
-"""``make test`` runs few cases of each test, and fails where these leave a kernel or an option unproven."""
+"""Checks how ``make test`` chooses its cases, and that a kernel or an option that stays unproven fails the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Options:
 
 @pytest.mark.parametrize("make", [Options, dict], ids=["dataclass", "dict"])
 def test_entries_of_a_value_are_values_of_their_own(make: Callable[..., Any]) -> None:
-    """For instances, the whole is one value."""
+    """In tests of instances, the whole dataclass or dict is one value."""
     cases = [{"case": make(dropout=dropout, window=window)} for dropout in (0.0, 0.5) for window in (-1, 8)]
     places = [{"case": place} for place in range(4)]
     assert len(covering(cases, [facts_of(*each) for each in zip(cases, places, strict=True)])) == 2
@@ -64,7 +64,7 @@ def test_a_seed_within_a_value_is_no_fact() -> None:
 
 
 def item(function: str, path: str = "tests/decode/test_any.py", mark: str = "", **params: Any) -> SimpleNamespace:
-    """Returns what `core_of` asks of a pytest item."""
+    """Returns a stand-in for a pytest item, with what `core_of` reads."""
     spec = SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
     return SimpleNamespace(
         originalname=function,
@@ -114,7 +114,7 @@ def test_the_core_takes_few_cases_of_what_runs_kernels() -> None:
 
 
 class Config:
-    """What the gate asks of pytest's configuration."""
+    """A stand-in for pytest's configuration, with what the gate reads."""
 
     args: ClassVar = ["tests"]
 
@@ -129,7 +129,7 @@ class Config:
 
 
 def run_test(gate: proof.Gate, body: Callable[[], None]) -> None:
-    """As pytest would, with ``body`` in place of a test."""
+    """Runs ``body`` as the gate's test."""
     around = gate.pytest_runtest_call()
     next(around)
     body()
@@ -169,7 +169,7 @@ def test_a_kernel_or_an_option_without_a_proof_ends_the_run() -> None:
 
 
 def test_what_is_wanted() -> None:
-    """Every kernel of both languages, and every option of every operation on each backend that takes it."""
+    """The gate wants all kernels of both languages, and each option of each operation on each backend that takes it."""
     found = proof.wanted(TRITON)
     assert "triton attention_forward_kernel" in found and "decode with fp8 cache (triton)" in found
     assert "int8_matmul with int8 activations (triton)" not in found

@@ -1,4 +1,4 @@
-"""Which native library a test process takes: tests/conftest.py decides by the modules that it is about to collect."""
+"""Checks which native library a test process takes: tests/conftest.py decides by the modules to be collected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # whoever imports it builds it
+if not torch.cuda.is_available():  # importing the emulator builds it
     from emulator.toolkit import toolkit
 
 pytestmark = [
@@ -33,7 +33,7 @@ UNFORESEEN = "import importlib\n\nimportlib.import_module('kernel_device')\n"
 
 
 def run(folder: Path, **modules: str) -> str:
-    """What pytest prints of these modules, in the order of their names."""
+    """Returns what pytest prints for these modules, collected in the order of their names."""
     for name, text in modules.items():
         (folder / f"test_{name}.py").write_text(text)
     path = os.pathsep.join([str(TESTS), *(entry for entry in sys.path if entry)])

@@ -1,5 +1,5 @@
-// The schedule of the int8 matmul as Python calls it: what every CTA of a launch does, from the functions that the
-// kernels compile, and how long that takes by a model of a GPU.
+// Lets Python call the functions of the int8 matmul's schedule that the kernels compile: what every CTA of a launch
+// does, and how long that takes by a model of a GPU.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -15,7 +15,7 @@
 using namespace fastattn;
 
 struct Gpu {
-    int32_t compute_capability, resident_ctas;  // of which two share an SM
+    int32_t compute_capability, resident_ctas;  // two CTAs share an SM
 };
 
 namespace {
@@ -29,7 +29,7 @@ MatmulTile fastest(const int32_t* sizes, int32_t compute_capability, int32_t num
 
 }  // namespace
 
-// The tile that the forward pass takes, or the gradient, for sizes M, N, K. BLOCK_MS: of instances.json.
+// Finds the tile of the forward pass or of the gradient for sizes M, N, K. BLOCK_MS is a list from instances.json.
 extern "C" void fastest_tile_of(const int32_t* sizes, int32_t is_forward, int32_t compute_capability, int32_t num_sms,
                                 int32_t* found) {
     using BlockMs = std::integer_sequence<int, BLOCK_MS>;
@@ -43,7 +43,7 @@ extern "C" int32_t dequantised_block_of(int32_t count, int32_t elements) {
     return dequantised_block(count, elements);
 }
 
-// The predicted clocks of each tile of the forward pass, in the order of BLOCK_MS.
+// Predicts the clocks of each tile of the forward pass, in the order of BLOCK_MS.
 extern "C" void clocks_of_tiles(const int32_t* sizes, int32_t compute_capability, int32_t num_sms, double* found) {
     [&]<int... kBlockMs>(std::integer_sequence<int, kBlockMs...>) {
         const auto clocks = [&](const MatmulTile& tile) {
@@ -55,8 +55,8 @@ extern "C" void clocks_of_tiles(const int32_t* sizes, int32_t compute_capability
     }(std::integer_sequence<int, BLOCK_MS>{});
 }
 
-// The same for the forward pass on Hopper, which has tiles of both architectures, as api/kernel_choice.h offers them.
-// Returns the predicted clocks. CLUSTER_BLOCK_MS: of instances.json. uses_wgmma: whether a cluster computes the tile.
+// Finds the tile of the forward pass on Hopper among those of both architectures, as api/kernel_choice.h does. Returns
+// its predicted clocks. CLUSTER_BLOCK_MS is from instances.json; uses_wgmma: whether a cluster computes the tile.
 extern "C" double fastest_on_hopper(const int32_t* sizes, int32_t num_sms, int32_t* found, int32_t* uses_wgmma) {
     std::vector<MatmulTile> tiles;
     for (const int32_t tokens : {CLUSTER_BLOCK_MS}) tiles.push_back(cluster_tile(tokens, 64, true));
@@ -84,7 +84,7 @@ void for_each_work_tile(const MatmulSchedule& schedule, int32_t cta, const Funct
     while (next_work_tile(schedule, work));
 }
 
-// Behind the row.
+// Writes a row of matmul_work_tiles, and returns the address after it.
 int64_t* write_work_tile(const MatmulSchedule& schedule, int32_t cta, const MatmulWorkTile& work, int64_t* row) {
     const TilePosition position = tile_position(schedule, work.tile);
     int64_t count = 1, own = 0, slot = -1;
@@ -107,9 +107,9 @@ extern "C" void matmul_schedule_facts(const int32_t* sizes, const int32_t* tile,
     std::copy(std::begin(values), std::end(values), facts);
 }
 
-// One row of 9 numbers for each work tile of the CTAs [first_cta, end_cta): CTA, tile, tile of M, tile of N, begin
-// step, end step, and the tile's partials: how many, which one this is, its slot; 1, 0, -1 for a whole tile. Returns
-// how many rows.
+// Writes one row of 9 numbers for each work tile of the CTAs [first_cta, end_cta): CTA, tile, tile of M, tile of N,
+// begin step, end step, number of the tile's partials, index of this partial, its slot. A whole tile has 1, 0, -1 at
+// the end. Returns the number of rows.
 extern "C" int64_t matmul_work_tiles(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, int32_t first_cta,
                                      int32_t end_cta, int64_t* rows) {
     const MatmulSchedule schedule = plan_of(sizes, tile, gpu);
@@ -121,8 +121,8 @@ extern "C" int64_t matmul_work_tiles(const int32_t* sizes, const int32_t* tile, 
     return (rows - first_row) / 9;
 }
 
-// The same for all clusters of a launch on Hopper, of which resident_clusters run at a time, with tiles of tile_tokens
-// rows. facts: those of matmul_schedule_facts, but clusters instead of CTAs.
+// Does the same for all clusters of a launch on Hopper, with tiles of tile_tokens rows; resident_clusters run at a
+// time. facts: as in matmul_schedule_facts, but with clusters instead of CTAs.
 extern "C" int64_t cluster_work_tiles(const int32_t* sizes, int32_t tile_tokens, int32_t resident_clusters,
                                       int64_t* facts, int64_t* rows) {
     const MatmulSchedule schedule = matmul_schedule(sizes[0], sizes[1], sizes[2], cluster_tile(tile_tokens, 64, true),
@@ -142,10 +142,10 @@ extern "C" int64_t cluster_work_tiles(const int32_t* sizes, int32_t tile_tokens,
     return (rows - first_row) / 9;
 }
 
-// Clocks until the last CTA has ended, if CTAs start in order as others end, so many at a time. clocks: of a step by a
-// CTA that has its SM for itself, and by each of two that share it; of a step's bytes, if one CTA had all of the GPU's
-// memory; of a work tile beside its steps; and of the last partial of a tile, which waits for the others: once, and for
-// each of them.
+// Returns the clocks until the last CTA has ended, where gpu.resident_ctas run at a time and others start in order as
+// these end. clocks: [0] a step of a CTA alone on its SM; [1] a step of a CTA that shares its SM; [2] a step's bytes at
+// all of the GPU's bandwidth; [3] a work tile's overhead; [4] the last partial of a tile, which waits for the others;
+// [5] each of the others.
 extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, const double* clocks) {
     const MatmulSchedule schedule = plan_of(sizes, tile, gpu);
     const auto step_of = [&](int64_t running) {
@@ -156,14 +156,14 @@ extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, co
     for (int32_t cta = 0; cta < gpu.resident_ctas; ++cta) free_at.push(0);
     std::vector<int32_t> arrived(schedule.split_tiles);
     double end = 0;
-    // Splits are all in the first wave, and move in step: work tiles end in the order of their ends in the split.
+    // All splits run in the first wave and advance at one speed: work tiles end in the order of their end times.
     struct WorkTile {
         double end;
         int32_t cta;
         MatmulWorkTile work;
     };
     std::vector<WorkTile> shared;
-    std::vector<double> late(schedule.num_splits);  // the time at which a CTA has added up partials
+    std::vector<double> late(schedule.num_splits);  // when each CTA ends, combining partials included
     const double step_of_split = step_of(schedule.num_splits);
     for (int32_t cta = 0; cta < schedule.num_splits; ++cta) {
         double now = free_at.top();

@@ -1,12 +1,11 @@
-// The queue of tokens of an int8 matmul by itself: CTAs quantise, wait for the tokens of a tile, and copy what they
-// see.
+// Tests the queue of tokens of an int8 matmul alone: CTAs quantise, wait for the tokens of a tile, and copy them.
 #include "int8_matmul/quantize_tokens.cuh"
 
 namespace fastattn {
 
 constexpr int kBlockM = 16, kThreads = 64;
 
-// x [rows, columns], q likewise, scale [rows]; counters [1 + tiles]; seen [CTAs / tiles, rows, columns], all
+// x and q are [rows, columns], scale [rows], counters [1 + tiles], seen [CTAs / tiles, rows, columns]; all are
 // contiguous. CTA c waits for tile c % tiles.
 template <DataType kDataType>
 __device__ void quantize(const uint16_t* x, int32_t rows, int32_t columns, int8_t* q, float* scale, uint64_t* counters,

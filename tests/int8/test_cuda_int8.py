@@ -1,6 +1,6 @@
-"""The CUDA C++ int8 matmul and its input gradient under the package's own host code, against the oracle.
+"""Tests the CUDA C++ int8 matmul and its input gradient for sm_80 against the oracle.
 
-On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+They run on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from fastattn import native, reference
 from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, device, launches, options
 
 pytestmark = MARKS
 
 OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
-BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens of a tile
+BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens per tile
 SEED = 5
-ARCH = 100  # of the emulated GPU
+ARCH = 100  # architecture of the emulated GPU
 
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
 
 @contextlib.contextmanager
 def running(num_sms: int = 1, tokens: int = 0, **changes: Any) -> Iterator[list[Any]]:
-    """Launches within are checked, also for reads of shared memory that nothing wrote; gives the list of them.
+    """Turns the emulator's checks on, and yields the list of launches.
 
-    ``num_sms``: of the emulated GPU; by them the tile is chosen, and what CTAs share, unless tiles are to have so many
-    ``tokens``. ``changes``: other options. Kernels are those for sm_80, which a B200 runs too; its memory is so fast
-    that sharing a tile pays on a few SMs already.
+    The emulated GPU has ``num_sms`` SMs, on which tile and splits depend; ``tokens`` forces a tile. ``changes`` are
+    other launch options. A B200 runs the kernels for sm_80, and its memory is so fast that splits pay on a few SMs
+    already.
     """
     if not EMULATED:
         with native.forced_int8_tile(80, tokens):
@@ -58,7 +58,7 @@ def running(num_sms: int = 1, tokens: int = 0, **changes: Any) -> Iterator[list[
 
 
 def blocks_of(found: list[Any]) -> list[int]:
-    """Tokens of the tiles of recorded launches."""
+    """Returns the tokens per tile of recorded launches."""
     names = [re.search(rf"{OP}(?:_grad_input)?_sm80ILi(\d+)E", launched.report.kernel) for launched in found]
     return [int(name[1]) for name in names if name]
 
@@ -68,7 +68,7 @@ def int8_matmul(*arguments: Any) -> Tensor:
 
 
 def grads(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Of the input and the bias."""
+    """Returns the gradients of the input and of the bias."""
     return getattr(torch.ops.fastattn, GRAD_OP)(*arguments)
 
 
@@ -88,9 +88,9 @@ def check_grad_input(*arguments: Any, launching: dict[str, Any] | None = None) -
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
-# Outputs and columns are one and more of a tile and of a step, and a little less and more.
+# Outputs and columns are about a tile and a step: equal, a little less or more, and more than one.
 SIZES = [(8, 16), (120, 112), (128, 128), (136, 144), (264, 272)]
-# Where neither rows of the weight, of inputs nor of results are aligned, or only some of them are.
+# Not all rows of weight, input and result are aligned.
 ODD_SIZES = [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129)]
 
 
@@ -117,7 +117,7 @@ def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
 def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
-    """NaN behind the rows of x, of the gradient and of the residual, 127 behind the weight's."""
+    """Memory after the rows of x, the gradient and the residual holds NaN, and after the weight's rows 127."""
     m, room = 5, 160
     weight, scale = quantised(n, k, "channel")
     wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
@@ -148,7 +148,7 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
-    """Rows of scales that no 16 bytes divide, and a last step with fewer groups than the others."""
+    """Rows of scales are no multiple of 16 bytes, and the last step has fewer groups than the others."""
     weight, scale = quantised(24, 5 * group, group)
     check_forward(normal(5, 5 * group, seed=1), weight, scale)
     check_grad_input(normal(5, 24, seed=2), weight, scale)
@@ -169,8 +169,8 @@ def test_one_dimensional_input() -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
 def test_leading_dims_and_views(granularity: str | int) -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, repeated rows: the same bits as
-    from a contiguous copy."""
+    """Batch dims, rows of longer rows, transposed, misaligned and repeated inputs have the bits of a contiguous
+    copy."""
     weight, scale = quantised(48, 128, granularity)
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -194,7 +194,7 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
     check_forward(wide[..., :128], weight[:1].expand(48, 128), scale)
 
 
-# --- Sums that several CTAs share -------------------------------------------------------------------------------------
+# --- Sums that are split among CTAs -----------------------------------------------------------------------------------
 
 
 @each_dtype
@@ -204,7 +204,7 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
 def test_every_tile(
     block: int, num_sms: int, outputs: int, depth: int, granularity: str | int, dtype: torch.dtype
 ) -> None:
-    """Two tiles for two resident CTAs, which are whole; three for four, in ranges that go on from one to the next."""
+    """Two resident CTAs take two whole tiles; four take three tiles, in splits that cross tiles."""
     m = block - 3
     weight, scale = quantised(outputs, depth, granularity, seed=m)
     transposed = quantised(depth, outputs, "channel", seed=m)
@@ -222,7 +222,7 @@ def test_every_tile(
 @pytest.mark.parametrize("granularity", ["channel", 64])
 @pytest.mark.parametrize("num_sms, m, outputs", [(1, 5, 10), (3, 40, 72), (4, 20, 640), (7, 130, 138), (50, 7, 264)])
 def test_shared_tiles(num_sms: int, m: int, outputs: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """By two CTAs and by many, in parts that end with a tile or go on into the next."""
+    """Two or many CTAs split tiles, with splits that end with a tile or cross into the next."""
     weight, scale = quantised(outputs, 1600, granularity)
     arguments = (normal(m, 1600, seed=1, dtype=dtype), weight, scale)
     launching = {"num_sms": num_sms}
@@ -242,7 +242,7 @@ def test_shared_tiles(num_sms: int, m: int, outputs: int, granularity: str | int
 @pytest.mark.parametrize("num_sms", [1, 8])
 @pytest.mark.parametrize("m", [1, 16, 17, 130, 300])
 def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
-    """Eleven steps, and fewer or more tiles of columns that share them out; the last step is not whole."""
+    """There are eleven steps, the last of them partial, and fewer or more tiles of columns, which divide the steps."""
     for k in (16, 272, 1552) if num_sms == 8 else (16, 272):
         weight, scale = quantised(680, k, "channel")
         check_grad_input(normal(m, 680, seed=k, dtype=dtype), weight, scale, launching={"num_sms": num_sms, "seed": k})
@@ -252,7 +252,7 @@ def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 130])
 @pytest.mark.parametrize("n", [1, 3, 5, 13, 100])
 def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> None:
-    """From one tile of tokens and from two; there is NaN behind the rows of dY."""
+    """There are one or two tiles of tokens; memory after the rows of dY holds NaN."""
     weight, scale = quantised(n, 40, "channel")
     wide = torch.full((m, 104), torch.nan, dtype=dtype, device=DEVICE)
     grad_out = wide[:, :n].copy_(normal(m, n, seed=n, dtype=dtype))
@@ -274,7 +274,7 @@ def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(m: int) 
 
 @only_emulated
 def test_ctas_fill_the_gpu_and_no_more() -> None:
-    """Two of 128 outputs; ten steps; at least two steps a CTA, and two CTAs a multiprocessor."""
+    """The matmul has two tiles of 128 outputs and ten steps. A CTA takes at least two steps; two CTAs share an SM."""
     weight, scale = quantised(256, 1280, "channel")
     for num_sms, ctas in ((1, 2), (2, 4), (100, 10)):
         with running(num_sms) as found:
@@ -286,7 +286,7 @@ def test_ctas_fill_the_gpu_and_no_more() -> None:
 @pytest.mark.parametrize("num_sms", [1, 8])
 @pytest.mark.parametrize("m, n, k", [(1, 256, 1280), (3, 262, 1283), (130, 66, 517)])
 def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms: int) -> None:
-    """Of SwiGLU it is asked about gates and ups."""
+    """For SwiGLU, the library is asked about gates and ups."""
     weight, scale = quantised(n, k, "channel")
     with running(num_sms) as found:
         for activation in ("none", "swiglu"):
@@ -301,7 +301,7 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
 
 @only_emulated
 def test_whole_tiles_follow_the_shared_ones() -> None:
-    """Of five tiles for two resident CTAs, one is shared; of seven for four, all: three would leave one idle."""
+    """Of five tiles for two resident CTAs, one is split. Of seven for four, all are: three would leave one CTA idle."""
     for num_sms, tiles, ctas in ((1, 5, 2 + 4), (2, 7, 4)):
         weight, scale = quantised(tiles * 128, 3328, "channel")
         with running(num_sms) as found:
@@ -327,7 +327,7 @@ def test_order_of_warps_and_copies_has_no_influence(m: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_epilogues(activation: str, dtype: torch.dtype) -> None:
-    """Sums from -10 to 10: every activation's tails. On four multiprocessors CTAs share the tile."""
+    """Sums reach from -10 to 10, into every activation's tails. On four SMs, CTAs split the tile."""
     for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [1, 4]):
         m, n, k = 4, 48, 640
         weight, scale = quantised(n, k, "channel", std=0.1)
@@ -341,7 +341,7 @@ def test_epilogues(activation: str, dtype: torch.dtype) -> None:
 @each_granularity
 @pytest.mark.parametrize("m", [1, 40, 97])
 def test_swiglu(m: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Gates and ups meet, be their number less than that of a tile, equal to it, or more."""
+    """A tile pairs gates with ups where their number is less than a tile's, equal, or more."""
     for outputs, k in ((7, 128), (64, 256), (137, 384)):
         weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
         x = normal(m, k, seed=1, dtype=dtype)
@@ -370,7 +370,7 @@ def test_nan_passes_through_the_epilogue(activation: str) -> None:
 
 
 def test_every_int8_number_is_exact() -> None:
-    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    """This includes -128, which quantisation never makes. Each result is one product with a power of two."""
     numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
     scale = torch.full((16, 1), 0.5, device=DEVICE)
     for dtype in DTYPES:
@@ -382,7 +382,7 @@ def test_every_int8_number_is_exact() -> None:
 
 @each_dtype
 def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
-    """-127 and 127 times powers of two, with a scale of a power of two: every step is exact, so the result is."""
+    """Weights are -127, 127, 1 and -1, inputs and the scale powers of two: every step is exact, so the result is."""
     weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
     scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
     x = torch.full((2, 32), 0.5, dtype=dtype, device=DEVICE)
@@ -396,7 +396,7 @@ def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
-    """A scale just below a power of two rounds up to it; -128 times as much is still a number."""
+    """A scale just below a power of two rounds up to it; -128 times this factor is still finite."""
     weight = torch.full((16, 16), -128, dtype=torch.int8, device=DEVICE)
     scale = torch.full((16, 1), float.fromhex("0x1.fffp-1"), device=DEVICE)
     with running():
@@ -407,7 +407,7 @@ def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
-    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    """Its scale is 1, which is large among the others: these must not lose precision."""
     dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
     dense[3] = 0.0
     weight, scale = reference.quantize_int8(dense, granularity)
@@ -419,7 +419,7 @@ def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
 
 @each_granularity
 def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
-    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
+    """Weights around 1e-4 are below fp16's normal range. The gradient must be as good as for larger weights."""
     weight, scale = quantised(256, 128, granularity, std=1e-4)
     grad_out = normal(4, 256, seed=1, std=100.0)
     found = check_grad_input(grad_out, weight, scale)
@@ -441,14 +441,14 @@ def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_scales_that_rise_and_fall_along_the_sum(granularity: str | int, falling: bool, dtype: torch.dtype) -> None:
-    """By eleven orders of magnitude: what came before a larger scale is in another unit than what comes after it."""
+    """Scales span eleven orders of magnitude: a larger scale changes the unit in which the sum is kept."""
     weight, scale = quantised(640, 64, granularity, std=1.0)
     exponents = torch.linspace(-9, 2, 640, device=DEVICE)
     scale *= 10 ** (exponents.flip(0) if falling else exponents)[:, None]
     scale[:70] *= 0 if not falling else 1
     for num_sms in (1, 4):
         check_grad_input(normal(6, 640, seed=3, dtype=dtype), weight, scale, launching={"num_sms": num_sms})
-    # The small ones alone, seen through gradients that are zero elsewhere.
+    # Gradients that are zero elsewhere show the small scales alone.
     grad_out = normal(6, 640, seed=4, dtype=dtype)
     grad_out[:, (exponents > -5) if not falling else (exponents < -5)] = 0
     check_grad_input(grad_out, weight, scale)
@@ -461,7 +461,7 @@ def test_scales_of_zeros_give_zeros() -> None:
 
 
 def test_fp16_overflows_where_the_exact_result_does() -> None:
-    """And nowhere before: sums of 127 * 65504 pass through."""
+    """It does not overflow before: sums of 127 * 60000 pass through."""
     weight = torch.full((16, 64), 127, dtype=torch.int8, device=DEVICE)
     weight[8:, 32:] = -127
     scale = torch.full((16, 1), 0.25, device=DEVICE)
@@ -486,7 +486,7 @@ def check_overflow(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Ten
 @each_dtype
 @pytest.mark.parametrize("m, activation", [(3, "silu"), (3, "swiglu"), (70, "swiglu")])
 def test_gradients_through_the_layer(m: int, activation: str, dtype: torch.dtype) -> None:
-    """Forward, activation, residual and all gradients as autograd sees them, against float64."""
+    """Compares forward, activation, residual and all of autograd's gradients with float64."""
     weight = fastattn.quantize_int8(normal(50, 96, seed=1, dtype=torch.float32, std=0.1), 32)
     bias, residual, _ = epilogue(activation, m, 50, dtype)
     tensors = normal(m, 96, seed=2, dtype=dtype), bias, residual
@@ -527,7 +527,7 @@ def test_the_two_matmuls_that_dtensor_makes_of_a_layer_run_the_kernels() -> None
 
 @pytest.mark.parametrize("wanted", ["both", "x", "bias"])
 def test_gradients_that_are_wanted(wanted: str) -> None:
-    """Twice, so that the second adds to the first, and under autocast: a bias in float32 has its gradient there."""
+    """Each runs twice, to add to the first gradient, and under autocast: a float32 bias gets a float32 gradient."""
     weight = fastattn.Int8Weight(*quantised(48, 96, "channel"))
     x = normal(2, 9, 96, seed=1).requires_grad_(wanted != "bias")
     bias = normal(48, seed=2, dtype=torch.float32).requires_grad_(wanted != "x")
@@ -549,7 +549,7 @@ def test_gradients_that_are_wanted(wanted: str) -> None:
 
 
 def test_gradients_of_samples_are_their_own() -> None:
-    """Under vmap a bias has one for each."""
+    """Under vmap, each sample has its own gradient of the bias."""
     weight = fastattn.Int8Weight(*quantised(24, 32, "channel"))
     x, bias, grad_out = normal(3, 5, 32, seed=1), normal(24, seed=2), normal(3, 5, 24, seed=3)
 
@@ -578,7 +578,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, dtype: torch.dt
 
 
 def test_explain_says_what_is_copied() -> None:
-    """Nothing of a weight that quantize_int8 made; x where its rows are not aligned."""
+    """A weight that quantize_int8 made is not copied; x is where its rows are not aligned."""
     dense, reason = normal(24, 40, seed=1, dtype=torch.float32), "its strides are not multiples of 16 bytes"
     x, residual = normal(3, 40, seed=2), normal(3, 24, seed=3)[:, :23]
     for weight in (fastattn.quantize_int8(dense[:23, :39]), fastattn.Int8Weight(*quantised(23, 39, "channel"))):
@@ -595,7 +595,7 @@ def test_explain_says_what_is_copied() -> None:
 
 
 def test_one_graph_for_any_number_of_tokens() -> None:
-    """Although their number decides about the kernel."""
+    """This holds although the number of tokens decides which kernel runs."""
     weight, bias = fastattn.Int8Weight(*quantised(24, 64, 32), 32), normal(24, seed=1)
 
     def layer(x: Tensor) -> Tensor:
@@ -651,7 +651,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 int8 = functools.partial(zeros, dtype=torch.int8)
 fp32 = functools.partial(zeros, dtype=torch.float32)
-# what is wrong: changed arguments, words of the message
+# name: (changed arguments, words of the message)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weight rank": ({"weight": int8(24)}, "weight must have 2 dimensions, got shape [24]"),
     "scale rank": ({"scale": fp32(24)}, "scale must have 2 dimensions, got shape [24]"),
@@ -719,8 +719,8 @@ def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> 
 @only_emulated
 @each_dtype
 def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None:
-    """Each byte of the weight once. With what the tiles read again, from L2, within 3% of all inputs and outputs once;
-    in the gradient that is the scales too, 4 bytes beside 128 of weights."""
+    """Each byte of the weight moves once. With tiles' repeated reads, from L2, traffic is within 3 % of all inputs and
+    outputs; for the gradient within 6 %, as it also reads scales: 4 bytes per 128 bytes of weights."""
     n, k = 512, 1024
     weight, scale = quantised(n, k, "channel")
     for matmul, width, others, allowed in ((int8_matmul, k, (None, None, "none"), 1.03), (grad_input, n, (), 1.06)):
@@ -736,7 +736,7 @@ def test_few_tokens_move_little_more_than_the_weight(dtype: torch.dtype) -> None
 
 @only_emulated
 def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
-    """Four warps, and no more tensor-core work than the tiles need."""
+    """A CTA has four warps, and the tensor cores do no more than the tiles' work."""
     weight, scale = quantised(256, 256, "channel")
     for m, block in ((1, 16), (40, 48), (90, 96), (128, 128)):
         with running() as found:
@@ -754,10 +754,10 @@ def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
 @pytest.mark.parametrize("m", [1, 5, 16, 40])
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["16bit", "int8"])
 def test_ctas_meet_once_where_they_share_a_tile_and_nowhere_else(int8_activations: bool, m: int) -> None:
-    """Each part is one addition, which is all that orders it. Up to 8 tokens a CTA also quantises without others."""
+    """Each partial is counted by one addition, which alone orders it. Up to 8 tokens, a CTA quantises all by itself."""
     weight, scale = quantised(256, 1024, "channel")
     x = normal(m, 1024, seed=1)
-    for num_sms in (1, 4):  # two tiles, for two CTAs and for eight
+    for num_sms in (1, 4):  # two tiles, for two CTAs or for eight
         with device.emulated(ARCH, num_sms=num_sms), checked(seed=m), launches.recorded() as found:
             torch.ops.fastattn.int8_matmul(x, weight, scale, None, None, "none", int8_activations)
         (launched,) = found
@@ -778,7 +778,7 @@ def test_ctas_meet_once_where_they_share_a_tile_and_nowhere_else(int8_activation
             assert asked == (parts if m > 16 else 0) and parts - (2 if m > 16 else 0) <= adds <= parts
 
 
-# Instruction, what stands instead, tokens.
+# name: (instruction, its replacement, tokens)
 FAULTS = {
     "waits for one group less": ("cp.async.wait_group 1;", "cp.async.wait_group 2;", 5),
     "no barrier": ("bar.sync 0;", "", 5),
@@ -793,7 +793,7 @@ def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
     instruction, instead, m = FAULTS[fault]
     weight, scale = quantised(128 if m == 5 else 192, 1024, "channel")
     x = normal(m, 1024, seed=1)
-    # One worker: who asks before whom is drawn from the seed alone, whatever else the machine is doing.
+    # One worker: the seed alone decides which CTA asks first, whatever else the machine is doing.
     launching = {"num_sms": 2, "uninitialised": False, "workers": 1}
     with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
         check_forward(x, weight, scale, launching=launching)
@@ -811,7 +811,7 @@ def test_sums_over_tokens_that_are_merged_too_early_are_found() -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: blocks and dtypes are those that are compiled."""
+    """The tables above have exactly the tiles and dtypes that are compiled."""
     expected = sorted(itertools.product(BLOCKS, instances.DTYPES))
     for name in ("gemm_sm80", "grad_input_sm80"):
         assert instances.rows_of(f"int8_matmul/instances/{name}.cu") == expected

@@ -1,7 +1,7 @@
-"""The CUDA C++ int8 matmul with int8 activations under the package's own host code, against the oracle over the same
-int8 tokens. (The tokens themselves: test_quantize_tokens.py.)
+"""Tests the CUDA C++ int8 matmul with int8 activations for sm_80 against the oracle over the same int8 tokens, which
+test_quantize_tokens.py tests.
 
-On a GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+It runs on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
 from kernel_device import DEVICE
 from test_cuda_int8 import ARCH, OP, arguments, fp32, int8, running, zeros
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, launches
 
 pytestmark = MARKS
 
-BLOCKS = (16, 64, 128)  # tokens of a tile
+BLOCKS = (16, 64, 128)  # tokens per tile
 KERNEL = "int8_matmul_s8_sm80"
 
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -69,7 +69,7 @@ def check(
 @each_dtype
 @pytest.mark.parametrize("m", [1, 5, 16, 17, 65, 130])
 def test_shapes(m: int, dtype: torch.dtype) -> None:
-    """Outputs and columns are one and more of a tile and of a step, and a little less and more."""
+    """Outputs and columns are about a tile and a step: a little less or more, and more than one."""
     for n, k in [(8, 16), (120, 112), (136, 144), (264, 272)]:
         check(normal(m, k, seed=1, dtype=dtype), *quantised(n, k, "channel", seed=m), seed=n)
 
@@ -88,7 +88,7 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
 @each_granularity
 @pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
 def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Two tiles for two resident CTAs, which are whole; one, in parts."""
+    """Two resident CTAs take two whole tiles, or split one tile."""
     for num_sms, n, k in ((1, 256, 128), (2, 128, 1664)):
         weight, scale = quantised(n, k, granularity, seed=m)
         with launches.recorded() as found:
@@ -114,7 +114,7 @@ def test_empty(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", 64])
 def test_leading_dims_and_views(granularity: str | int) -> None:
-    """The same bits as from a contiguous copy."""
+    """Views give the bits of a contiguous copy."""
     weight, scale = quantised(48, 128, granularity)
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -161,7 +161,7 @@ def test_order_of_ctas_and_copies_has_no_influence(m: int) -> None:
 
 @each_dtype
 def test_many_tokens(dtype: torch.dtype) -> None:
-    """From 512 on each warp quantises a token, where all threads of a CTA would share one of few."""
+    """From 512 tokens on each warp quantises a token; with fewer, all threads of a CTA share one."""
     check(normal(517, 48, seed=1, dtype=dtype), *quantised(24, 48, "channel"), num_sms=3, seed=1)
 
 
@@ -182,7 +182,7 @@ def test_epilogues(activation: str, dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("k", [1024, 4096])
 def test_extreme_sums(k: int, dtype: torch.dtype) -> None:
-    """-127 and 127 everywhere, and -128, which is no quantised number but may stand in a weight."""
+    """Numbers are -127 and 127, and -128, which quantisation never makes but a weight may contain."""
     weight = torch.full((16, k), 127, dtype=torch.int8, device=DEVICE)
     weight[::3] = -128
     weight[1::3, ::2] = -127
@@ -202,7 +202,7 @@ def test_the_longest_sums(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_scales_of_tokens(granularity: str | int) -> None:
-    """From the smallest to the largest of bf16: no overflow or underflow on the way to a result without."""
+    """Scales range from bf16's smallest to its largest: finite results do not overflow or underflow on the way."""
     weight, scale = quantised(24, 64, granularity)
     x = normal(6, 64, seed=1, dtype=torch.bfloat16)
     x[0] *= 2.0**-100
@@ -218,7 +218,7 @@ def test_scales_of_tokens(granularity: str | int) -> None:
 @pytest.mark.parametrize("granularity", ["channel", 32, 128])
 @pytest.mark.parametrize("k", [1040, 4096])
 def test_each_cta_quantises_as_the_queue_does(k: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """Up to 8 tokens of 2^15 elements, bit by bit, whoever sums what. The same tokens among more come by the queue."""
+    """Up to 8 tokens of 2^15 elements in all, each CTA quantises by itself. More tokens use the queue: equal bits."""
     k -= k % granularity if isinstance(granularity, int) else 0
     weight, scale = quantised(136, k, granularity)
     x = normal(9, k, seed=1, dtype=dtype)
@@ -241,7 +241,7 @@ def test_each_cta_quantises_as_the_queue_does(k: int, granularity: str | int, dt
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 def test_rows_that_are_not_finite(activation: str) -> None:
-    """The whole row is NaN, as in the reference, and no other is touched."""
+    """The whole row is NaN, as in the reference; the other rows are finite."""
     weight, scale = quantised(24, 64, "channel")
     x, bias = normal(5, 64, seed=1), normal(24, seed=2)
     x[1, 4], x[3, 0] = torch.inf, torch.nan
@@ -259,7 +259,7 @@ def test_rows_that_are_not_finite(activation: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("m", [3, 70])
 def test_the_layer_and_its_gradients(m: int, dtype: torch.dtype) -> None:
-    """The gradient passes straight through: it is that of 16-bit activations."""
+    """The gradient passes straight through quantisation: it is that of 16-bit activations."""
     weight = fastattn.quantize_int8(normal(48, 96, seed=1, dtype=torch.float32, std=0.1), 32)
     tensors = normal(m, 96, seed=2, dtype=dtype), normal(48, seed=3, dtype=dtype), normal(m, 48, seed=4, dtype=dtype)
     grad_out = normal(m, 48, seed=5, dtype=dtype)
@@ -293,7 +293,7 @@ def test_the_bias_alone_wants_a_gradient() -> None:
 
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_a_model_under_autocast(granularity: str | int) -> None:
-    """Its layers run in the kernel, whose results are those of int8_linear on the cast inputs; parameters are fp32."""
+    """Its layers run in the kernel, with the results of int8_linear on the cast inputs; parameters are fp32."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16, bias=False)).to(DEVICE)
     weights = [fastattn.quantize_int8(layer.weight, granularity) for layer in (model[0], model[2])]
     fastattn.nn.quantize_model(model, granularity=granularity, input_precision="int8")
@@ -416,14 +416,14 @@ def test_no_bank_conflicts_and_whole_sectors(m: int, granularity: str | int) -> 
 @each_dtype
 @pytest.mark.parametrize("m", [1, 8, 9])
 def test_few_tokens_move_little_more_than_the_weight(m: int, dtype: torch.dtype) -> None:
-    """Each byte of the weight once; each token twice to quantise it, by each CTA, or once and then as int8 to each."""
+    """Each byte of the weight moves once. A CTA reads up to 8 tokens twice; more tokens are quantised once for all."""
     n, k = 512, 1024
     weight, scale = quantised(n, k, "channel")
     x = normal(m, k, seed=1, dtype=dtype)
     with running(num_sms=1) as found:
         out = matmul(x, weight, scale)
     (launched,) = found
-    looking = "ld.acquire"  # whether the tokens are there: how often depends on the order of things
+    looking = "ld.acquire"  # waits for the tokens: how often varies with the schedule
     assert any(row.opcode.startswith(looking) for row in launched.report.rows) == (m > 8)
     moved = sum(row.global_bytes for row in launched.report.rows if not row.opcode.startswith(looking))
     ctas = launched.grid[0]
@@ -435,7 +435,7 @@ def test_few_tokens_move_little_more_than_the_weight(m: int, dtype: torch.dtype)
 
 @only_emulated
 def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
-    """One launch of four warps, no more tensor-core work than the tiles need, and all of it int8."""
+    """There is one launch of four warps, and the tensor cores do no more than the tiles' work, all of it in int8."""
     weight, scale = quantised(256, 256, "channel")
     for m, block in ((1, 16), (40, 64), (90, 128), (200, 128)):
         with running() as found:
@@ -448,7 +448,7 @@ def test_the_launch_is_the_one_that_a_gpu_would_get() -> None:
         assert kind == "s8 * s8 + s32" and work.multiply_adds == tokens * 256 * 256
 
 
-# Instruction, what stands instead, tokens, outputs.
+# name: (instruction, its replacement, tokens, outputs)
 FAULTS = {
     "waits for one group less": ("cp.async.wait_group 2;", "cp.async.wait_group 3;", 5, 128),
     "no barrier": ("bar.sync 0;", "", 5, 128),
@@ -475,6 +475,6 @@ def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
 
 
 def test_every_instance_is_launched() -> None:
-    """By the tables above: blocks and dtypes are those that are compiled."""
+    """The tables above have exactly the tiles and dtypes that are compiled."""
     expected = sorted(itertools.product(BLOCKS, instances.DTYPES))
     assert instances.rows_of("int8_matmul/instances/gemm_s8_sm80.cu") == expected and len(DTYPES) == 2

@@ -1,8 +1,8 @@
-"""The Hopper kernels of the int8 matmul with int8 activations under the package's own host code, against the oracle
-over the same int8 tokens, and the kernel that quantises tokens before them.
+"""Tests the Hopper kernels of the int8 matmul with int8 activations, and the kernel that quantises tokens before them,
+against the oracle over the same int8 tokens.
 
-On a Hopper GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds. Which tile
-computes is forced.
+They run on a Hopper GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds. Each
+test forces a tile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
 from kernel_device import DEVICE
 from test_cuda_int8_activations import matmul
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, device
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
@@ -38,7 +38,7 @@ GROUPS = [each for each in GRANULARITIES if isinstance(each, int)]
 
 
 def running(tokens: int, num_sms: int = 2, **changes: Any) -> AbstractContextManager[list[Any]]:
-    """Within, tokens are quantised by a kernel of its own and multiplied by Hopper's with tiles of so many."""
+    """Forces Hopper's kernel with tiles of ``tokens`` tokens; another kernel must quantise the tokens before it."""
     before = ("int8_quantize_tokens_sm80",)
     return int8_hopper.running("int8_matmul_s8_sm90", tokens, num_sms, before, **{"seed": SEED, **changes})
 
@@ -51,13 +51,13 @@ def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED) -> T
 
 
 def integers(n: int, k: int, seed: int = 0) -> Tensor:
-    """All int8 numbers, also -128."""
+    """Draws all int8 numbers, -128 included."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator).to(DEVICE)
 
 
 def rounded_products(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The sums, exact in int64, and what fp32 makes of them: times the weight's scale, times the token's, rounded."""
+    """Returns the exact int64 sums, rounded to fp32, times the weight's and the token's scale, rounded to the dtype."""
     proof.compared()
     q, token_scale = (each.to(DEVICE) for each in reference.quantize_rows(x))
     sums = q.cpu().long() @ weight.cpu().long().t()
@@ -70,7 +70,7 @@ def rounded_products(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 @each_dtype
 @pytest.mark.parametrize("block", PLAIN_BLOCKS)
 def test_every_tile_is_exact(block: int, dtype: torch.dtype) -> None:
-    """A few tokens, one and more of a tile; outputs and columns that are one and more of a tile and of a step."""
+    """Sizes are a few tokens, and a tile or a step and a little less or more of tokens, outputs and columns."""
     for m, n, k in [(3, 8, 16), (block, 256, 128), (block + 1, 264, 400), (2 * block - 1, 520, 272)]:
         weight, scale, x = integers(n, k, seed=m), quantised(n, 32, "channel")[1], normal(m, k, seed=1, dtype=dtype)
         with running(block, seed=n):
@@ -85,7 +85,7 @@ def test_every_tile_of_groups(block: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 9, 10, 17])
 def test_every_number_of_steps_is_exact(steps: int) -> None:
-    """From one step to more than a ring has stages; also where the last is not whole."""
+    """Steps range from one to more than the ring's stages; the last may be partial."""
     for k in (steps * STEP, steps * STEP - 16, steps * STEP - 112):
         weight, scale, x = integers(72, k, seed=steps), quantised(72, 32, "channel")[1], normal(9, k, seed=1)
         with running(64, seed=steps):
@@ -96,11 +96,10 @@ def test_every_number_of_steps_is_exact(steps: int) -> None:
 @only_emulated
 @pytest.mark.parametrize("block", PLAIN_BLOCKS)
 def test_shared_tiles_are_exact(block: int) -> None:
-    """By two teams and by many, in parts that end with a tile; whole tiles that follow. Of many tokens also in parts
-    that go on into the next tile; of fewer L2 binds, and a tile more at a time is no faster. Sums are integers, so no
-    cut changes a bit."""
+    """Two clusters or more split tiles, and whole tiles follow. Large tiles also have splits that cross tiles; small
+    ones are bound by L2, where this gains nothing. Sums are integers, so splits change no bit."""
     cases = [(4, block - 3, 256, 3840), (12, 20, 600, 6400), (6, block + 9, 304, 3072), (4, 5, 1280, 2048)]
-    if block == 64:  # L2 binds the smallest tile, which other sizes share
+    if block == 64:  # L2 binds the smallest tile, which is split at other sizes
         cases = [(8, 61, 1280, 2048), (10, 20, 1536, 6400), (6, 73, 304, 3072), (8, 5, 1280, 2048)]
     if block >= 192:
         cases.append((10, 20, 600, 6400))
@@ -117,7 +116,7 @@ def test_shared_tiles_are_exact(block: int) -> None:
 
 @each_dtype
 def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
-    """Products with one element of K after the other: all are exact, so that no two may be exchanged."""
+    """Each row of x is one element of K: products are exact, so a weight at a wrong position shows."""
     n, k = 304, 208
     weight, x = integers(n, k, seed=1), torch.eye(k, dtype=dtype, device=DEVICE)
     for block, group in ((64, 1), (256, 1), (128, 2)):
@@ -131,7 +130,7 @@ def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("k", [1024, pytest.param(2**17, marks=pytest.mark.slow)])
 def test_the_longest_sums(k: int) -> None:
-    """-128 and 127 everywhere: the largest sums that int32 has to hold."""
+    """Numbers are -128 and 127: the largest sums that int32 must hold."""
     weight = torch.full((8, k), -128, dtype=torch.int8, device=DEVICE)
     weight[1::3] = 127
     x = torch.ones(2, k, dtype=torch.bfloat16, device=DEVICE)
@@ -147,7 +146,7 @@ def test_the_longest_sums(k: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_granularities(granularity: str | int, dtype: torch.dtype) -> None:
-    """Also where the last step is not whole, and groups are no power of two in number."""
+    """The last step may be partial, and the number of groups no power of two."""
     blocks = PLAIN_BLOCKS[:2] if isinstance(granularity, str) else GROUPED_BLOCKS
     for block, k in [(blocks[0], 384), (blocks[1], 640), (blocks[0], granularity if granularity in GROUPS else 32)]:
         k = 5 * k if k in GROUPS else k
@@ -161,7 +160,7 @@ def test_granularities(granularity: str | int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("num_sms, m, n, k", [(4, 61, 256, 1280), (8, 20, 600, 2560), (6, 137, 304, 1536)])
 def test_shared_tiles_of_groups(num_sms: int, m: int, n: int, k: int, group: int) -> None:
-    """The same bits, whichever team comes last."""
+    """The bits do not depend on which cluster comes last."""
     weight, scale = quantised(n, k, group)
     x = normal(m, k, seed=1)
     block = GROUPED_BLOCKS[m > 64]
@@ -184,7 +183,7 @@ def test_epilogues(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_scales_of_tokens(granularity: str | int) -> None:
-    """From the smallest to the largest of bf16: no overflow or underflow on the way to a result without."""
+    """Scales range from bf16's smallest to its largest: finite results do not overflow or underflow on the way."""
     weight, scale = quantised(24, 64, granularity)
     x = normal(6, 64, seed=1, dtype=torch.bfloat16)
     x[0] *= 2.0**-100
@@ -197,7 +196,7 @@ def test_scales_of_tokens(granularity: str | int) -> None:
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 def test_rows_that_are_not_finite(activation: str) -> None:
-    """The whole row is NaN, as in the reference, and no other is touched."""
+    """The whole row is NaN, as in the reference; the other rows are finite."""
     weight, scale = quantised(24, 64, "channel")
     x, bias = normal(5, 64, seed=1), normal(24, seed=2)
     x[1, 4], x[3, 0] = torch.inf, torch.nan
@@ -207,7 +206,7 @@ def test_rows_that_are_not_finite(activation: str) -> None:
 
 
 def test_a_group_may_be_nan_or_infinite_alone() -> None:
-    """Scales behind the last group are not read: they might belong to nobody."""
+    """Scales after the last group are not read: they may belong to another row."""
     weight, scale = quantised(24, 96, 32)
     scale[3, 1], scale[4, 2] = torch.nan, torch.inf
     with running(64):
@@ -217,7 +216,7 @@ def test_a_group_may_be_nan_or_infinite_alone() -> None:
 
 
 def test_views() -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs: the bits of a copy."""
+    """Batch dims, rows of longer rows, transposed and misaligned inputs give the bits of a copy."""
     weight, scale = quantised(48, 128, "channel")
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -235,7 +234,7 @@ def test_views() -> None:
 @each_dtype
 @pytest.mark.parametrize("m", [1, 5, 517])
 def test_both_ways_quantise_alike(m: int, dtype: torch.dtype) -> None:
-    """A matmul with the identity, whose results show every number. From 512 tokens on each warp quantises one."""
+    """A matmul with the identity shows every quantised number. From 512 tokens on, each warp quantises one."""
     k = 144
     weight, scale = 127 * torch.eye(k, dtype=torch.int8, device=DEVICE), torch.full((k, 1), 1 / 127, device=DEVICE)
     x = normal(m, k, seed=m, dtype=dtype) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(dtype)
@@ -270,7 +269,7 @@ def test_explain_names_the_tile_that_is_launched(m: int, n: int, k: int) -> None
 
 @only_emulated
 def test_as_many_tokens_as_32_bits_count() -> None:
-    """No counter of 24 bits waits for tokens that a kernel before has quantised; nothing runs here."""
+    """No 24-bit counter counts tokens that an earlier kernel has quantised. The test only explains the calls."""
     weight = fastattn.Int8Weight(*quantised(1024, 1024, "channel"))
     with device.emulated(90, num_sms=132):
         for tokens, backend in ((2**24, "cuda"), (2**31 - 1, "cuda"), (2**31, "torch")):
@@ -283,7 +282,7 @@ def test_as_many_tokens_as_32_bits_count() -> None:
 @only_emulated
 @pytest.mark.parametrize("granularity", ["channel", 64])
 def test_a_product_that_does_not_wait_for_the_tokens_is_found(granularity: str | int) -> None:
-    """It begins while the kernel that quantises them ends."""
+    """The matmul begins while the kernel that quantises tokens still runs."""
     weight, scale = quantised(72, 256, granularity)
     missing = cuda_runtime.replaced("griddepcontrol.wait;", "", "int8_matmul_s8_sm90")
     with pytest.raises(EmulatorError, match="the launch before") as caught, missing, running(64):

@@ -1,7 +1,7 @@
-"""The Hopper kernel of the int8 matmul's input gradient under the package's own host code, against the oracle.
+"""Tests the Hopper kernel of the int8 matmul's input gradient, and of the bias's gradient, against the oracle.
 
-On a Hopper GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds. Which tile
-computes is forced: the planner's own choices are in test_matmul_plan.py. Every check is of a bias's gradient too.
+It runs on a Hopper GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds. Each
+test forces a tile: test_matmul_schedule.py tests the choice of tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from int8_hopper import SEED
 from kernel_device import DEVICE
 from turns import in_turn
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
@@ -36,7 +36,7 @@ running = functools.partial(int8_hopper.running, f"{OP}_sm90")
 
 
 def grads(*arguments: Tensor, bias_grad: bool = True) -> tuple[Tensor, Tensor]:
-    """Of the input and the bias."""
+    """Returns the gradients of the input and of the bias."""
     return getattr(torch.ops.fastattn, OP)(*arguments, bias_grad)
 
 
@@ -54,7 +54,7 @@ def check(tokens: int, *arguments: Tensor, num_sms: int = 2, seed: int = SEED) -
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_tile(block: int) -> None:
-    """A few tokens, one and more of a tile; columns and a sum that are one and more of a tile and of a step."""
+    """Sizes are a few tokens, and a tile or a step and a little less or more of tokens, columns and sums."""
     sizes = [(3, 128, 16), (block, 64, 256), (block + 1, 192, 272), (2 * block - 1, 320, 544)]
     dtypes = (DTYPES[0], DTYPES[1], DTYPES[1], DTYPES[0])
     for (m, n, k), granularity, dtype in zip(sizes, ("channel", 64, "tensor", 32), dtypes, strict=True):
@@ -65,7 +65,7 @@ def test_every_tile(block: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("m", [1, 7, 65, 130])
 def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
-    """Neither rows of the weight, of dY nor of the result are aligned, or only some of them are."""
+    """Not all rows of weight, dY and result are aligned."""
     for n, k in [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129), (259, 300)]:
         weight, scale = quantised(n, k, "channel", seed=m)
         check(64, normal(m, n, seed=1, dtype=dtype), weight, scale, seed=n)
@@ -73,7 +73,7 @@ def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
 def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
-    """NaN behind the rows of dY, 127 behind the weight's."""
+    """Memory after the rows of dY holds NaN, and after the weight's rows 127."""
     m, room = 5, 160
     weight, scale = quantised(n, k, "channel")
     wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
@@ -89,7 +89,7 @@ def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_granularities(granularity: str | int, dtype: torch.dtype) -> None:
-    """A warp's columns share a group; a CTA has up to four, and the last one fewer."""
+    """A warp's columns are in one group; a CTA has up to four groups, the last CTA fewer."""
     for block, k, n in ((64, 128, 64), (128, 384, 200), (64, 640, 520)):
         weight, scale = quantised(n, k, granularity, seed=k)
         check(block, normal(70, n, seed=1, dtype=dtype), weight, scale, seed=n)
@@ -103,7 +103,7 @@ def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9, 14, 26])
 def test_every_number_of_steps(steps: int) -> None:
-    """More than a ring has stages too, and where the last step is not whole."""
+    """Steps range from one to more than the ring's stages; the last is partial."""
     turns = itertools.cycle(DTYPES[:: 1 if steps % 2 else -1])
     for granularity, dtype in zip(("channel", "tensor", 32), turns, strict=False):
         n = steps * STEP - 30
@@ -112,8 +112,8 @@ def test_every_number_of_steps(steps: int) -> None:
 
 
 def test_views() -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs, and a row that is repeated as
-    `out.sum(0)` does it: the bits of a copy."""
+    """Batch dims, rows of longer rows, transposed and misaligned inputs, and a repeated row as from `out.sum(0)` give
+    the bits of a copy."""
     weight, scale = quantised(128, 48, "channel")
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -124,14 +124,14 @@ def test_views() -> None:
             assert torch.equal(out, grad_input(x.contiguous(), weight, scale))
 
 
-# --- Sums that several teams share ------------------------------------------------------------------------------------
+# --- Sums that are split among clusters -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block", BLOCKS)
 def test_shared_tiles(block: int) -> None:
-    """By two teams and by many, in parts that end with a tile or go on into the next; whole tiles that follow."""
+    """Two clusters or more split tiles, with splits that end with a tile or cross into the next; whole tiles follow."""
     cases = [
         (4, block - 3, 640, 250),
         (8, 20, 2560, 250),
@@ -152,7 +152,7 @@ def test_shared_tiles(block: int) -> None:
     ("m", "num_sms", "dtype"), in_turn(itertools.product((1, 64, 130, 300), (2, 8)), DTYPES), ids=str
 )
 def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
-    """Eleven steps, and fewer or more columns of CTAs that share them out; the last step is not whole."""
+    """There are eleven steps, the last of them partial, and fewer or more columns of CTAs, which divide the steps."""
     for k in (16, 272, 1552) if num_sms == 8 else (16, 272):
         weight, scale = quantised(680, k, "channel")
         check(64, normal(m, 680, seed=k, dtype=dtype), weight, scale, num_sms=num_sms, seed=k)
@@ -162,7 +162,7 @@ def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 130])
 @pytest.mark.parametrize("n", [1, 3, 5, 13, 100])
 def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> None:
-    """From one tile of tokens and from several; there is NaN behind the rows of dY."""
+    """There are one or several tiles of tokens; memory after the rows of dY holds NaN."""
     weight, scale = quantised(n, 40, "channel")
     wide = torch.full((m, 104), torch.nan, dtype=dtype, device=DEVICE)
     grad_out = wide[:, :n].copy_(normal(m, n, seed=n, dtype=dtype))
@@ -173,7 +173,7 @@ def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> 
 @only_emulated
 @pytest.mark.parametrize("block, m", [(64, 5), (64, 300), (256, 300)])
 def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(block: int, m: int) -> None:
-    """And what it adds to the launch has no influence on the input's gradient."""
+    """Computing it does not change the input's gradient."""
     weight, scale = quantised(680, 272, "channel")
     grad_out, results = normal(m, 680, seed=1), []
     for launching in ({"seed": 1}, {"seed": 2, "workers": 1}, {"seed": 3, "num_sms": 8}, {"seed": 4, "num_sms": 8}):
@@ -189,7 +189,7 @@ def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(block: i
 @only_emulated
 @pytest.mark.parametrize("m", [20, 200])
 def test_parts_and_sums_over_tokens_that_are_merged_too_early_are_found(m: int) -> None:
-    """Of one tile of tokens the result is shared, of four the bias's gradient."""
+    """One tile of tokens splits the result's sums; four tiles split the bias's gradient."""
     weight, scale = quantised(1024 if m == 20 else 128, 64, "channel")
     grad_out = normal(m, weight.shape[0], seed=1)
     with cuda_runtime.replaced("atom.acq_rel.gpu", "atom.relaxed.gpu"):
@@ -202,7 +202,7 @@ def test_parts_and_sums_over_tokens_that_are_merged_too_early_are_found(m: int) 
 
 
 def test_every_int8_number_is_exact() -> None:
-    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    """This includes -128, which quantisation never makes. Each result is one product with a power of two."""
     numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
     scale = torch.full((16, 1), 0.5, device=DEVICE)
     for dtype in DTYPES:
@@ -215,8 +215,8 @@ def test_every_int8_number_is_exact() -> None:
 @pytest.mark.parametrize("largest, smallest", [(0, 0), (14, -5), (-5, 14), (24, 8), (8, 24), (-14, -2)])
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_every_weight_has_its_place(granularity: str | int, largest: int, smallest: int, dtype: torch.dtype) -> None:
-    """One product for each result, of a scale that is a power of two and its inverse: all are exact, whatever the range
-    follows, so that no two may be exchanged. Groups beside each other differ by up to 2^60 with bf16."""
+    """Each result is one product of a power-of-two scale and its inverse, exact in any range, so a weight at a wrong
+    position shows. Neighbouring groups differ by up to 2^60 in bf16."""
     n, k, groups = 330, 160, 5 if granularity == 32 else 1
     generator = torch.Generator().manual_seed(1)
     weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator).to(DEVICE)
@@ -243,7 +243,7 @@ def test_scales_near_the_ends_of_what_bf16_holds(exponent: int) -> None:
 
 @each_dtype
 def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
-    """A scale just below a power of two rounds up to it; -128 times as much is still a number."""
+    """A scale just below a power of two rounds up to it; -128 times this factor is still finite."""
     weight = torch.full((16, 16), -128, dtype=torch.int8, device=DEVICE)
     scale = torch.full((16, 1), float.fromhex("0x1.fffp-1"), device=DEVICE)
     with running(64):
@@ -254,7 +254,7 @@ def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
-    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    """Its scale is 1, which is large among the others: these must not lose precision."""
     dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
     dense[3] = 0.0
     weight, scale = reference.quantize_int8(dense, granularity)
@@ -264,7 +264,7 @@ def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
-    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
+    """Weights around 1e-4 are below fp16's normal range. The gradient must be as good as for larger weights."""
     weight, scale = quantised(256, 128, granularity, std=1e-4)
     grad_out = normal(4, 256, seed=1, std=100.0)
     found = check(64, grad_out, weight, scale)
@@ -285,14 +285,14 @@ def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_scales_that_rise_and_fall_along_the_sum(granularity: str | int, falling: bool, dtype: torch.dtype) -> None:
-    """By eleven orders of magnitude: what came before a larger scale is in another unit than what comes after it."""
+    """Scales span eleven orders of magnitude: a larger scale changes the unit in which the sum is kept."""
     weight, scale = quantised(640, 64, granularity, std=1.0)
     exponents = torch.linspace(-9, 2, 640, device=DEVICE)
     scale *= 10 ** (exponents.flip(0) if falling else exponents)[:, None]
     scale[:70] *= 0 if not falling else 1
     for num_sms in (2, 6):
         check(64, normal(6, 640, seed=3, dtype=dtype), weight, scale, num_sms=num_sms)
-    # The small ones alone, seen through gradients that are zero elsewhere.
+    # Gradients that are zero elsewhere show the small scales alone.
     grad_out = normal(6, 640, seed=4, dtype=dtype)
     grad_out[:, (exponents > -5) if not falling else (exponents < -5)] = 0
     check(64, grad_out, weight, scale)
@@ -306,7 +306,7 @@ def test_scales_of_zeros_give_zeros(dtype: torch.dtype) -> None:
 
 
 def test_fp16_overflows_where_the_exact_result_does() -> None:
-    """And nowhere before: sums of 127 * 60000 pass through."""
+    """It does not overflow before: sums of 127 * 60000 pass through."""
     weight = torch.full((16, 64), 127, dtype=torch.int8, device=DEVICE)
     weight[8:, 32:] = -127
     scale = torch.full((16, 1), 0.25, device=DEVICE)

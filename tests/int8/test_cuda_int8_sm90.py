@@ -1,7 +1,7 @@
-"""The Hopper kernels of the int8 matmul under the package's own host code, against the oracle.
+"""Tests the Hopper kernels of the int8 matmul against the oracle.
 
-On a Hopper GPU where there is one, else as PTX on the emulator, with all of its checks and at several seeds. Which tile
-computes is forced: the planner's own choices are in test_matmul_plan.py.
+They run on a Hopper GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds. Each
+test forces a tile: test_matmul_schedule.py tests the choice of tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quanti
 from int8_hopper import SEED
 from kernel_device import DEVICE
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import EmulatorError, cuda_runtime, device
 
 pytestmark = [*MARKS, NEEDS_HOPPER]
@@ -65,7 +65,7 @@ def test_a_missing_fence_before_copies_over_weights_that_were_read_is_found() ->
     ("granularity", "block"), [(each, block) for each in ("channel", 64) for block in blocks_for(each)]
 )
 def test_every_tile(granularity: str | int, block: int) -> None:
-    """A few tokens, one and more of a tile; outputs and columns that are one and more of a tile and of a step."""
+    """Sizes are a few tokens, and a tile or a step and a little less or more of tokens, outputs and columns."""
     for i, (m, n, k) in enumerate([(3, 8, 128), (block, 256, 64), (block + 1, 264, 192), (2 * block - 1, 520, 128)]):
         dtype = DTYPES[i % 2]
         weight, scale = quantised(n, k, granularity, seed=m)
@@ -75,7 +75,7 @@ def test_every_tile(granularity: str | int, block: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("m", [1, 7, 65, 130])
 def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
-    """Neither rows of the weight, of x nor of the result are aligned, or only some of them are."""
+    """Not all rows of weight, x and result are aligned."""
     for n, k in [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129), (259, 300)]:
         weight, scale = quantised(n, k, "channel", seed=m)
         check(64, normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("silu", m, n, dtype), seed=n)
@@ -83,7 +83,7 @@ def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
 def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
-    """NaN behind the rows of x and of the residual, 127 behind the weight's."""
+    """Memory after the rows of x and of the residual holds NaN, and after the weight's rows 127."""
     m, room = 5, 160
     weight, scale = quantised(n, k, "channel")
     wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
@@ -104,7 +104,7 @@ def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_granularities_and_sums_of_any_length(granularity: str | int, dtype: torch.dtype) -> None:
-    """From one step to many, more than a ring has stages."""
+    """Steps range from two to many more than the ring's stages."""
     for block, steps in ((64, 2), (128, 4), (64, 6), (128, 10), (64, 26), (128, 26)):
         k = steps * STEP
         weight, scale = quantised(130, k, granularity, seed=steps)
@@ -113,7 +113,7 @@ def test_granularities_and_sums_of_any_length(granularity: str | int, dtype: tor
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9])
 def test_every_number_of_steps(steps: int) -> None:
-    """Also where the last step is not whole."""
+    """The last step is partial."""
     for granularity in ("channel", "tensor", 32):
         k = steps * STEP - (32 if granularity == 32 else 30)
         weight, scale = quantised(100, k, granularity, seed=steps)
@@ -121,7 +121,7 @@ def test_every_number_of_steps(steps: int) -> None:
 
 
 def test_views() -> None:
-    """Batch dims, rows that are parts of longer rows, transposed and misaligned inputs: the bits of a copy."""
+    """Batch dims, rows of longer rows, transposed and misaligned inputs give the bits of a copy."""
     weight, scale = quantised(48, 128, "channel")
     wide = normal(2, 5, 200, seed=1)
     wide[..., 136:] = torch.nan
@@ -138,14 +138,14 @@ def test_views() -> None:
     check(64, wide[..., :128], weight[:1].expand(48, 128), scale)
 
 
-# --- Sums that several teams share ------------------------------------------------------------------------------------
+# --- Sums that are split among clusters -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @only_emulated
 @pytest.mark.parametrize("block", PLAIN_BLOCKS)
 def test_shared_tiles(block: int) -> None:
-    """By two teams and by many, in parts that end with a tile or go on into the next; whole tiles that follow."""
+    """Two clusters or more split tiles, with splits that end with a tile or cross into the next; whole tiles follow."""
     cases = [
         (4, block - 3, 250, 640),
         (8, 20, 250, 2560),
@@ -177,7 +177,7 @@ def test_launches_are_dealt_as_the_library_tells(m: int, n: int, k: int, num_sms
 
 @only_emulated
 def test_teams_stay_for_the_whole_launch() -> None:
-    """Nine tiles for two teams: one is shared, and each computes four whole ones."""
+    """Of nine tiles for two clusters, one is split, and each cluster computes four whole ones."""
     weight, scale = quantised(9 * TEAM_OUTPUTS, 2048, "channel")
     with running(64, num_sms=4) as found:
         int8_cases.check_forward(int8_matmul, normal(3, 2048, seed=1), weight, scale)
@@ -200,7 +200,7 @@ def test_no_bank_conflicts(block: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_epilogues(activation: str, dtype: torch.dtype) -> None:
-    """Sums from -10 to 10: every activation's tails. On eight multiprocessors teams share the tile."""
+    """Sums reach from -10 to 10, into every activation's tails. On eight SMs, clusters split the tile."""
     for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [2, 8]):
         m, n, k = 4, 48, 640
         weight, scale = quantised(n, k, "channel", std=0.1)
@@ -213,7 +213,7 @@ def test_epilogues(activation: str, dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_swiglu(granularity: str | int, dtype: torch.dtype) -> None:
-    """Gates and ups meet, be their number less than that of a tile, equal to it, or more."""
+    """A tile pairs gates with ups where their number is less than a tile's, equal, or more."""
     for m, outputs, k, block in ((1, 7, 128, 64), (40, 64, 256, 64), (97, 137, 384, 128), (70, 128, 256, 64)):
         weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
         x = normal(m, k, seed=1, dtype=dtype)
@@ -231,7 +231,7 @@ def test_nan_passes_through_the_epilogue(activation: str) -> None:
 
 
 def test_every_int8_number_is_exact() -> None:
-    """Also -128, which the quantisation never makes: each is one product with a power of two."""
+    """This includes -128, which quantisation never makes. Each result is one product with a power of two."""
     numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
     scale = torch.full((16, 1), 0.5, device=DEVICE)
     for dtype in DTYPES:
@@ -242,7 +242,7 @@ def test_every_int8_number_is_exact() -> None:
 
 @each_dtype
 def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
-    """Products with one element of K after the other: all are exact, so that no two may be exchanged."""
+    """Each row of x is one element of K: products are exact, so a weight at a wrong position shows."""
     n, k = 300, 200
     generator = torch.Generator().manual_seed(1)
     weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator).to(DEVICE)
@@ -263,7 +263,7 @@ def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
 
 
 def test_a_group_may_be_nan_or_infinite_alone() -> None:
-    """The last group ends within a step: behind it there is nothing, which an infinite scale would make NaN of."""
+    """The last group ends within a step. An infinite scale must not turn the zeros after it into NaN."""
     weight, scale = quantised(20, 96, 32)
     weight[4, 64:] = 1
     scale[3, 1], scale[4, 2] = torch.nan, torch.inf
@@ -281,7 +281,7 @@ def test_a_gpu_with_one_multiprocessor_has_no_team() -> None:
 
 
 def test_the_state_of_a_layer_is_the_same_on_every_gpu() -> None:
-    """Weights stay in the plain layout: what sm_80's kernel and Hopper's compute from them is the same product."""
+    """Weights keep the plain layout: the kernels for sm_80 and for Hopper compute the same product from them."""
     weight, scale = quantised(200, 256, "channel")
     before = weight.clone()
     x = normal(70, 256, seed=1)

@@ -1,4 +1,4 @@
-"""Int8 matmuls by cuBLAS (on the emulator PyTorch's own matmul), from weights that our kernel dequantises."""
+"""Tests int8 matmuls by cuBLAS (on the emulator by PyTorch) on weights that our kernel dequantises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastattn import native
 from int8_cases import GRANULARITIES, epilogue, normal, quantised
 from kernel_device import DEVICE, ON_EMULATOR
 
-if ON_EMULATOR:  # a machine with a GPU needs no compiler to build the emulator with
+if ON_EMULATOR:  # on a machine with a GPU, the emulator is not built
     from emulator import cuda_runtime, device, launches, options
 
 pytestmark = MARKS
@@ -26,13 +26,13 @@ pytestmark = MARKS
 KERNEL = "int8_dequantize_weight_sm80"
 
 
-# What the planners know of: compute capability and SMs of an A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090.
+# Compute capability and SMs of the GPUs that the schedulers know: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
 GPUS = ((80, 108), (86, 82), (89, 128), (90, 132), (100, 148), (120, 170))
 
 
 @contextlib.contextmanager
 def dequantising(**changes: Any) -> Iterator[list[Any]]:
-    """Products within are computed in this way; gives the list of launches. ``changes``: options of the emulator."""
+    """Forces products to be computed in this way; yields the launches. ``changes`` are options of the emulator."""
     if not EMULATED:
         with native.forced_int8_tile(-1), launches_on_gpu() as kernels:
             yield []
@@ -47,8 +47,8 @@ def dequantising(**changes: Any) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def launches_on_gpu() -> Iterator[list[str]]:
-    """The names of fastattn's kernels that ran within."""
-    if ON_EMULATOR:  # which has no CUPTI
+    """Yields a list that holds, at the end, the names of fastattn's kernels that ran."""
+    if ON_EMULATOR:  # the emulator has no CUPTI
         with launches.recorded() as launched:
             found: list[str] = []
             yield found
@@ -72,7 +72,7 @@ def gradients(*arguments: Any) -> tuple[Tensor, Tensor]:
 @each_dtype
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_products_and_gradients(granularity: str | int, dtype: torch.dtype) -> None:
-    """Rows of weights that end with a chunk of 16, or within one."""
+    """Rows of weights end with a chunk of 16, or within one."""
     for m, n, k in ((1, 8, 128), (65, 130, 256), (3, 1, 384)):
         weight, scale = quantised(n, k, granularity, seed=m)
         with dequantising():
@@ -83,7 +83,7 @@ def test_products_and_gradients(granularity: str | int, dtype: torch.dtype) -> N
 @each_dtype
 @pytest.mark.parametrize("n, k", [(1, 1), (7, 13), (300, 203)])
 def test_odd_sizes_and_views(n: int, k: int, dtype: torch.dtype) -> None:
-    """127 stands between the rows of the weight, NaN between those of x."""
+    """Memory between the rows of the weight holds 127, and between those of x NaN."""
     weight, scale = quantised(n, k, "channel")
     wide = torch.full((n, 256), 127, dtype=torch.int8, device=DEVICE)
     wide[:, :k] = weight
@@ -98,7 +98,7 @@ def test_odd_sizes_and_views(n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @only_emulated
 def test_blocks_fit_into_the_workspace() -> None:
-    """260 rows of 2^17 weights are more than 2^25: two blocks."""
+    """260 rows of 2^17 weights are more than 2^25 weights, so there are two blocks."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randint(-128, 128, (260, 2**17), dtype=torch.int8, generator=generator)
     scale = torch.full((260, 1), 2.0**-9)
@@ -106,12 +106,12 @@ def test_blocks_fit_into_the_workspace() -> None:
     with dequantising(tracked=False, uninitialised=False) as found:
         out = int8_matmul(x, weight, scale, None, None, "none")
     assert len(found) == 2
-    exact = x.float() @ weight.float().t() * 2.0**-9  # no sum is above 2^24
+    exact = x.float() @ weight.float().t() * 2.0**-9  # no sum exceeds 2^24
     assert (out.float() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
 
 
 def test_what_follows_a_product_is_rounded_once() -> None:
-    """By a kernel of ours, which adds it in fp32, also where cuBLAS is asked for."""
+    """Our kernel then runs even where cuBLAS is forced: it adds bias, activation and residual in fp32."""
     weight, scale = quantised(48, 64, "channel")
     recorded = launches.recorded() if EMULATED else launches_on_gpu()
     with native.forced_int8_tile(-1), recorded as found:
@@ -123,7 +123,7 @@ def test_what_follows_a_product_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("arch, num_sms", GPUS)
 def test_few_tokens_are_not_dequantised(arch: int, num_sms: int) -> None:
-    """However small the layer: it would move five bytes for one."""
+    """For layers of any size, dequantising would move five bytes for one."""
     for tokens, outputs, depth in itertools.product((1, 4, 16), SMALL_AND_LARGE, SMALL_AND_LARGE):
         for op, has_groups in itertools.product(("int8_matmul", "int8_matmul_grad_input"), (False, True)):
             product = native.Int8Product(op, torch.bfloat16, has_groups, False, tokens, outputs, depth)
@@ -135,7 +135,7 @@ SMALL_AND_LARGE = (64, 128, 256, 768, 1024, 2048, 4096, 14336)
 
 
 def test_a_matmul_of_each_block_is_counted() -> None:
-    """Of 16384 x 8192 weights four blocks are dequantised, as of four layers of a quarter."""
+    """A weight of 16384 x 8192 is dequantised in four blocks, at the cost of four layers with a quarter of it."""
     for op, count, sizes in (
         ("int8_matmul", 4, (2048, 16384, 8192)),
         ("int8_matmul_grad_input", 4, (512, 16384, 8192)),
@@ -157,7 +157,7 @@ def test_the_bias_gradient_costs_a_kernel_beside_cublas() -> None:
 
 @only_emulated
 def test_the_fastest_way_is_taken_and_told() -> None:
-    """Scales of groups cost our kernels more than cuBLAS, which multiplies many tokens faster."""
+    """Scales of groups slow down our kernels but not cuBLAS, which multiplies many tokens faster."""
     weight = fastattn.quantize_int8(torch.randn(1024, 1024), granularity=64)
     few, many = torch.randn(8, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
     with device.emulated(90, num_sms=132), fastattn.use_backend("cuda"):
@@ -189,7 +189,7 @@ def test_gradients_take_it_too() -> None:
 
 @only_emulated
 def test_a_mapped_call_is_explained_by_all_its_tokens() -> None:
-    """torch.vmap hides the samples, whose tokens one kernel multiplies."""
+    """torch.vmap hides the samples, but one kernel multiplies all of their tokens."""
     weight = fastattn.quantize_int8(torch.randn(2048, 2048), granularity=64)
     x = torch.randn(512, 8, 2048).bfloat16()
     with device.emulated(90, num_sms=132), fastattn.use_backend("cuda"):
@@ -205,7 +205,7 @@ def test_a_mapped_call_is_explained_by_all_its_tokens() -> None:
 
 @only_emulated
 def test_a_mapped_gradient_is_recorded_as_what_runs() -> None:
-    """The bias's gradient is not the kernel's then: each sample has one."""
+    """Each sample then has its own bias gradient, which the kernel does not compute."""
     weight, bias = fastattn.quantize_int8(torch.randn(64, 64)), torch.randn(64).half()
     x = torch.randn(40, 3, 64).half()
 
@@ -223,7 +223,7 @@ def test_a_mapped_gradient_is_recorded_as_what_runs() -> None:
 
 @only_emulated
 def test_a_product_with_the_weight_itself_is_explained_as_the_gradient() -> None:
-    """``grad @ weight``, as DTensor spells the backward pass of a linear layer."""
+    """DTensor writes a linear layer's backward pass as ``grad @ weight``."""
     weight = fastattn.nn.Int8Linear(256, 128, dtype=torch.float16).weight
     grad_out = torch.randn(20, 128).half()
     with device.emulated(90, num_sms=4), fastattn.use_backend("cuda"), fastattn.record() as calls:
@@ -253,7 +253,7 @@ def test_a_forced_way_is_told_of_calls_seen_before() -> None:
 
 @each_dtype
 def test_what_pads_misaligned_rows_is_not_multiplied(dtype: torch.dtype) -> None:
-    """37 columns are copied into rows with room behind them for our kernels; what stands there may be NaN."""
+    """For our kernels, 37 columns are copied into longer rows, whose padding may hold NaN."""
     padded = torch.full((37, 40), torch.nan, dtype=dtype)
     padded[:, :37] = torch.eye(37)
     if not bool((padded[:, :37] @ torch.eye(37, dtype=dtype)).isfinite().all()):
@@ -261,7 +261,7 @@ def test_what_pads_misaligned_rows_is_not_multiplied(dtype: torch.dtype) -> None
     weight, scale = quantised(37, 37, "channel")
     eye = torch.eye(37, dtype=dtype, device=DEVICE)
     for _ in range(3):
-        torch.full((64, 64), torch.nan, dtype=dtype, device=DEVICE)  # memory that the copy may get
+        torch.full((64, 64), torch.nan, dtype=dtype, device=DEVICE)  # frees NaN memory that the copy may get
         with dequantising():
             out = int8_matmul(eye, weight, scale, None, None, "none")
             grad, _ = gradients(eye, weight, scale, False)

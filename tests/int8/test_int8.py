@@ -1,4 +1,4 @@
-"""int8 weights and int8_linear on the PyTorch path: results, gradients, autocast, tracing and bad input."""
+"""Tests int8 weights and int8_linear on the PyTorch path: results, gradients, autocast, tracing and bad input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _on_the_torch_path() -> Iterator[None]:
 
 
 def inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[2, 3, K]``, bias ``[N]``, residual ``[2, 3, N]``."""
+    """Returns x ``[2, 3, K]``, bias ``[N]``, residual ``[2, 3, N]``."""
     x, bias, residual = (normal(s, *shape, dtype=dtype) for s, shape in ((1, (2, 3, K)), (2, (N,)), (3, (2, 3, N))))
     return x.requires_grad_(grad), bias.requires_grad_(grad), residual.requires_grad_(grad)
 
@@ -72,7 +72,7 @@ def test_a_transposed_weight_is_quantised_as_its_copy() -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("rows, columns", [(5, 39), (6, 40), (7, 1), (0, 7), (7, 0), (4, 16)])
 def test_rows_start_at_multiples_of_16_bytes(rows: int, columns: int, granularity: str, tmp_path: Any) -> None:
-    """Whatever becomes of the weight. Behind the rows there are zeros."""
+    """This survives copying, saving and moving the weight. Zeros follow each row."""
     dense = normal(4, rows, columns, dtype=torch.float32)
     weight = quantize_int8(dense, granularity)
     torch.save(weight, tmp_path / "weight.pt")
@@ -128,7 +128,7 @@ def test_leading_dims(shape: tuple[int, ...]) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_inputs(layout: torch.layout) -> None:
-    # In fp64: matmuls of other sizes round sums in another order.
+    # In float64, as matmuls of other sizes round sums in another order.
     parts, weight, bias = [normal(s, s, K) for s in (2, 5)], weight_of(), inputs(torch.float64)[1]
     nested = torch.nested.nested_tensor(parts, layout=layout)
     y = int8_linear(nested, weight, bias, activation="gelu", residual=int8_linear(nested, weight))
@@ -163,7 +163,7 @@ def test_gradients_are_those_of_the_float_layer(input_precision: str) -> None:
 
 @pytest.mark.parametrize("input_precision", ["16bit", "int8"])
 def test_gradients_of_swiglu_are_those_of_the_float_layers(input_precision: str) -> None:
-    """Gate rows first, as ``gate_up_proj`` has them."""
+    """The gate's rows come first, as in ``gate_up_proj``."""
     weight = weight_of(32)
     x, bias, residual = (t.detach().requires_grad_() for t in (*inputs(torch.float64)[:2], normal(6, 2, 3, N // 2)))
     grad = normal(5, 2, 3, N // 2)
@@ -274,7 +274,7 @@ def linear(**changes: Any) -> dict[str, Any]:
     return {"x": torch.zeros(3, K), "weight": weight_of(), **changes}
 
 
-# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+# name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "no tensor": (quantize_int8, q(weight=[[1.0]]), TypeError, ("weight", "torch.Tensor", "list")),
     "integer": (quantize_int8, q(weight=torch.zeros(N, K).int()), InputError, ("weight", "float32", "int32")),
@@ -358,7 +358,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
 @pytest.mark.parametrize("case", TABLE)
 def test_bad_input_is_refused(case: str) -> None:
     function, arguments, kind, words = TABLE[case]
-    for _ in range(2):  # a plan must not be kept for a call that was refused
+    for _ in range(2):  # a refused call must not be remembered as checked
         with pytest.raises(kind) as caught:
             function(**arguments)
         assert type(caught.value) is kind

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded int8 layers, saved by four ranks, load on other numbers of ranks and in other shards."""
+"""Tests that checkpoints of sharded int8 layers, saved by four ranks, load on fewer ranks and in other shards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 import ranks
 from test_int8_distributed import model_of
 
-# hidden and outer features, granularity: four ranks share the rows of the first three evenly
+# hidden features, outer features, granularity; four ranks divide the rows of the first three evenly
 SIZES: tuple[tuple[int, int, str | int], ...] = ((64, 128, "tensor"), (128, 64, 32), (48, 40, "channel"))
 UNEVEN: tuple[int, int, str | int] = (45, 39, "channel")
 FOLDER = "FASTATTN_TEST_CHECKPOINTS"
 
 
 def cases(*others: tuple[int, int, str | int]) -> Iterator[tuple[nn.Sequential, nn.Sequential, str]]:
-    """A model that was saved, one with other weights, and where the first is."""
+    """Yields a model that was saved, one with other weights, and the folder of the checkpoint."""
     for seed, sizes in enumerate((*SIZES, *others)):
         yield model_of(*sizes, seed), model_of(*sizes, seed + 100), str(Path(os.environ[FOLDER]) / str(seed))
 
@@ -68,7 +68,7 @@ def load_rows(rank: int, mesh: DeviceMesh) -> None:
 
 
 def load_for_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
-    """Rows of the first layer, columns of the second."""
+    """The first layer is sharded by rows, the second by columns."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     for saved, model, folder in cases():

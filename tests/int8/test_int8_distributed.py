@@ -1,4 +1,4 @@
-"""int8 layers under DDP, FSDP2 and tensor parallel, on two and four processes: as the layers of one process."""
+"""Tests that int8 layers under DDP, FSDP2 and tensor parallel, on two and four processes, equal one process's."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ import ranks
 from fastattn import InputError, distributed
 from fastattn.nn import Int8Linear, Int8Tensor, quantize_model
 
-# torch 2.11 redistributes no shard with a stride, as fused rows have it; torch 2.12 does.
+# torch 2.11 cannot redistribute strided shards, which fused rows have; torch 2.12 can.
 NO_STRIDED_SHARDS = torch.__version__.startswith("2.11.")
-# hidden and outer features, granularity: aligned and not, and rows that two ranks do not share evenly
+# hidden features, outer features, granularity: aligned, not aligned, and rows that two ranks divide unevenly
 SIZES: tuple[tuple[int, int, str | int], ...] = ((64, 64, "tensor"), (64, 64, 32), (45, 40, "channel"))
 EVEN_SIZES = (SIZES[0], (128, 64, 32), (48, 40, "channel"))
 
@@ -40,7 +40,7 @@ def model_of(hidden: int, outer: int, granularity: str | int, seed: int = 0) -> 
 
 def assert_alike(model: nn.Module, expected: nn.Module, outer: int) -> None:
     x = torch.randn(2, 3, outer, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    for _ in range(2):  # FSDP2 gathers into the same memory from the second time on
+    for _ in range(2):  # from the second time on, FSDP2 gathers into the same memory
         actual, wanted = model(x), expected(x)
         torch.testing.assert_close(actual, wanted)
         grad_out = torch.ones_like(wanted)
@@ -51,7 +51,7 @@ def assert_alike(model: nn.Module, expected: nn.Module, outer: int) -> None:
 
 
 def check_ddp(rank: int, mesh: DeviceMesh) -> None:
-    """Ranks that differ take what rank 0 has, to the bit, once; later forward passes send nothing."""
+    """Ranks with other weights take rank 0's once, bit for bit; later forward passes send nothing."""
     for hidden, outer, granularity in SIZES:
         model, expected = (model_of(hidden, outer, granularity, seed) for seed in (rank, 0))
         parallel = nn.parallel.DistributedDataParallel(model)
@@ -81,7 +81,7 @@ def check_fsdp(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_fsdp_policies(rank: int, mesh: DeviceMesh) -> None:
-    """Mixed precision changes what is computed and neither int8 data nor scales; offloaded weights are gathered."""
+    """Mixed precision changes the computation but neither int8 data nor scales; offloaded weights are gathered."""
     bfloat16, offload = MixedPrecisionPolicy(torch.bfloat16), CPUOffloadPolicy(pin_memory=False)
     policies: tuple[dict[str, Any], ...] = ({"mp_policy": bfloat16}, {"offload_policy": offload})
     for hidden, outer, granularity in SIZES:
@@ -103,7 +103,7 @@ def check_fsdp_policies(rank: int, mesh: DeviceMesh) -> None:
                     each.zero_grad()
                     y.sum().backward()
             for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-                assert actual.dtype == torch.float32  # what is stored stays as it was
+                assert actual.dtype == torch.float32  # stored parameters keep their dtype
                 if actual.requires_grad:
                     assert torch.equal(actual.grad.full_tensor(), wanted.grad.float())
                 else:
@@ -128,7 +128,7 @@ def check_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU over ``[B, S, 64]``; ``heads`` and ``kv_heads`` are those of this rank."""
+    """Attention and SwiGLU over ``[B, S, 64]``, with this rank's ``heads`` and ``kv_heads``."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 def check_sequence_parallel(rank: int, mesh: DeviceMesh) -> None:
-    """Norms over a part of the sequence each, attention over half the heads, SwiGLU over half the features."""
+    """Norms run over half the sequence, attention over half the heads, SwiGLU over half the features."""
     for granularity in ("tensor", "channel", 32):
         blocks = []
         for heads, kv_heads in ((2, 1), (4, 2)):
@@ -181,7 +181,7 @@ def check_sequence_parallel(rank: int, mesh: DeviceMesh) -> None:
 
 
 class FusedFeedForward(nn.Module):
-    """SwiGLU over one weight of gates and ups: in the layer's kernel, or after it."""
+    """SwiGLU over one weight of gates and ups, computed in the layer's kernel or after it."""
 
     def __init__(self, hidden: int, outer: int, granularity: str | int | None, in_kernel: bool) -> None:
         super().__init__()
@@ -202,14 +202,14 @@ class FusedFeedForward(nn.Module):
 def parallel_feed_forward(mesh: DeviceMesh, colwise: ColwiseParallel, *arguments: Any) -> FusedFeedForward:
     model = FusedFeedForward(*arguments)
     parallelize_module(model, mesh, {"gate_up": colwise, "down": RowwiseParallel()})
-    if model.in_kernel:  # no hook of the layer makes a DTensor of what it gets
+    if model.in_kernel:  # no hook of the layer turns the input into a DTensor
         whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
         parallelize_module(model, mesh, whole)
     return model
 
 
 def check_fused_gate_up(rank: int, mesh: DeviceMesh) -> None:
-    """Each rank has its part of the gates and of the ups."""
+    """Each rank has half of the gates and half of the ups."""
     if NO_STRIDED_SHARDS:
         return
     half = distributed.ColwiseParallel(fused=2)
@@ -257,7 +257,7 @@ def check_fused_gate_up(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_sharded_arguments(rank: int, mesh: DeviceMesh) -> None:
-    """What else ``int8_linear`` takes, over rows that torch's class shards, evenly or not; only fused ones are even."""
+    """Torch's class or ours shards rows, evenly or not (fused ones evenly). Other arguments are sharded, too."""
     torch.manual_seed(6)
     x = torch.randn(3, 40)
     whole_x = distribute_tensor(x, mesh).requires_grad_()
@@ -278,7 +278,7 @@ def check_sharded_arguments(rank: int, mesh: DeviceMesh) -> None:
 
 @pytest.mark.slow
 def test_ranks_compute_what_one_does() -> None:
-    """One pair of processes for all checks: starting them takes longer than what they do."""
+    """One pair of processes runs all checks, as starting processes takes longer than the checks."""
     checks = (check_ddp, check_fsdp, check_fsdp_policies, check_tensor_parallel, check_fused_gate_up)
     checks += (check_sharded_arguments, check_sequence_parallel)
     ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)

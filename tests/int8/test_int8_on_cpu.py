@@ -1,4 +1,4 @@
-"""The int8 product on a CPU, block by block: results, gradients, and what it takes."""
+"""Tests the int8 product on a CPU, block by block: results, gradients, and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_forward_mode() -> None:
 
 
 class LargestFloat(TorchDispatchMode):
-    """The largest floating tensor that an operator makes."""
+    """A mode that records the size of the largest floating tensor that an operator makes."""
 
     elements = 0
 
@@ -93,9 +93,10 @@ class LargestFloat(TorchDispatchMode):
 
 
 def test_the_weight_is_never_floating_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for the product nor for autograd, nor for the gradient."""
+    """No product, saved tensor or gradient holds the whole weight as floating numbers."""
     weight, saved = weight_of(32), []
-    monkeypatch.setattr(int8_on_cpu, "can_multiply", lambda *_: True)  # which it does not where somebody watches
+    # Under a dispatch mode it usually does not multiply.
+    monkeypatch.setattr(int8_on_cpu, "can_multiply", lambda *_: True)
     x = normal(2, 3, COLUMNS, dtype=torch.float32, grad=True)
     with (
         LargestFloat() as largest,

@@ -1,4 +1,4 @@
-"""The int8 weight as a tensor: what keeps its values, what computes with it, and what is refused."""
+"""Tests the int8 weight as a tensor: operations that keep its values, operations that use them, and refusals."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_copies_between_int8_and_floating_tensors_convert() -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 32])
 def test_linear_layers_run_int8_linear(granularity: str | int) -> None:
-    """Also as the two matmuls that DTensor makes of one, and of its gradient."""
+    """This includes the two matmuls into which DTensor splits a layer, and those of its gradient."""
     weight, bias = weight_of(granularity), normal(2, N, dtype=torch.float32)
     x = normal(1, 5, K, dtype=torch.float32).requires_grad_()
     expected = int8_linear(x, weight.int8_weight, bias)

@@ -1,5 +1,5 @@
-"""Tests the schedule of the int8 matmul, csrc/scheduler/stream_k.h, compiled for the host: which steps of which tile
-a CTA takes, and how long a model of a GPU takes for it over all numbers of tokens."""
+"""Tests the schedule of the int8 matmul (csrc/scheduler/stream_k.h), compiled for the host: which steps of which tiles
+a CTA takes, and how long a model of a GPU takes for them, for all numbers of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INT_MAX = 2**31 - 1
 
 
 class Gpu(NamedTuple):
-    """``multiply_adds`` of mma.sync and bytes are those of an SM in a clock: csrc/host/sm_rates.h."""
+    """A GPU. ``multiply_adds`` of mma.sync and bytes are per SM and clock: csrc/host/sm_rates.h."""
 
     arch: int
     num_sms: int
@@ -100,7 +100,7 @@ class Library:
         return Tile(*found)
 
     def schedule(self, sizes: Sizes, tile: Tile, resident_ctas: int, arch: int = 80) -> Schedule:
-        """On a GPU with the rates of an A100, as in `work_tiles`, or another."""
+        """Returns the schedule on a GPU with the rates of ``arch``; `work_tiles` has those of an A100."""
         facts = (ctypes.c_int64 * 7)()
         self.loaded.matmul_schedule_facts(_ints(sizes), _ints(tile), _ints((arch, resident_ctas)), facts)
         return Schedule(*facts)
@@ -126,14 +126,14 @@ class Library:
     def cluster_work_tiles(
         self, sizes: Sizes, tile_tokens: int, resident_clusters: int
     ) -> tuple[Schedule, list[WorkTile]]:
-        """On Hopper; the schedule's "CTAs" are clusters."""
+        """Returns Hopper's schedule and work tiles, in which "CTAs" are clusters."""
         rows, facts = np.zeros((200_000, 9), dtype=np.int64), (ctypes.c_int64 * 7)()
         pointer = ctypes.c_void_p(rows.ctypes.data)
         found = self.loaded.cluster_work_tiles(_ints(sizes), tile_tokens, resident_clusters, facts, pointer)
         return Schedule(*facts), [WorkTile(*row) for row in rows[:found].tolist()]
 
     def fastest_on_hopper(self, sizes: Sizes, num_sms: int) -> HopperChoice:
-        """Among the tiles of both architectures."""
+        """Returns the fastest tile on Hopper among those of both architectures."""
         tile, uses_wgmma = (ctypes.c_int32 * 3)(), ctypes.c_int32()
         clocks = self.loaded.fastest_on_hopper(_ints(sizes), num_sms, tile, ctypes.byref(uses_wgmma))
         return HopperChoice(Tile(*tile), bool(uses_wgmma.value), clocks)
@@ -165,7 +165,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 SMALL = Tile(16, 128, 128)
 LARGE = Tile(128, 128, 64)
-# One tile, fewer tiles than resident CTAs, as many, a few more, just less than two waves, many; sums of any length.
+# The numbers of tiles are one, fewer than resident CTAs, equal, a few more, just less than two waves, and many.
 COUNTS = [1, 2, 7, 8, 9, 15, 16, 17, 25, 100]
 STEPS = [1, 2, 5, 8, 31, 64, 1000]
 
@@ -208,11 +208,11 @@ def test_ranges_are_equal_and_whole_tiles_fill_the_gpu(library: Library, residen
             assert max(splits) - min(splits) <= 1 and min(splits) * tile.depth >= 256
             assert schedule.num_splits <= resident_ctas and schedule.num_slots <= 2 * resident_ctas
             assert (tiles - schedule.split_tiles) % resident_ctas == 0
-            assert max(splits) <= 2 * steps  # the rest of a wave, and one more
+            assert max(splits) <= 2 * steps  # the last wave's remainder, and one more tile
 
 
 def test_large_matmuls_share_little(library: Library) -> None:
-    """At most two waves of tiles, of two partials each where splits are longer than tiles."""
+    """At most two waves of tiles are split, into two partials each where splits are longer than tiles."""
     for tokens in range(1024, 8193, 128):
         sizes = Sizes(tokens, 8192, 8192)
         schedule = library.schedule(sizes, LARGE, 264)
@@ -246,7 +246,7 @@ def test_hostile_sizes(library: Library, sizes: Sizes) -> None:
         assert schedule.num_ctas == m_tiles * n_tiles - schedule.split_tiles + schedule.num_splits
         for first, end in ((0, min(schedule.num_ctas, 2000)), (schedule.num_ctas - 1, schedule.num_ctas)):
             if end > INT_MAX:
-                continue  # no grid is that large: the launch is refused
+                continue  # no grid is so large: the launch is refused
             for work_tile in library.work_tiles(sizes, tile, resident_ctas, first, end):
                 assert 0 <= work_tile.m_tile < m_tiles and 0 <= work_tile.n_tile < n_tiles
                 assert 0 <= work_tile.begin_step <= work_tile.end_step <= schedule.steps
@@ -254,7 +254,7 @@ def test_hostile_sizes(library: Library, sizes: Sizes) -> None:
 
 
 def test_tiles_of_a_wave_share_weights(library: Library) -> None:
-    """All tokens pass over eight blocks of weights before the next ones are loaded."""
+    """All tokens pass over eight tiles of weights before the next eight are loaded."""
     sizes = Sizes(10 * 128, 20 * 128, 640)
     schedule = library.schedule(sizes, LARGE, 1)
     work_tiles = library.work_tiles(sizes, LARGE, 1, 0, schedule.num_ctas)
@@ -267,14 +267,14 @@ def test_tiles_of_a_wave_share_weights(library: Library) -> None:
 @pytest.mark.parametrize("resident_clusters", [1, 3, 8, 66])
 @pytest.mark.parametrize("tokens", [64, 256])
 def test_clusters_take_every_step_of_every_tile_once(library: Library, tokens: int, resident_clusters: int) -> None:
-    """Whatever their number; partials of tiles first, which others wait for."""
+    """This holds for any number of clusters. Partials come first, as other clusters wait for them."""
     tile = Tile(tokens, 256, 64)
     for m_tiles, n_tiles, steps in itertools.product((1, 3, 12), COUNTS, STEPS):
         sizes = Sizes(m_tiles * tile.tokens - 3, n_tiles * tile.outputs - 8, steps * tile.depth - 16)
         schedule, work_tiles = library.cluster_work_tiles(sizes, tokens, resident_clusters)
         assert (schedule.m_tiles, schedule.n_tiles, schedule.steps) == (m_tiles, n_tiles, steps)
         assert schedule.num_ctas <= resident_clusters
-        assert {work_tile.cta for work_tile in work_tiles} == set(range(schedule.num_ctas))  # no cluster without work
+        assert {work_tile.cta for work_tile in work_tiles} == set(range(schedule.num_ctas))  # every cluster has work
         taken: dict[int, list[WorkTile]] = defaultdict(list)
         by_cluster: dict[int, list[WorkTile]] = defaultdict(list)
         for work_tile in work_tiles:
@@ -293,24 +293,24 @@ def test_clusters_take_every_step_of_every_tile_once(library: Library, tokens: i
         assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
         for own in by_cluster.values():
             tiles = [work_tile.tile for work_tile in own]
-            assert tiles == sorted(tiles)  # the split tiles are the first ones
+            assert tiles == sorted(tiles)  # split tiles come first
 
 
-# --- A model of its time ----------------------------------------------------------------------------------------------
+# --- A model of the time ----------------------------------------------------------------------------------------------
 
 # N, K of linear layers.
 LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)]
 TOKENS = range(1, 8193)
-# A prediction, to test the partition and not speed: 512 clocks of HMMA on an A100 for 128 tokens and 32 k.
-# Dequantisation counts as a clock for 64 weights; a work tile as 3000 clocks beside its steps; partials of a sum as
-# three trips to L2, and each as its bytes. choose_stream_k.h chooses by the same figures and a formula; here the
-# schedule is played through, slot by slot.
+# This prediction tests the schedule, not speed. An A100 takes 512 clocks of HMMA for 128 tokens and 32 columns.
+# Dequantising takes a clock for 64 weights; a work tile takes 3000 clocks on top of its steps; partials of a sum take
+# three trips to L2, and each its bytes. choose_stream_k.h uses the same figures in a formula; here the schedule is
+# simulated.
 DEQUANTISED, PIECE, SHARED, TRIP, BYTES_OF_A_TOKEN = 64, 3000, 600, 300, 12
 
 
 def clocks_of_parts(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, float]:
-    """Clocks of a CTA that has its SM for itself, of two that share it, and of a CTA's bytes, if it had the GPU's
-    memory and L2 for itself."""
+    """Returns a step's clocks for a CTA alone on its SM, for one of two CTAs on an SM, and for its bytes at all of the
+    GPU's bandwidth."""
     weights = tile.outputs * tile.depth
     computed = weights * tile.tokens / gpu.multiply_adds + weights / DEQUANTISED
     loaded = weights + 2 * min(tokens, tile.tokens) * tile.depth
@@ -320,7 +320,7 @@ def clocks_of_parts(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, fl
 
 
 def clocks_of_step(tile: Tile, gpu: Gpu, tokens: int, ctas: int) -> float:
-    """While so many run."""
+    """Returns the clocks of a step while ``ctas`` CTAs run."""
     alone, together, from_memory = clocks_of_parts(tile, gpu, tokens)
     return max(together if ctas > gpu.num_sms else alone, from_memory * ctas)
 
@@ -335,15 +335,15 @@ def predicted_clocks(library: Library, sizes: Sizes, gpu: Gpu, is_forward: bool)
 @pytest.mark.parametrize("gpu", [A100, RTX4090], ids=["A100", "RTX4090"])
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) -> None:
-    """More tokens do not take less time, but for 3.5 %, which one schedule loses and another does not.
+    """More tokens take no less time, but for 3.5 % between schedules that lose differently.
 
-    Throughput falls where tiles need 16 tokens more, or a row of tiles comes, whose weights are dequantised again: most
-    from 128 to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens. An RTX
-    4090's tensor cores bind so few tokens that a tile of 64 costs a third more than one of 48.
+    Throughput falls where tiles need 16 more tokens, or a new row of tiles dequantises its weights again: most from 128
+    to 129 tokens, or with the short sums of a small layer; by a few percent among many tokens. On an RTX 4090 tensor
+    cores bind at such few tokens that a tile of 64 takes a third more time than one of 48.
     """
     outputs, depth = (n, k) if is_forward else (k, n)
     few, some, many = 0.21 if gpu == A100 else 0.25, 0.10, 0.07
-    # The number of tiles decides, and all have a multiple of 16 tokens.
+    # Only the number of tiles counts, and all tiles have a multiple of 16 tokens.
     of_tiles = {m: predicted_clocks(library, Sizes(m, outputs, depth), gpu, is_forward) for m in TOKENS[15::16]}
     clocks = [of_tiles[-(-m // 16) * 16] for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
@@ -355,8 +355,8 @@ def test_no_cliff(library: Library, n: int, k: int, gpu: Gpu, is_forward: bool) 
 @pytest.mark.parametrize("gpu", [A100, RTX4090], ids=["A100", "RTX4090"])
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_large_matmuls_keep_the_multiprocessors_busy(library: Library, n: int, k: int, gpu: Gpu) -> None:
-    """From 1024 tokens on, however many: within 5 % of what the steps of all tiles need, were they spread evenly, and
-    the start and end of each wave."""
+    """From 1024 tokens on, the time is within 5 % of what all steps would take if spread evenly, plus each wave's
+    overhead."""
     for m in range(1024, 8193, 16):
         sizes = Sizes(m, n, k)
         tile = library.fastest_tile(sizes, gpu)
@@ -375,7 +375,7 @@ def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
 
 
 def test_the_splits_of_few_tokens_are_the_best_number(library: Library) -> None:
-    """Compares all numbers of equal splits, whose partials are added up 16 at a time."""
+    """Compares all numbers of equal splits, whose partials are combined 16 at a time."""
     for gpu, (outputs, depth) in itertools.product(
         (A100, H200), ((1024, 8192), (512, 8192), (1024, 4096), (2048, 8192))
     ):
@@ -387,15 +387,15 @@ def test_the_splits_of_few_tokens_are_the_best_number(library: Library) -> None:
             collecting = SHARED + -(-partials // 16) * TRIP + BYTES_OF_A_TOKEN * (partials - 1)
             return step * steps / partials + PIECE + (partials > 1) * collecting
 
-        longest = schedule.steps // 2  # partials of 256 of K, of which all but the first trips to memory are hidden
+        longest = schedule.steps // 2  # partials of 256 of K hide all trips to memory but the first
         best = min(range(1, min(longest, gpu.resident_ctas // tiles) + 1), key=clocks)
         assert (schedule.split_tiles, schedule.num_splits) == (tiles, best * tiles)
     h200 = library.schedule(Sizes(1, 1024, 8192), SMALL, H200.resident_ctas, H200.arch)
-    assert 8 <= h200.num_splits // h200.split_tiles <= 16  # more would load no faster, and be added in another trip
+    assert 8 <= h200.num_splits // h200.split_tiles <= 16  # more would load no faster, and take another trip
 
 
 def test_larger_tiles_than_hold_all_tokens_need_no_look(library: Library) -> None:
-    """The smallest that holds them is predicted to be the fastest, but for a twentieth."""
+    """The smallest tile that holds all tokens is predicted to be the fastest, within 5 %."""
     block_ms = sorted({block_m for block_m, _ in rows_of("int8_matmul/instances/gemm_sm80.cu")})
     found = (ctypes.c_double * len(block_ms))()
     layers = itertools.product((64, 128, 256, 1024, 4096), (256, 512, 1024, 4096, 8192))
@@ -408,7 +408,7 @@ def test_larger_tiles_than_hold_all_tokens_need_no_look(library: Library) -> Non
 
 
 def test_the_gpu_decides_where_a_larger_tile_pays(library: Library) -> None:
-    """mma.sync of an H200 is faster than an A100's, but dequantising a weight takes as many clocks: tokens share it."""
+    """An H200's mma.sync is faster than an A100's, but its dequantising is not: more tokens should share a weight."""
     sizes = [Sizes(m, 4096, 4096) for m in range(16, 2049, 16)]
     gpus = A100._replace(num_sms=132), H200
     a100, h200 = ([library.fastest_tile(each, gpu).tokens for each in sizes] for gpu in gpus)
@@ -416,7 +416,7 @@ def test_the_gpu_decides_where_a_larger_tile_pays(library: Library) -> None:
 
 
 def test_dequantised_blocks_fit_into_the_workspace(library: Library) -> None:
-    """Rows are padded to 16 elements: those of K where rows are dequantised, those of a block where columns are."""
+    """Rows are padded to 16 elements: rows of K where rows are dequantised, rows of a block where columns are."""
     most, seed = 2**25, 3
     generator = np.random.default_rng(seed)
     random = [tuple(int(2**power) for power in generator.uniform(0, 29, 2)) for _ in range(500)]
@@ -425,7 +425,7 @@ def test_dequantised_blocks_fit_into_the_workspace(library: Library) -> None:
         assert block == count or (block < count and block % 256 == 0)
         assert block * _padded(elements) <= most and _padded(block) * elements <= most
         if block < count:
-            assert (block + 256) * _padded(elements) > most - _padded(256) * elements  # it is not needlessly small
+            assert (block + 256) * _padded(elements) > most - _padded(256) * elements  # not smaller than needed
 
 
 def _padded(elements: int) -> int:
@@ -436,7 +436,7 @@ def _padded(elements: int) -> int:
 
 
 def test_few_tokens_stay_with_the_kernels_for_sm_80(library: Library) -> None:
-    """They are bound by memory. Many go to wgmma, and to its largest tiles where there are most."""
+    """Few tokens are bound by memory. Many run on wgmma, and the most on its largest tiles."""
     for n, k in LAYERS:
         for m in (1, 8, 16):
             few = library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms)
@@ -448,10 +448,10 @@ def test_few_tokens_stay_with_the_kernels_for_sm_80(library: Library) -> None:
 
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
-    """By the planner's own prediction: more tokens never take less time.
+    """In the library's own prediction, more tokens never take less time.
 
-    Throughput falls where another row of tiles comes and clusters begin to share: most where tiles have just filled the
-    GPU once (1024 tokens of 4096 outputs are 64 tiles for 66 clusters); by a tenth at most among many tokens.
+    Throughput falls where a new row of tiles makes clusters split tiles: most where tiles have just filled the GPU once
+    (1024 tokens of 4096 outputs are 64 tiles for 66 clusters); by a tenth at most among many tokens.
     """
     clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
@@ -462,7 +462,7 @@ def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n, k", LAYERS)
 def test_clusters_are_kept_busy(library: Library, n: int, k: int) -> None:
-    """From 1024 tokens on, no cluster has more than a twentieth and four steps more than the mean."""
+    """From 1024 tokens on, no cluster has more than 5 % and four steps more than the mean."""
     for m in range(1024, 8193, 256):
         sizes = Sizes(m, n, k)
         best = library.fastest_on_hopper(sizes, H200.num_sms)

@@ -1,4 +1,4 @@
-"""Int8Linear and quantize_model: a drop-in for nn.Linear, and what becomes of a model's layers."""
+"""Tests Int8Linear and quantize_model: a drop-in for nn.Linear, and what quantisation does to a model's layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _on_the_torch_path() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """Two layers, an activation, a residual."""
+    """A module of two layers, an activation and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_state_dict_round_trips(granularity: str | int, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("features", [39, 40, 1])
 def test_rows_stay_aligned_and_state_dicts_contiguous(features: int, tmp_path: Any) -> None:
-    """Rows of 16 bytes and multiples, which kernels read as they lie, through all that becomes of a layer."""
+    """Rows start at multiples of 16 bytes, which kernels read in place, after all operations on a layer."""
     layer = Int8Linear.from_linear(nn.Linear(features, 5))
     x, state = rows(3, features), bits(layer)
 
@@ -169,7 +169,7 @@ def test_autocast_is_that_of_linear() -> None:
         assert layer(rows(3, 64)).dtype == linear(rows(3, 64)).dtype == torch.bfloat16
         torch.testing.assert_close(layer(rows(3, 64)), linear(rows(3, 64)), atol=0.05, rtol=0.05)
     with pytest.raises(RuntimeError):
-        layer(rows(3, 64).half())  # as nn.Linear, without autocast
+        layer(rows(3, 64).half())  # fails like nn.Linear without autocast
 
 
 def test_gradients_reach_inputs_and_biases_through_checkpoints() -> None:
@@ -203,13 +203,13 @@ def test_it_compiles_and_exports() -> None:
     torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(model(x).sum(), x))
     exported = torch.export.export(model, (x.detach(),))
     torch.testing.assert_close(exported.module()(x.detach()), model(x.detach()))
-    for changed in (model.to("cpu"), model._apply(torch.clone), model.double()):  # while the graph watches the weights
+    for changed in (model.to("cpu"), model._apply(torch.clone), model.double()):  # the graph has guards on the weights
         y = x.detach().to(next(changed.up.parameters()).dtype)
         torch.testing.assert_close(compiled(y), changed(y))
 
 
 def test_a_linear_layer_that_loads_an_int8_weight_computes_with_it() -> None:
-    """Never with its int8 values as if they were the weight's."""
+    """It never takes the int8 values for the weight's values."""
     layer = Int8Linear.from_linear(nn.Linear(64, 48))
     x = rows(3, 64)
     for strict in (False, True):
@@ -309,7 +309,7 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
     assert is_shared(model)
     assert is_shared(model.half())
     assert is_shared(model.float())
-    assert is_shared(model._apply(torch.clone))  # new memory for everything, as on the way to another device
+    assert is_shared(model._apply(torch.clone))  # new memory for all tensors, like a move to another device
     assert is_shared(copy.deepcopy(model))
     assert model[0].bias is not model[1].bias
     state = bits(model)
@@ -323,7 +323,7 @@ def test_layers_of_one_weight_share_one_int8_weight(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("columns", [32, 20])
 def test_a_shared_weight_is_shared_in_state_dicts(columns: int, tmp_path: Any) -> None:
-    """Where its rows have room behind them, too: one copy goes out for all layers, and one comes back."""
+    """All layers save one copy and load one copy, also where rows have padding."""
     weight = fastattn.quantize_int8(torch.randn(24, columns, generator=torch.Generator().manual_seed(1)))
 
     def layers() -> nn.ModuleList:
@@ -347,7 +347,7 @@ def test_a_shared_weight_is_shared_in_state_dicts(columns: int, tmp_path: Any) -
 
 
 class TiedModel(nn.Module):
-    """A language model's usual tie."""
+    """A language model whose head shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def test_a_group_that_does_not_fit_leaves_the_model_alone() -> None:
     assert len(quantize_model(model, 64, filter=lambda name, _: name == "fits").layers) == 1
 
 
-# what is wrong: function, arguments, error type, words of the message (argument, expected, came)
+# name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "model type": (quantize_model, {"model": "bert"}, TypeError, ("model", "nn.Module", "str")),
     "model is the layer": (quantize_model, {"model": nn.Linear(4, 4)}, InputError, ("model", "Linear", "from_linear")),

@@ -1,6 +1,5 @@
-"""Tokens to int8 inside the launch that multiplies them: every bit as the reference has it, and the queue of tokens
-over launches that follow each other in one memory. On the emulator alone: a GPU runs it within the int8 matmul.
-"""
+"""Tests the quantisation of tokens inside the matmul's launch, on the emulator: every bit equals the reference's, and
+the queue of tokens works over launches that follow each other in one memory. A GPU runs it within the int8 matmul."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ each_dtype = pytest.mark.parametrize("dtype", NAMES, ids=["f16", "bf16"])
 @functools.cache
 def compiled_module() -> Module:
     folder = Path(__file__).resolve().parent
-    flags = ["-ptx", "-arch=compute_80", "-O3", "--expt-relaxed-constexpr"]  # of setup.py
+    flags = ["-ptx", "-arch=compute_80", "-O3", "--expt-relaxed-constexpr"]  # the flags of setup.py
     return Module(compiled(folder / "quantize_tokens.cu", "ptx", flags, [folder.parents[1] / "csrc"]).read_text())
 
 
 class Queue:
-    """The memory of launches over ``rows`` tokens; ``counters`` hold what another launch may have left there."""
+    """The memory of launches over ``rows`` tokens. ``counters`` hold random old numbers."""
 
     def __init__(self, rows: int, columns: int, copies: int = 3) -> None:
         self.tiles = -(-rows // BLOCK_M)
@@ -50,7 +49,7 @@ class Queue:
         return (module or compiled_module()).launch(NAMES[x.dtype], grid, (THREADS,), args, **checks)
 
     def check(self, x: Tensor, seed: int = 0, num_sms: int = 2) -> None:
-        """Every bit, what all CTAs have seen of it, and that the counters are left as zeros."""
+        """Checks every bit, that all CTAs have seen it, and that the counters are left at zero."""
         self.run(x, seed, num_sms)
         q, scale = reference.quantize_rows(x)
         finite = x.isfinite().all(-1)
@@ -77,24 +76,24 @@ def test_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("rows", [511, 512, 531])
 def test_many_tokens_are_a_warps(rows: int, dtype: torch.dtype) -> None:
-    """From 512 on each warp quantises its own, also where the last few are fewer than the warps."""
+    """From 512 tokens on, each warp quantises tokens of its own, even where the last few are fewer than the warps."""
     check(normal(rows, 272, seed=rows, dtype=dtype), seed=rows)
 
 
 @each_dtype
 def test_sizes_of_numbers(dtype: torch.dtype) -> None:
-    """From rows of the smallest subnormal numbers to rows of the largest; also within one row."""
+    """Rows range from the smallest subnormal numbers to the largest; numbers within a row differ, too."""
     tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     exponents = torch.linspace(torch.tensor(tiny).log2().item() - 5, torch.tensor(largest).log2().item() - 2, 48)
     rows = torch.rand(48, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
     x = rows * 2.0 ** exponents.double()[:, None]
-    x[:, ::7] *= 0.005  # around half a unit
+    x[:, ::7] *= 0.005  # about half a unit
     check(x.to(dtype))
 
 
 @each_dtype
 def test_ties_go_to_even(dtype: torch.dtype) -> None:
-    """A scale that is a power of two, so that halves are halves."""
+    """The scale is a power of two, so halves are exact ties."""
     halves = torch.arange(-254, 255, dtype=torch.float64) / 2  # exact in both dtypes up to 127
     x = torch.zeros(6, 512, dtype=torch.float64)
     x[:, : len(halves)] = halves * 2.0 ** torch.tensor([-9, -3, 0, 1, 5, 8])[:, None]
@@ -114,7 +113,7 @@ def test_zeros_and_what_is_not_finite(dtype: torch.dtype) -> None:
 
 
 def test_all_pairs_of_a_number_and_a_largest_one() -> None:
-    """The division, on every fp16 number up to a row's largest; largest ones of every mantissa."""
+    """This tests the division for every fp16 number up to a row's largest, and largest numbers of all mantissas."""
     numbers = torch.arange(0x3C00, dtype=torch.int16).view(torch.float16)  # 0 to 1
     largest = torch.arange(0x3C00, 0x4000, 37, dtype=torch.int16).view(torch.float16)  # 1 to 2
     x = numbers.repeat(len(largest), 1)
@@ -125,7 +124,7 @@ def test_all_pairs_of_a_number_and_a_largest_one() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_launches_that_follow_each_other_with_one_token(seed: int) -> None:
-    """As replays of a CUDA graph do: nothing of the earlier ones is taken for a result, whichever CTAs come first."""
+    """Replays of a CUDA graph do so. Nothing from earlier launches counts as a result, in any order of CTAs."""
     queue = Queue(37, 144)
     for launch in range(3):
         queue.check(normal(37, 144, seed=launch, dtype=torch.float16), seed=10 * seed + launch, num_sms=1 + seed)

@@ -1,4 +1,4 @@
-"""The int8 matmul's Triton kernels against the float64 reference, on the emulator where there is no GPU."""
+"""Tests the int8 matmul's Triton kernels against the reference in float64; without a GPU, on the emulator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_forward_and_gradient(granularity: str | int, m: int) -> None:
 
 
 def test_another_number_of_tokens_is_no_other_kernel() -> None:
-    """Of tokens that get the same tile: 1, 16 and others are alike."""
+    """Numbers of tokens with one tile share a kernel: 1 and 16 are not specialised."""
     weight, scale = quantised(64, 256, "channel")
     counts = []
     for m in (1, 7, 16):
@@ -65,7 +65,7 @@ def test_groups_with_odd_outputs(group: int) -> None:
     check_grad_input(normal(5, 67, seed=3), weight, scale)
 
 
-# Each two of what an epilogue has meet, and the same for its lack.
+# Every pair of an epilogue's options meets, each present or absent.
 EPILOGUES = [
     *((activation, both, both) for activation in ACTIVATION_NAMES for both in (False, True)),
     (ACTIVATION_NAMES[1], True, False),
@@ -76,7 +76,7 @@ EPILOGUES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("activation, with_bias, with_residual", EPILOGUES)
 def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> None:
-    """Sums from -10 to 10: every activation's tails. Small m with a deep k takes the merge kernel's epilogue."""
+    """Sums reach from -10 to 10, into every activation's tails. For small m and deep k, the merge kernel applies it."""
     for m, n, k in ((4, 40, 640), (66, 40, 64)):
         weight, scale = quantised(n, k, "channel", std=0.1)
         x = normal(m, k, seed=1, std=(1000 / k) ** 0.5)
@@ -88,7 +88,7 @@ def test_epilogues(activation: str, with_bias: bool, with_residual: bool) -> Non
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("m, outputs", [(1, 7), (65, 33), (130, 65)])
 def test_swiglu(m: int, outputs: int, granularity: str | int) -> None:
-    """Gates and ups meet, also where their number is odd."""
+    """A tile pairs gates with ups, also if their number is odd."""
     weight, scale = quantised(2 * outputs, 256, granularity, seed=m)
     check_forward(normal(m, 256, seed=1), weight, scale, *epilogue("swiglu", m, 2 * outputs))
 
@@ -114,7 +114,7 @@ def test_bfloat16(granularity: str | int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
 def test_leading_dims_and_views(granularity: str | int) -> None:
-    """Batch dims, rows that are parts of longer rows, transposed inputs: same bits as from a contiguous copy."""
+    """Batch dims, rows of longer rows and transposed inputs give the bits of a contiguous copy."""
     weight, scale = quantised(48, 128, granularity)
     wide = normal(2, 5, 200, seed=1)
     transposed = normal(128, 6, seed=2).t()
@@ -147,7 +147,7 @@ def test_empty(m: int, n: int, k: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["channel", 32])
 def test_a_channel_of_zeros(granularity: str | int) -> None:
-    """Its scale is 1, which is large beside the others: they must not lose precision by it."""
+    """Its scale is 1, which is large among the others: these must not lose precision."""
     dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
     dense[3] = 0.0
     weight, scale = reference.quantize_int8(dense, granularity)
@@ -159,7 +159,7 @@ def test_a_channel_of_zeros(granularity: str | int) -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
-    """Weights around 1e-4 are below fp16's normal range; the gradient must be as good as for larger ones."""
+    """Weights around 1e-4 are below fp16's normal range. The gradient must be as good as for larger weights."""
     weight, scale = quantised(256, 128, granularity, std=1e-4)
     grad_out = normal(4, 256, seed=1, std=100.0)
     check_grad_input(grad_out, weight, scale)
@@ -169,7 +169,7 @@ def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | in
 
 
 def test_extreme_weights_are_exact() -> None:
-    """-127 and 127 times powers of two, with a scale of a power of two: every step is exact, so the result is."""
+    """Weights are -127, 127, 1 and -1, inputs and the scale powers of two: every step is exact, so the result is."""
     weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
     scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
     x = torch.full((2, 32), 0.5, dtype=torch.float16, device=DEVICE)
@@ -185,7 +185,7 @@ def test_extreme_weights_are_exact() -> None:
 @pytest.mark.parametrize("split_k", [1, 2, 5])
 @pytest.mark.parametrize("granularity", ["channel", 64])
 def test_split_k(monkeypatch: pytest.MonkeyPatch, split_k: int, granularity: str | int) -> None:
-    """Any number of splits meets the oracle, and repeats its bits."""
+    """Any number of splits meets the oracle and repeats its bits."""
     tile = tiles.Int8MatmulTile(16, 32, 64, num_warps=4, num_stages=2, split_k=split_k)
     monkeypatch.setattr(kernels, "int8_matmul_tile", lambda *sizes: tile)
     weight, scale = quantised(50, 320, granularity)
@@ -204,7 +204,7 @@ SIZES = [1, 2, 16, 17, 33, 64, 65, 128, 1000, 8192]
 def test_tiles(arch: int, shared_kb: int, group: int) -> None:
     for m, n, k in itertools.product(SIZES, SIZES, [64, 128, 4096]):
         tile = tiles.int8_matmul_tile(arch, m, n, k, group, shared_kb * 1024, 132)
-        assert group == 0 or group % tile.block_k == 0  # a step lies in one group
+        assert group == 0 or group % tile.block_k == 0  # a step is within one group
         assert 1 <= tile.split_k <= -(-k // tile.block_k)
         assert tile.block_m >= min(m, 128)
         assert tile.num_stages >= 2 or (arch >= 90 and not tiles._pipelines_are_sound())

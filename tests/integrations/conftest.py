@@ -1,4 +1,4 @@
-"""What several test modules have in common: checkpoints, and torch's flash attention operators in our hands."""
+"""Holds fixtures of several test modules: checkpoints, and our overrides of torch's flash attention operators."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-# fastattn is imported in the fixtures: before the tests are collected, ../conftest.py chooses its library.
+# The fixtures import fastattn, not this module: ../conftest.py chooses its library first.
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in float32."""
+    """Returns the path of a checkpoint in float32."""
     from tiny_models import make_model
 
     path = tmp_path_factory.mktemp("llama")
@@ -22,7 +22,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def int8_llama(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in int8."""
+    """Returns the path of the same checkpoint, quantised to int8."""
     from fastattn.integrations.transformers import Int8Config
     from int8_checkpoints import load
 
@@ -33,7 +33,7 @@ def int8_llama(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flash_overrides() -> Iterator[None]:
-    """Our implementations of torch's flash attention operators, under the dispatch key of the tests' device."""
+    """Registers our implementations of torch's flash attention operators under the tests' dispatch key."""
     import fastattn
     from cuda_kernels import checked
     from fastattn.integrations.torch_flash.switch import Overrides

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing with the names of fastattn's operators (docs/integrations.md)."""
+"""Tests selective activation checkpointing with the names of fastattn's operators (docs/integrations.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 def documented() -> dict[str, Any]:
-    """What the page's snippet defines."""
+    """Returns the names that the page's snippet defines."""
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (snippet,) = [snippet for snippet in snippets if "CheckpointPolicy" in snippet]
     names: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def documented() -> dict[str, Any]:
 
 
 class Launches(TorchDispatchMode):
-    """What really runs: below the policy, which answers from what it has saved."""
+    """A mode below the policy, which answers from saved results: it records the operators that really run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Launches(TorchDispatchMode):
 
 
 def forcing(backend: str, *contexts: AbstractContextManager[Any]) -> tuple[AbstractContextManager[None], ...]:
-    """Returns contexts that force a backend, too, also where autograd has a thread of its own."""
+    """Returns contexts that also force a backend, even where autograd has a thread of its own."""
 
     @contextlib.contextmanager
     def with_backend(context: AbstractContextManager[Any]) -> Iterator[None]:

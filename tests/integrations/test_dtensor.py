@@ -1,4 +1,4 @@
-"""DTensor on two processes: fastattn's functions, its operators under their sharding rules, torch's context
+"""Tests DTensor on two processes: fastattn's functions, its operators with their sharding rules, and torch's context
 parallel."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_function(
     near: dict[str, float],
     distribute_options: bool,
 ) -> None:
-    """The results and gradients of one process, for options that are plain tensors or DTensor."""
+    """Compares results and gradients with one process's, for options that are plain tensors or DTensors."""
     plain = [tensor.clone().requires_grad_() for tensor in tensors]
     plain_options = {k: v.clone().requires_grad_() if k in ("bias", "sinks") else v for k, v in options.items()}
     spread = [distribute_tensor(tensor, mesh, placements).requires_grad_() for tensor in tensors]
@@ -96,7 +96,7 @@ def check_attention(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_uneven_heads(rank: int, mesh: DeviceMesh) -> None:
-    """One KV head is not split, and neither are its query heads."""
+    """One KV head cannot be split, so its query heads are not split either."""
     with fastattn.use_backend("torch"):
         query, key, value = query_key_value(kv_heads=1)
         spread = [distribute_tensor(query, mesh, [Shard(1)])]
@@ -104,7 +104,7 @@ def check_uneven_heads(rank: int, mesh: DeviceMesh) -> None:
         out = fastattn.attention(*spread)
         assert out.placements == (Replicate(),)
         torch.testing.assert_close(out.full_tensor(), fastattn.attention(query, key, value))
-        # Replicated keys beside a query that is split: each rank takes its part.
+        # Replicated keys with a split query: each rank takes its own heads.
         keys = query_key_value()[1:]
         out = fastattn.attention(spread[0], *(distribute_tensor(tensor, mesh, [Replicate()]) for tensor in keys))
         assert out.placements == (Shard(1),)
@@ -112,7 +112,7 @@ def check_uneven_heads(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_largest_scores(rank: int, mesh: DeviceMesh) -> None:
-    """Each rank has those of its heads, or of its batch entries: the largest of these are the whole's."""
+    """Each rank has the scores of its heads, or of its batch entries, whose maximum is the whole's."""
     tensors = query_key_value()
     with fastattn.use_backend("torch"):
         out, wanted = fastattn.attention(*tensors, return_max_logit=True)
@@ -126,7 +126,7 @@ def check_largest_scores(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_sizes_of_the_whole(rank: int, mesh: DeviceMesh) -> None:
-    """What does not fit together is refused, also where the parts of each rank would."""
+    """Sizes that do not match are refused, even if each rank's shards match."""
     query, key, value = query_key_value()
 
     def spread(*tensors: Tensor, by: int) -> list[Tensor]:
@@ -147,7 +147,7 @@ def check_sizes_of_the_whole(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_tensors_on_their_way(rank: int, mesh: DeviceMesh) -> None:
-    """What is gathered asynchronously is waited for, and goes to the kernels."""
+    """Tensors that are gathered asynchronously are waited for, and go to the kernels."""
     half = query_key_value(dtype=torch.float16)
     spread = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in half]
     for is_grad_enabled in (True, False):
@@ -173,7 +173,7 @@ def check_varlen(rank: int, mesh: DeviceMesh) -> None:
         for placement in (Shard(1), Replicate()):
             options = {"causal": True, "sinks": random(HEADS, seed=5), "alibi_slopes": random(2, HEADS, seed=6)}
             check_function(varlen, mesh, [placement], tensors, options, [placement], {}, False)
-        # Rows are no batch: they are gathered.
+        # Rows are not a batch: they are gathered.
         check_function(varlen, mesh, [Shard(0)], tensors, {}, [Replicate()], {}, False)
 
 
@@ -181,7 +181,7 @@ NEAR = {"rtol": 1e-2, "atol": 1e-2}
 
 
 def check_drop_in(rank: int, mesh: DeviceMesh) -> None:
-    """Kernels, where torch's function would run; what is split otherwise goes to torch."""
+    """Kernels run where torch's function would; other shardings go to torch."""
     half = query_key_value(dtype=torch.float16)
     masks = (None, random(6, 7) > 0, random(BATCH, HEADS, 6, 7) > 0, random(BATCH, 1, 1, 7) > -1)
     for mask in masks:
@@ -199,7 +199,7 @@ def check_drop_in(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_operators(rank: int, mesh: DeviceMesh) -> None:
-    """``torch.ops.fastattn.attention_forward`` and its backward on DTensor."""
+    """``torch.ops.fastattn.attention_forward`` and its backward take DTensors."""
     dtensor.register_sharding()
     dtensor.register_sharding()
     forward = torch.ops.fastattn.attention_forward.default
@@ -258,7 +258,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         for ours, theirs in zip(came, wanted, strict=True):
             assert ours.placements == (placement,)
             torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
-    # KV heads that two ranks cannot share: the rule offers no split of heads.
+    # Two ranks cannot divide three KV heads: the rule offers no split of heads.
     spread_three = [distribute_tensor(random(1, h, 4, DIM, dtype=torch.float16), mesh, [Shard(1)]) for h in (12, 3, 3)]
     out, _, _ = forward(*attention_forward.arguments(AttentionCall(*spread_three, scale=0.25)))
     plain = [tensor.full_tensor() for tensor in spread_three]
@@ -268,7 +268,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
 
 
 def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:
-    """torch's ring over ``_scaled_dot_product_flash_attention``, of which our kernels compute the blocks."""
+    """Our kernels compute the blocks of torch's ring over ``_scaled_dot_product_flash_attention``."""
     from torch.distributed.tensor.experimental import _attention as context_parallel
 
     aten = torch.ops.aten
@@ -300,7 +300,7 @@ def check_context_parallel(rank: int, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu" or not HAS_KERNELS, reason="two processes of the emulator, with kernels")
 def test_ranks_compute_what_one_does() -> None:
-    """One pair of processes for all checks: starting them takes longer than what they do."""
+    """One pair of processes runs all checks, as starting processes takes longer than the checks."""
     checks = [
         check_attention,
         check_uneven_heads,

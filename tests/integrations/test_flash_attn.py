@@ -1,4 +1,4 @@
-"""flash-attn's public functions, in float64 against the formulas that they compute."""
+"""Compares flash-attn's public functions with the formulas that they compute, in float64."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestDense:
         torch.testing.assert_close((out, lse), flash_attention(q, k, k, causal=True, alibi_slopes=slopes))
 
     def test_a_window_that_hides_nothing_is_none(self) -> None:
-        """flash-attn drops it, and with it the form of ALiBi changes."""
+        """flash-attn drops such a window, which changes the form of ALiBi."""
         q, slopes = random(1, 5, HEADS, DIM), torch.full((HEADS,), 0.5)
         options = {"causal": True, "alibi_slopes": slopes, "return_attn_probs": True}
         narrow = flash_attn.flash_attn_func(q, q, q, window_size=(4, -1), **options)[1]
@@ -187,7 +187,7 @@ class TestVarlen:
         packed = (offsets(LENGTHS_Q), offsets(LENGTHS_K), 5, 6)
         came = flash_attn.flash_attn_varlen_func(q, pages_k, pages_v, *packed, causal=True, **{keyword: table})
         torch.testing.assert_close(came, packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, causal=True)[0])
-        with torch.no_grad():  # vLLM's way: offsets that mean nothing beside seqused_k
+        with torch.no_grad():  # as vLLM does: with seqused_k, offsets mean nothing
             came = flash_attn.flash_attn_varlen_func(
                 q,
                 pages_k,
@@ -201,14 +201,14 @@ class TestVarlen:
                 seqused_k=torch.tensor(LENGTHS_K, dtype=torch.int32),
             )
         torch.testing.assert_close(came, packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, causal=True)[0])
-        for entry in (-1, 8):  # of which there is no page
+        for entry in (-1, 8):  # no such page exists
             table[0, 1] = entry
             with pytest.raises(RuntimeError, match=f"^block_table: expected pages from 0 to 7, got {entry} as page 1"):
                 flash_attn.flash_attn_varlen_func(q, pages_k, pages_v, *packed, causal=True, **{keyword: table})
 
 
 def exponentials(scores: Tensor) -> Tensor:
-    """Returns what flash-attn leaves in S_dmask: 1 for the largest score of a row, 0 where a query does not look."""
+    """Returns what flash-attn leaves in S_dmask: 1 for the largest score of a row, 0 for masked keys."""
     return (scores - scores.amax(-1, keepdim=True)).exp()
 
 
@@ -234,7 +234,7 @@ class TestDropout:
         assert not s_dmask[:, :, :3].any() and bool((s_dmask[:, :, 3:5].abs().amax(-1) == 1).all())
 
     def test_the_softmax_from_s_dmask_block_by_block(self) -> None:
-        """As readers of S_dmask do it, who ask how many keys a block has. No worse than its own precision."""
+        """Readers of S_dmask compute it so, with the number of keys in a block. It is as exact as its own dtype."""
         q = (3 * random(1, 9, HEADS, DIM)).detach().bfloat16()
         s_dmask = flash_attn.flash_attn_func(q, q, q, 0.4, return_attn_probs=True)[2]
         assert s_dmask.dtype == torch.bfloat16

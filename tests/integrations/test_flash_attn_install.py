@@ -1,4 +1,4 @@
-"""``install_as_flash_attn``: code that imports flash_attn gets fastattn's, until it is uninstalled."""
+"""Tests ``install_as_flash_attn``: code that imports flash_attn gets fastattn's functions, until it is uninstalled."""
 
 from __future__ import annotations
 

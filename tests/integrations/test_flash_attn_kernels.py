@@ -1,4 +1,4 @@
-"""flash-attn's functions through the CUDA C++ kernels: what they give in float64 PyTorch, and no detour."""
+"""Tests flash-attn's functions on the CUDA C++ kernels: they match PyTorch in float64, and take no detour."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cuda_kernels_alone() -> Iterator[None]:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Values that float16 holds, so that both sides get the same."""
+    """Draws values that float16 represents exactly, so that both sides get the same."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
 
 
@@ -68,7 +68,7 @@ def test_private_pair(options: dict[str, Any]) -> None:
 
 
 def test_half_a_ring() -> None:
-    """A block's gradients from the output and the lse of all keys."""
+    """A block's gradients follow from the output and lse over all keys."""
     q, dout = random(1, 8, HEADS, DIM), random(1, 8, HEADS, DIM, seed=3)
     k, v = random(1, 16, KV_HEADS, DIM, seed=1), random(1, 16, KV_HEADS, DIM, seed=2)
     inputs = exact(q, k, v)
@@ -116,7 +116,7 @@ def test_varlen_pair() -> None:
 
 
 def test_s_dmask_says_what_the_kernel_dropped() -> None:
-    """Also where rows of a sequence are not used."""
+    """This holds also where rows of a sequence are not used."""
     lengths_q, lengths_k, used_q = [3, 9, 5], [6, 4, 12], [3, 0, 1]
     q, k, v = random(17, HEADS, DIM), random(22, KV_HEADS, DIM, seed=1), random(22, KV_HEADS, DIM, seed=2)
     packed = (offsets(lengths_q).to(DEVICE), offsets(lengths_k).to(DEVICE), 9, 12)

@@ -1,4 +1,4 @@
-"""``flash_attn_with_kvcache``, in float64 against the formulas that it computes."""
+"""Compares ``flash_attn_with_kvcache`` with the formulas that it computes, in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def cache(seed: int, batch: int = BATCH) -> Tensor:
-    """With NaN where no token is."""
+    """Returns a cache with NaN where there is no token."""
     filled = random(batch, CAPACITY, KV_HEADS, DIM, seed=seed)
     if batch == BATCH:
         filled[torch.arange(CAPACITY) >= LENGTHS[:, None]] = math.nan
@@ -32,7 +32,7 @@ def cache(seed: int, batch: int = BATCH) -> Tensor:
 
 
 def wanted_of(q: Tensor, k: list[Tensor], v: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence."""
+    """Returns output and lse, computed sequence by sequence."""
     parts = [
         flash_attention(query[None], key[None], value[None], **options)
         for query, key, value in zip(q, k, v, strict=True)
@@ -78,7 +78,7 @@ def test_appends_and_attends(options: dict[str, Any], num_new: int) -> None:
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (3, -1)}], ids=["none", "causal", "window"])
 @pytest.mark.parametrize(("num_queries", "num_new"), [(1, 1), (2, 2), (3, 1), (1, 2)])
 def test_rotary(num_queries: int, num_new: int, mask: dict[str, Any], interleaved: bool) -> None:
-    """All queries as the token at ``cache_seqlens`` where nothing is masked, else each by its own place."""
+    """Without a mask, all queries rotate like the token at ``cache_seqlens``; else each has its own position."""
     q = random(BATCH, num_queries, HEADS, DIM)
     k_cache, v_cache = cache(1), cache(2)
     k, v = (random(BATCH, num_new, KV_HEADS, DIM, seed=seed) for seed in (3, 4))
@@ -124,7 +124,7 @@ def test_rows_of_the_cache_in_another_order() -> None:
     "options", [{}, {"causal": True, "window_size": (3, 0)}, {"alibi_slopes": SLOPES}], ids=["plain", "window", "ALiBi"]
 )
 def test_sequences_that_begin_later(rows: list[int] | None, options: dict[str, Any]) -> None:
-    """Rotary positions are places in the row all the same; windows and ALiBi count from where a sequence begins."""
+    """Rotary positions still count from the row's start; windows and ALiBi count from the sequence's start."""
     k_cache, v_cache = cache(1, batch=4), cache(2, batch=4)
     leftpad = torch.tensor([2, 0, 3], dtype=torch.int32)
     order = rows or [0, 1, 2]

@@ -1,4 +1,4 @@
-"""flash-attn's private forward and backward functions: alone, and as a ring uses them."""
+"""Tests flash-attn's private forward and backward functions, alone and as a ring uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 LENGTHS_Q, LENGTHS_K = [3, 1, 5], [6, 4, 2]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
-# The private functions have neither defaults nor None for most of their options.
+# Most options of the private functions have no default, and do not accept None.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -129,7 +129,7 @@ def test_gradients_that_are_not_wanted_may_be_none() -> None:
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Blocks of one softmax, as ring-flash-attention does it: lse of empty rows are +inf there, too."""
+    """Merges blocks of one softmax as ring-flash-attention does, where the lse of an empty row is +inf, too."""
     lses = torch.stack([lse.masked_fill(lse == math.inf, -math.inf) for _, lse in parts])
     whole = lses.logsumexp(0)
     shares = (lses - whole).exp().nan_to_num(0.0)
@@ -143,7 +143,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     ids=["plain", "softcap", "by default"],
 )
 def test_a_ring_of_two_halves(options: dict[str, Any]) -> None:
-    """The second half of the queries: it sees the first half of the keys whole, and its own causally."""
+    """These are the second half of the queries: they see the first half of the keys fully, and the second causally."""
     q, dout = (random(2, 4, HEADS, DIM, seed=seed) for seed in (0, 3))
     k, v = (random(2, 8, KV_HEADS, DIM, seed=seed) for seed in (1, 2))
     blocks = [(k[:, :4], v[:, :4], False), (k[:, 4:], v[:, 4:], True)]
@@ -177,7 +177,7 @@ def test_a_ring_of_two_halves(options: dict[str, Any]) -> None:
 
 
 def test_a_ring_of_packed_sequences() -> None:
-    """Every sequence has its keys in two halves. In the second there are none for the last sequence."""
+    """Every sequence has its keys in two halves. The last sequence has no keys in the second half."""
     q, dout = (random(sum(LENGTHS_Q), HEADS, DIM, seed=seed) for seed in (0, 3))
     halves = [[4, 1, 2], [2, 3, 0]]
     keys, values = (

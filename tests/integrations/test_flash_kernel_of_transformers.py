@@ -1,4 +1,4 @@
-"""The functions that a kernel repository exports, as transformers calls those of one whose name contains "flash"."""
+"""Tests the functions that a kernel repository exports, as transformers calls kernels with "flash" in their name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch):
-    """transformers finds the functions where it would find those of a repository."""
+    """Makes transformers find our functions where it would find those of a repository."""
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **kwargs: flash_attn)
-    # of a certain version, which is nowhere else asked for
+    # transformers would require certain versions of the package `kernels`.
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args, **kwargs: True)
     for name in ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"):
         monkeypatch.setattr(flash, name, None)
@@ -74,7 +74,7 @@ def test_padding_becomes_packed_sequences(sinks):
 
 @pytest.mark.parametrize("sinks", [None, random(HEADS)])
 def test_continuous_batching_appends_to_pages_and_attends(sinks):
-    """One new token of each of three sequences, [1, 3, H, D], over pages of 4 tokens."""
+    """Each of three sequences has one new token, [1, 3, H, D], over pages of 4 tokens."""
     lengths, page_size = [5, 1, 8], 4
     table = torch.tensor([[3, 0, 0], [5, 0, 0], [1, 4, 2]], dtype=torch.int32)
     table[0, 1] = 6
@@ -119,11 +119,11 @@ def test_a_model_takes_the_repository_by_its_name(llama):
 
 
 def test_continuous_batching_generates_what_generate_does(llama):
-    llama = llama.to("cuda" if torch.cuda.is_available() else "cpu")  # it generates where an accelerator is
+    llama = llama.to("cuda" if torch.cuda.is_available() else "cpu")  # generation runs on the accelerator
     words = llama.generate(TOKENS.to(llama.device), max_new_tokens=4, do_sample=False)[:, 9:]
     llama.set_attn_implementation(NAME)
     config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Without these numbers the cache would take most of the machine's memory.
+    # By default, the cache would take most of the machine's memory.
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     answers = llama.generate_batch(
         TOKENS.tolist(), generation_config=config, continuous_batching_config=small, warmup=False

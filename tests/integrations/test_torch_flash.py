@@ -1,7 +1,7 @@
-"""torch's own flash attention through the kernels, under the dispatch key of the device that the tests have.
+"""Tests torch's own flash attention on our kernels, under the dispatch key of the tests' device.
 
-Only a GPU shows what torch sends there: on a CPU ``F.scaled_dot_product_attention`` has operators of its own, so these
-tests call the flash operators, and what is above them in Python (``varlen_attn``).
+Only on a GPU does ``F.scaled_dot_product_attention`` call these operators. On a CPU it calls others, so the tests call
+the flash operators, and the Python function above them (``varlen_attn``).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_dropout_of_another_implementation_is_not_ours() -> None:
 
 
 def test_the_backward_pass_uses_what_forward_chose() -> None:
-    """In autograd's thread, which knows of no `use_backend`."""
+    """Backward runs in another thread, where no `use_backend` is in force."""
     query = random(1, HEADS, 4, DIM).requires_grad_()
     for backend in ("cuda", "triton"):
         with fastattn.use_backend(backend):
@@ -139,7 +139,7 @@ def test_the_backward_pass_uses_what_forward_chose() -> None:
 
 
 def test_half_a_ring() -> None:
-    """Context parallel: a block's gradients from the whole's output and lse, and the whole's ``max_q``, ``max_k``."""
+    """Context parallel does so: a block's gradients follow from output, lse, ``max_q`` and ``max_k`` of the whole."""
     query, grad_out = random(1, HEADS, 8, DIM), random(1, HEADS, 8, DIM, seed=3)
     key, value = random(1, KV_HEADS, 16, DIM, seed=1), random(1, KV_HEADS, 16, DIM, seed=2)
     inputs = exact(query, key, value)
@@ -293,7 +293,7 @@ def test_compiled(varlen_attn: Callable[..., Any]) -> None:
     with fastattn.record() as calls:
         out = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v, *packed_sizes())
         grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-    assert len(calls) == (2 if varlen_attn is varlen.varlen_attn else 0)  # ours is in the graph, operators and all
+    assert len(calls) == (2 if varlen_attn is varlen.varlen_attn else 0)  # the graph contains our operators themselves
     wanted = model(q, k, v, *packed_sizes())
     assert torch.equal(out, wanted)
     check_near(grads, [grad.cpu() for grad in torch.autograd.grad(wanted.float().sum(), (q, k, v))])

@@ -1,4 +1,4 @@
-"""The switch of ``torch_flash``: what no kernel takes, what is refused, and what is there after ``disable()``."""
+"""Tests the switch of ``torch_flash``: calls that no kernel takes, refusals, and the state after ``disable()``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def before() -> Iterator[list[str]]:
-    """Another implementation under ours, which notes what it gets and calls what is installed as torch's function."""
+    """Installs another implementation under ours. It records its calls, and runs torch's function as installed."""
     names: list[str] = []
     library = torch.library.Library("aten", "IMPL", DEVICE.upper())
 
@@ -68,7 +68,7 @@ def test_what_no_kernel_takes_goes_to_what_was_there(before: list[str], monkeypa
             out.sum().backward()
         assert before == ["forward", "backward, lse inf"] * 3
         monkeypatch.setattr(thread, "forced", None)
-        fastattn.install()  # both switches at once: the one below calls the one above
+        fastattn.install()  # with both switches on, the lower calls the upper
         try:
             with fastattn.record() as calls:
                 aten._scaled_dot_product_flash_attention(query, query, query)
@@ -177,7 +177,7 @@ def test_disable_restores_what_was_there() -> None:
         assert registry.current_flash_attention_impl() == "other"
 
         torch_flash.enable()
-        registry.activate_flash_attention_impl("other")  # somebody else's decision
+        registry.activate_flash_attention_impl("other")  # another package's decision
         torch_flash.disable()
         assert registry.current_flash_attention_impl() == "other" and _Other.active == 1
         assert torch._C._dispatch_dump(name) == dumped

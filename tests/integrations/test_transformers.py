@@ -1,4 +1,4 @@
-"""``attn_implementation="fastattn"`` on the PyTorch path: the results of the models' own eager code, and no masks."""
+"""Tests ``attn_implementation="fastattn"`` on the PyTorch path: results equal the models' eager code, without masks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tiny_models import DECODERS, ENCODER_DECODERS, FAMILIES, make_model, output
 
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
 
-# The mask of a window that the layers keep to themselves; a bias that has every position in it anyway; masks that some
-# layers, with attention of their own, add to their scores.
+# Families that need whole masks: with a window that layers do not pass on, a bias that has every position anyway, or
+# layers that add masks to scores themselves.
 NEEDS_WHOLE_MASKS = ("qwen2_moe", "t5", "pegasus_x", "bigbird_pegasus")
 NUM_CALLS = dict.fromkeys(ENCODER_DECODERS, 6) | {"pegasus_x": 4, "bigbird_pegasus": 4}
 
@@ -30,7 +30,7 @@ def registered() -> None:
 
 @pytest.fixture
 def biases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """Every mask or bias that reaches ``fastattn.attention`` beside more than one query."""
+    """Yields a list of all masks and biases that reach ``fastattn.attention`` with more than one query."""
     seen = []
 
     def spy(query: Tensor, *arguments: Any, bias: Tensor | None, **options: Any) -> Any:
@@ -103,7 +103,7 @@ class TestForwardAndBackward:
 
     def test_a_decoder_that_is_told_to_look_both_ways(self) -> None:
         for padding in ("none", "right"):
-            # transformers' own layers rely on the mask there: a padded batch is what they get right
+            # transformers' own layers rely on the mask there: they are right for a padded batch
             eager, ours = both("llama", is_causal=False)
             torch.testing.assert_close(output_of(ours, tokens(padding)), output_of(eager, tokens(padding)), **EXACT)
 
@@ -143,7 +143,7 @@ class TestMasksOfTheUser:
 
 
 class TestRangesOfKeys:
-    """Llama 4 attends in chunks, in every other layer."""
+    """Llama 4 attends in chunks in every other layer."""
 
     @pytest.fixture(autouse=True)
     def chunked(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ class TestPackedSequences:
     @pytest.mark.parametrize("longest", [4, None, torch.tensor(4)], ids=["int", "none", "tensor"])
     @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
     def test_offsets_separate_them(self, family: str, longest: Any) -> None:
-        """GPT-OSS takes offsets alone: its masks overlook positions that restart."""
+        """GPT-OSS needs offsets: its masks ignore positions that restart."""
         eager, ours = both(family)
         inputs = {"input_ids": tokens()["input_ids"][:1], "position_ids": self.position_ids()[:1], "use_cache": False}
         offsets = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
@@ -247,7 +247,7 @@ class TestCaches:
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
     def test_prompts_in_pieces(self, family: str, cache: str, padding: str) -> None:
-        """Over a cache that is not empty, several queries at a time; with gradients on, as a careless user has them."""
+        """Several queries at a time follow a cache that is not empty. Gradients are on, as some users leave them."""
         eager, ours = both(family)
         inputs = tokens(padding, length=12)
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))

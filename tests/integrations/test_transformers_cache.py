@@ -1,4 +1,4 @@
-"""``fastattn.integrations.transformers.Cache``: eager's tokens, and with 8 bits those of eager over rounded keys."""
+"""Tests ``transformers.Cache`` of the integration: eager's tokens; in 8 bits, eager's over rounded keys and values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rounded(states: Tensor, dtype: str) -> Tensor:
 
 
 class RoundedLayer(DynamicLayer):
-    """Keeps what int8 keeps, in the model's dtype. A prompt is attended to before it is rounded."""
+    """A layer that keeps rounded states in the model's dtype, and attends to a prompt before rounding it."""
 
     stored_as = "int8"
 
@@ -113,7 +113,7 @@ def logits_in_pieces(model: Any, ids: Tensor, mask: Tensor | None, cache: AnyCac
 @torch.no_grad()
 def test_prompts_in_pieces(family: str, padding: str, dtype: str | None) -> None:
     eager, ours = make_model(family, "eager"), make_model(family, "fastattn")
-    # Of the twelfth token, gpt_oss has a value on the tie of two int8 numbers, where float32's error decides.
+    # gpt_oss's twelfth token has a value halfway between two int8 numbers, where float32's error decides.
     inputs, ends = tokens(padding, length=11), (5, 6, 9, 11)
     mask = inputs.get("attention_mask")
     wanted = logits_in_pieces(eager, inputs["input_ids"], mask, reference_cache(dtype), ends)
@@ -245,6 +245,6 @@ class TestRefusals:
             model(**tokens(), attention_mask=torch.ones(2, 1, 9, 30, dtype=torch.bool), past_key_values=cache)
         model = make_model("llama", "fastattn", attention_dropout=0.1).train()
         cache.reset()
-        model(**tokens(), past_key_values=cache)  # a prompt is attended to as it is
+        model(**tokens(), past_key_values=cache)  # a prompt is attended to before rounding
         with pytest.raises(fastattn.InputError, match=r"^dropout: expected 0 over an 8-bit cache"):
             model(**tokens(), past_key_values=cache)

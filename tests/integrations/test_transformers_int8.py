@@ -1,4 +1,4 @@
-"""``Int8Config``: what ``from_pretrained`` makes of a checkpoint, and what ``save_pretrained`` keeps."""
+"""Tests ``Int8Config``: how ``from_pretrained`` quantises a checkpoint, and what ``save_pretrained`` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from int8_checkpoints import check_same, int8_names, load
 from tiny_models import FAMILIES, make_model, output_of, tokens
 
 UP = "model.layers.0.mlp.up_proj"
-HEADED = ("llama", "mistral", "qwen2_moe", "gpt_oss")  # with a head of their own, tied to nothing
+HEADED = ("llama", "mistral", "qwen2_moe", "gpt_oss")  # whose heads are not tied
 MIXTURES = ("qwen2_moe", "gpt_oss")
 
 
@@ -111,7 +111,7 @@ class TestLoadingAndSaving:
         check_same(model, load(tmp_path / "int8"))
 
     def test_rows_that_are_no_multiple_of_16(self, tmp_path: Path) -> None:
-        """The kernels want room behind such rows, which no file has."""
+        """Kernels need padding after such rows, which files do not contain."""
         make_model("llama", "eager", intermediate_size=37).save_pretrained(tmp_path / "float")
         model = load(tmp_path / "float", Int8Config())
         model.save_pretrained(tmp_path / "int8")
@@ -222,7 +222,7 @@ class TestDevices:
             assert isinstance(model.model.layers[0].mlp.up_proj.weight, Int8Tensor)
 
     def test_layers_spread_over_devices(self, llama: Path, int8_llama: Path) -> None:
-        """accelerate's hooks, as with several GPUs: here both are the CPU."""
+        """accelerate's hooks run as for several GPUs; here both devices are the CPU."""
         pytest.importorskip("accelerate")
         devices = {"model": torch.device("cpu"), "lm_head": torch.device("cpu", 0)}
         ids = tokens()["input_ids"]
@@ -270,7 +270,7 @@ class TestDequantize:
 
     def test_after_saving_and_in_another_dtype(self, int8_llama: Path, tmp_path: Path) -> None:
         model = load(int8_llama)
-        model.save_pretrained(tmp_path)  # after which the config has the dtype's name
+        model.save_pretrained(tmp_path)  # replaces the config's dtype by its name
         model.dequantize()
         assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
         model = load(int8_llama)

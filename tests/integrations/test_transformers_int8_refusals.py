@@ -1,4 +1,4 @@
-"""What ``Int8Config`` refuses: options, models, devices, and checkpoints that are not what they claim to be."""
+"""Tests what ``Int8Config`` refuses: options, models, devices, and checkpoints that are not what they claim to be."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestWhatIsRefused:
         make_model("qwen2_moe", "eager").save_pretrained(tmp_path)
         with pytest.warns(UserWarning, match="2 modules stay, model.layers.0.mlp.experts .*3-D") as given:
             model = load(tmp_path, Int8Config(), "qwen2_moe")
-        assert given[0].filename == load.__code__.co_filename  # the caller of from_pretrained
+        assert given[0].filename == load.__code__.co_filename  # the warning points to the caller of from_pretrained
         assert model.model.layers[0].mlp.experts.down_proj.is_floating_point()
         experts = "'model.layers.0.mlp.experts' cannot be int8: it is a Qwen2MoeExperts"
         with pytest.raises(InputError, match=re.escape(experts)):
@@ -150,7 +150,7 @@ class TestCheckpointsThatAreNotOurs:
         (stripped / "config.json").write_text(json.dumps(config))
         with pytest.raises(InputError, match="in I8: it is quantised already"):
             load(stripped, Int8Config())
-        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # transformers, by the shapes
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # transformers refuses the shapes
             load(stripped)
 
     def test_another_config(self, llama: Path, int8_llama: Path, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class TestCheckpointsThatAreNotOurs:
             load(later)
 
     def test_floating_weights_of_another_shape(self, llama: Path, tmp_path: Path) -> None:
-        """What transformers does with such: refuse, or begin anew where it is told so."""
+        """transformers refuses such weights, or draws new ones if told to."""
         path = edited(llama, tmp_path / "edited", replaced(f"{UP}.weight", lambda weight: weight[:-1]))
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             load(path, Int8Config())

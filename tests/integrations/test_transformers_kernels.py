@@ -1,4 +1,4 @@
-"""``attn_implementation="fastattn"`` through the CUDA C++ kernels: eager's results, and no detour through PyTorch."""
+"""Tests ``attn_implementation="fastattn"`` on the CUDA C++ kernels: eager's results, and no detour to PyTorch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def to_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
-# They shift all scores of a row alike: their gradient is 0, and what comes is rounding.
+# These biases shift all scores of a row equally: their exact gradient is 0, so only roundings remain.
 WITHOUT_GRADIENT = ("k_proj.bias", "key.bias")
 
 
 def outputs_and_gradients(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In float32: the output, and the gradient of every parameter that has one."""
+    """Returns the output and every parameter's gradient, in float32."""
     output = output_of(model, inputs)
     output.float().cos().sum().backward()
     gradients = {
@@ -65,7 +65,7 @@ def outputs_and_gradients(model: Any, inputs: dict[str, Tensor]) -> dict[str, Te
     ],
 )
 def test_logits_and_gradients_are_eagers(family: str, padding: str) -> None:
-    """As near to eager in float32 as eager in this dtype is, and twice as far at most."""
+    """The error against eager in float32 is at most twice that of eager in this dtype."""
     exact = make_model(family, "eager").to(DEVICE)
     for parameter in exact.parameters():
         parameter.data = parameter.data.to(DTYPE).float()
@@ -95,7 +95,7 @@ def test_packed_sequences_run_in_the_kernel_for_them() -> None:
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_a_step_over_a_static_cache_reads_what_is_there(padding: str) -> None:
-    """Without padding in the decoding kernel: the rest of the cache is NaN."""
+    """The rest of the cache is NaN, which the decoding kernel does not read. With padding, another kernel runs."""
     model = make_model("gemma2", "fastattn", DTYPE).to(DEVICE)
     inputs = to_device(tokens(padding))
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
@@ -125,7 +125,7 @@ def test_generate_gives_eagers_tokens() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_an_8_bit_cache_is_read_by_the_decoding_kernel(padding: str, dtype: str) -> None:
-    """After the prompt every layer decodes, padded or not. PyTorch is the reference, over the same cache."""
+    """After the prompt every layer decodes, with padding or without. The reference is PyTorch with the same cache."""
     inputs = to_device(tokens(padding, length=6))
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     results = []
@@ -140,7 +140,7 @@ def test_an_8_bit_cache_is_read_by_the_decoding_kernel(padding: str, dtype: str)
 
 @pytest.mark.parametrize(("input_precision", "width"), [("16bit", 37), ("int8", 48)])
 def test_int8_layers_come_as_int8_and_run_in_the_kernel(input_precision: str, width: int, tmp_path: Path) -> None:
-    """The results of the same model on the PyTorch path; also with rows that no vector load divides."""
+    """The results are those of the same model on the PyTorch path, even if rows are no multiple of a vector."""
     make_model("llama", "eager", DTYPE, intermediate_size=width).save_pretrained(tmp_path)
     config = integration.Int8Config(input_precision=input_precision)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")
@@ -157,7 +157,7 @@ def test_int8_layers_come_as_int8_and_run_in_the_kernel(input_precision: str, wi
 
 def test_adapters_over_int8_layers_get_the_gradients_of_dequantised_ones(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    torch.manual_seed(2)  # of the adapters, which are so large that float16 may round gradients by 2 %
+    torch.manual_seed(2)  # seeds the adapters, which are so large that float16 may round gradients by 2 %
     make_model("llama", "eager", DTYPE).save_pretrained(tmp_path)
     config = integration.Int8Config()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, attn_implementation="eager")

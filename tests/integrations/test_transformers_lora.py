@@ -1,4 +1,4 @@
-"""Adapters of ``peft`` over the int8 layers of a model that ``Int8Config`` quantised."""
+"""Tests adapters of ``peft`` over the int8 layers of a model that ``Int8Config`` quantised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The PEF
 
 
 def adapted(model: Any, **options: Any) -> Any:
-    """The same adapters for every model, which change what it says."""
+    """Adds the same random adapters to any model; they change its results."""
     torch.manual_seed(5)
     options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options}
     return peft.get_peft_model(model, peft.LoraConfig(**options))
@@ -84,7 +84,7 @@ def test_adapters_are_saved_and_loaded_by_themselves(int8_llama: Path, tmp_path:
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(load(int8_llama), tmp_path)
     assert torch.equal(logits_of(again), logits_of(model))
-    # And by transformers alone, which finds the base model by the path that the adapters name.
+    # transformers alone loads them too, and finds the base model by the path in their config.
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(int8_llama)
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(model))
 

@@ -1,4 +1,4 @@
-"""The mask function of the integration says what transformers' own bool mask says, in less."""
+"""Tests that the integration's mask function means what transformers' own bool mask means, in less memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 from transformers.masking_utils import sdpa_mask
-from transformers.models.mistral import modeling_mistral  # noqa: F401  # as where a model makes masks: its code is read
+from transformers.models.mistral import modeling_mistral  # noqa: F401 # its code makes masks, and is read
 
-import tiny_models  # noqa: F401  # before transformers asks the Hub
+import tiny_models  # noqa: F401 # before transformers asks the Hub
 from fastattn.integrations.transformers import masks
 from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, Ranges, read
 from fastattn.integrations.transformers.masks import make_mask
@@ -25,9 +25,9 @@ WINDOW = 3
 
 
 def as_whole_mask(mask: Tensor | None, q_length: int, kv_length: int, *, causal: bool, window: int | None) -> Tensor:
-    """What the attention function would make of ``mask``: bool ``[BATCH, 1, q_length, kv_length]``.
+    """Returns the bool mask ``[BATCH, 1, q_length, kv_length]`` that the attention function derives from ``mask``.
 
-    ``window``: as the layers of a causal model know it.
+    ``window`` is the window of a causal model's layers.
     """
     mark = None if mask is None else read(mask)
     assert mask is not None or q_length == 1
@@ -80,8 +80,8 @@ def sliding_both_ways() -> Callable[..., Any]:
     return masking_utils.sliding_window_bidirectional_mask_function(WINDOW)
 
 
-# (queries, keys, offset of the queries, offset of the keys): a prompt; a later piece; a step; a cache that slides; a
-# static cache, empty, filled in part by an int and by a tensor, and in steps; more positions than keys.
+# (queries, keys, offset of the queries, offset of the keys): a prompt; a later chunk; a step; a sliding cache; a static
+# cache that is empty, partly filled (by an int or a tensor), or read in steps; more positions than keys.
 PLACES: list[tuple[int, int, int | Tensor, int]] = [
     (6, 6, 0, 0),
     (3, 9, 6, 0),
@@ -130,7 +130,7 @@ def test_says_what_the_whole_mask_says(
     layers_window = WINDOW if pattern is sliding else None
     came = as_whole_mask(mask, q_length, kv_length, causal=is_causal, window=layers_window)
     is_token = torch.ones(BATCH, q_length, dtype=torch.bool)
-    if attention_mask is not None:  # rows of padding may say anything
+    if attention_mask is not None:  # rows of padding do not matter
         is_token = attention_mask[:, int(q_offset) : int(q_offset) + q_length]
     rows = is_token[:, None, :, None] & torch.ones_like(wanted)
     assert torch.equal(came & rows, wanted & rows)

@@ -1,4 +1,4 @@
-"""Models whose layers never call the attention function are refused when they are made or set to it, and no others."""
+"""Tests that a model whose layers never call the attention function is refused when it is made or set to it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def bloom(implementation: str | None) -> Any:
 
 
 def load_module(folder: Path, code: str) -> Any:
-    """Under a name of its own: the source of a module is read once."""
+    """Imports ``code`` as a module with a new name, as a module's source is read only once."""
     name = f"model_of_the_user_{folder.name}"
     path = folder / f"{name}.py"
     path.write_text(MODULE.format(code=code))
@@ -108,7 +108,7 @@ class TestRefused:
             bloom("ours")
 
     def test_at_the_first_forward_pass_where_the_config_was_written_to(self) -> None:
-        """The layers would take a mask that is left out for one that hides nothing."""
+        """Such layers would take a mask that is left out for no mask at all."""
         model = bloom("eager")
         model.config._attn_implementation = "fastattn"
         with pytest.raises(fastattn.InputError, match=r"expected one that bloom has, got 'fastattn'.*\"eager\""):
@@ -139,12 +139,12 @@ class TestRefused:
         eager = make("eager")
         wanted = output_of(eager, tokens())
         mixed = make({"": "fastattn", "encoder": "eager", "decoder": "fastattn"})
-        eager.set_attn_implementation("fastattn")  # transformers leaves the part out, with a warning
+        eager.set_attn_implementation("fastattn")  # transformers skips the part, with a warning
         for model in (mixed, eager):
             assert model.encoder.config._attn_implementation == "eager"
             with fastattn.record() as calls:
                 torch.testing.assert_close(output_of(model, tokens()), wanted, rtol=2e-4, atol=2e-5)
-            assert len(calls) == 2  # the decoder's own attention, and that to the encoder
+            assert len(calls) == 2  # the decoder's self-attention and cross-attention
 
 
 class TestServed:
@@ -154,7 +154,7 @@ class TestServed:
             bloom("sdpa")
         assert not isinstance(error.value, fastattn.InputError)
         model = bloom("eager")
-        model.set_attn_implementation("sdpa")  # a warning of transformers
+        model.set_attn_implementation("sdpa")  # transformers warns
         assert model.config._attn_implementation == "eager"
 
     def test_registering_again_wraps_nothing_twice(self) -> None:

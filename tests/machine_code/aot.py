@@ -1,8 +1,7 @@
-"""Ahead-of-time compilation of the Triton kernels, without a GPU, and what the machine code says.
+"""Compiles the Triton kernels ahead of time, without a GPU, and reports facts about their machine code.
 
-A module ``aot_<kernels>.py`` beside this one has a function ``builds() -> list[Build]``. ``aot.py aot_decode 80``
-compiles the builds of that module for GPUs 8.x (without the number all of them), and prints a JSON list of `Report`
-fields.
+Each module ``aot_<kernels>.py`` in this folder has a function ``builds() -> list[Build]``. ``aot.py aot_decode 80``
+compiles that module's builds for GPUs 8.x (without the number all of them), and prints a JSON list of `Report` fields.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Build:
     """One compilation of ``kernel`` (a ``triton.jit`` function) for compute capability ``arch`` (80, 90, 100).
 
-    ``types`` gives the type of every argument that is no constexpr, as Triton spells it, with ``:16`` where the
-    launcher guarantees divisibility by 16 (``"*fp16:16"``, ``"i32"``, ``"fp32"``), or ``"none"`` for an absent tensor.
-    Of a tuple it is a tuple of such; there ``"1"`` is that number, of which Triton makes a constant. ``constexprs`` are
-    what the launcher passes by name, launch options included. ``shared_limit`` is in bytes.
+    ``types`` maps every argument that is no constexpr to its type, as Triton spells it, with ``:16`` where the launcher
+    guarantees divisibility by 16 (``"*fp16:16"``, ``"i32"``, ``"fp32"``), or ``"none"`` for an absent tensor. A tuple
+    has a tuple of types, in which ``"1"`` is the number 1, a constant to Triton. ``constexprs`` are the arguments that
+    the launcher passes by name, launch options included. ``shared_limit`` is in bytes.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Report:
-    """What came out: see `KernelFacts`."""
+    """Facts about the compiled kernel: see `KernelFacts`."""
 
     name: str
     registers: int
@@ -48,13 +47,13 @@ class Report:
     shared_limit: int
     num_warps: int
     tensor_core: dict[str, int]
-    main_loops: list[int]  # instructions in each
+    main_loops: list[int]  # instructions in each loop
     local_in_loops: int
     local_outside: int
 
 
 def compile_build(build: Build) -> Any:
-    """Triton's compiled kernel: ``.asm["cubin"]``, ``.metadata``."""
+    """Returns Triton's compiled kernel, with ``.asm["cubin"]`` and ``.metadata``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,7 +100,7 @@ def inspect(build: Build, kernel: Any) -> Report:
 def main(module: str, arch: str = "") -> None:
     every: list[Build] = importlib.import_module(module).builds()
     builds = [build for build in every if not arch or build.arch // 10 == int(arch) // 10]
-    with ThreadPoolExecutor(2) as pool:  # ptxas is a process of its own, and the compiler lets go of the GIL
+    with ThreadPoolExecutor(2) as pool:  # ptxas is another process, and the compiler releases the GIL
         reports = list(pool.map(lambda build: inspect(build, compile_build(build)), builds))
     json.dump([asdict(report) for report in reports], sys.stdout)
 

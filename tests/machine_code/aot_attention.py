@@ -1,4 +1,4 @@
-"""What test_triton_compile.py compiles of the attention kernels: every tile, with few options and with many."""
+"""Lists what test_triton_compile.py compiles of the attention kernels: every tile, with few options and with many."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tile_of(
 
 
 def smallest_user(kernel: str, arch: int, head_dim: int, options: dict[str, Any], page_size: int = 0) -> int:
-    """The architecture with least shared memory that runs the code of ``arch`` with the same tile."""
+    """Returns the architecture with the least shared memory that runs ``arch``'s code with the same tile."""
     arguments = head_dim, head_dim, options, page_size
     return 86 if arch == 80 and tile_of(kernel, 86, *arguments) == tile_of(kernel, 80, *arguments) else arch
 
@@ -66,7 +66,7 @@ def smallest_user(kernel: str, arch: int, head_dim: int, options: dict[str, Any]
 def argument_types(
     kernel: Any, dtype: str, options: dict[str, Any], head_dim: int, page_size: int = 0
 ) -> dict[str, str]:
-    """As the launcher passes them for a dense call: aligned tensors, strides that are multiples of the head dim."""
+    """Returns the types of a dense call: aligned tensors, strides that are multiples of the head dim."""
     of_pages = "*i32:16" if page_size else "none"
     present = {
         "bias": {NO_BIAS.value: "none", BOOL_BIAS.value: "*u8:16", ADDITIVE_BIAS.value: f"*{dtype}:16"}[
@@ -104,7 +104,7 @@ def argument_types(
 def build(
     kernel: str, arch: int, head_dim: int, options: dict[str, Any], dtype: str, target: int = 0, page_size: int = 0
 ) -> Build:
-    """The kernel as launched on ``arch``; ``target``: compiled as for another architecture of the same instructions."""
+    """Returns the kernel as launched on ``arch``, or compiled for ``target``, which has the same instructions."""
     function = KERNELS[kernel]
     tile = tile_of(kernel, arch, head_dim, head_dim, options, page_size)
     constexprs = attention_constexprs(tile, head_dim, head_dim, **options)
@@ -138,24 +138,22 @@ def _shared_memory_limit(arch: int) -> int:
 
 
 def builds() -> list[Build]:
-    """Every tile of every architecture; the dtypes take turns, since they differ in one instruction's suffix.
-
-    Of sm_100 with many options, 128 dims: its tiles are those of sm_90 then.
-    """
+    """Returns every tile of every architecture. The dtypes alternate, as they differ only in an instruction's suffix.
+    For sm_100, many options are compiled with 128 dims only: the tiles are then those of sm_90."""
     found = []
     for arch in (80, 90, 100):
         for index, head_dim in enumerate((64, 128, 256)):
             for turn, options in enumerate((CAUSAL, EVERYTHING) if arch < 100 or head_dim == 128 else (CAUSAL,)):
                 for kernel in KERNELS if options is EVERYTHING else ("forward", "query", "key_value"):
-                    if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, and much less in it
+                    if kernel != "rows" or head_dim == 128:  # rows: the query kernel's tile, with much less work
                         of_kernel = SLOPES if kernel == "slopes" else options
                         found.append(build(kernel, arch, head_dim, of_kernel, ("fp16", "bf16")[(index + turn) % 2]))
     for head_dim, arch in ((64, 90), (128, 80)):
         for kernel in ("forward", "query", "key_value"):
-            found.append(build(kernel, arch, head_dim, DEFAULTS, "bf16"))  # without a mask, other values in registers
+            found.append(build(kernel, arch, head_dim, DEFAULTS, "bf16"))  # other values are in registers then
             if smallest_user(kernel, 80, head_dim, CAUSAL) != 86:  # the code is that of sm_80, the tile is not
                 found.append(build(kernel, 86, head_dim, CAUSAL, "bf16", target=80))
-    for arch, head_dim, options in ((80, 72, CAUSAL), (90, 40, EVERYTHING)):  # padded; strides no multiples of 16
+    for arch, head_dim, options in ((80, 72, CAUSAL), (90, 40, EVERYTHING)):  # padded; strides are no multiples of 16
         found += [build(kernel, arch, head_dim, options, "bf16") for kernel in ("forward", "query", "key_value")]
     for head_dim in (64, 128, 256):
         found += [build("forward", arch, head_dim, CAUSAL, "bf16", page_size=16) for arch in (80, 90)]

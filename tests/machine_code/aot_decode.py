@@ -1,4 +1,4 @@
-"""What flash-decoding compiles to: every shape of tile, cache and feature that changes the split kernel's main loop."""
+"""Lists what flash-decoding compiles to: every tile shape, cache format and feature that changes the main loop."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ONES = (
     "rotary_stride",
     "capacity",
 )
-# Everything at once, which needs most registers; not caches of 8 bits and the pages, which change the loads.
+# All features at once need most registers. 8-bit caches and pages, which change the loads, are separate.
 FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
 
 
 def cache_types(dtype: str, cache_format: str, paged: bool, rotary: bool) -> dict[str, Any]:
-    """Types of the arguments that the append and the split kernel share. ``cache_format``: "16bit", "int8" or "fp8"."""
+    """Returns the types of the append and split kernels' common arguments. Formats: "16bit", "int8", "fp8"."""
     cache = {"16bit": f"*{dtype}:16", "int8": "*i8:16", "fp8": "*u8:16"}[cache_format]
     scale = "none" if cache_format == "16bit" else "*fp32:16"
     table = f"*{dtype}:16" if rotary else "none"
@@ -71,7 +71,7 @@ def split_build(
     split: bool = True,
     ones: tuple[str, ...] = (),
 ) -> Build:
-    """``ones``: integers that are 1, of which Triton makes constants."""
+    """Returns a build of the split kernel. ``ones`` are integers that are 1, which Triton makes constants."""
     tile = tiles.decode_tile(*dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
     types: dict[str, Any] = cache_types(dtype, cache, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
@@ -125,8 +125,8 @@ def split_build(
 
 
 def builds() -> list[Build]:
-    """Both row tiles and every width on sm_80 and sm_90, whose tiles sm_100 has too; the costliest features once for
-    each tile."""
+    """Returns both row tiles and every width for sm_80 and sm_90, whose tiles sm_100 uses too, and the costliest
+    features once per tile."""
     found = [split_build(100, "bf16", (256, 256), 32, **FEATURES), split_build(100, "fp16", (128, 128), 16)]
     found.append(split_build(100, "bf16", (128, 128), 16, page_size=64, cache="int8"))
     for arch in (80, 90):

@@ -1,4 +1,4 @@
-"""What the int8 matmul compiles to: each tiling, granularity and direction."""
+"""Lists what the int8 matmul compiles to: each tile, granularity and direction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastattn.triton_kernels.int8_matmul import forward_kernel, grad_input_kerne
 KB = 1024
 SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 NUM_SMS = 132
-WIDTH = 4096  # of the weight, both ways
+WIDTH = 4096  # outputs and columns of the weight
 SIZES = {"M": "i32", "N": "i32:16", "K": "i32:16", "num_splits": "i32"}
 
 
@@ -20,7 +20,7 @@ def launch_options(tile: tiles.Int8MatmulTile) -> dict[str, Any]:
 
 
 def tile_of(arch: int, m: int, group: int) -> tuple[tiles.Int8MatmulTile, int]:
-    """The tile, and the shared memory that it may use: half an SM's where two CTAs are to share it."""
+    """Returns the tile and its limit of shared memory: half of an SM's where two CTAs should share the SM."""
     tile = tiles.int8_matmul_tile(arch, m, WIDTH, WIDTH, group, SHARED_MEMORY[arch], NUM_SMS)
     return tile, SHARED_MEMORY[arch] // (1 if tile.block_m == 128 else 2)
 

@@ -1,4 +1,4 @@
-"""What the kernels without matrix instructions compile to: before and after flash-decoding and the int8 matmul."""
+"""Lists what the kernels without matrix instructions compile to: those around flash-decoding and the int8 matmul."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def merge_build(arch: int, dtype: str) -> Build:
 
 
 def merge_attention_build(arch: int, dtype: str, dim: int = 128, gradients: bool = False) -> Build:
-    """Sums in fp32 and a block of another dtype; all dense."""
+    """Returns a merge of float32 sums with a block of ``dtype``, all dense."""
     kernel = merge_attention_backward_kernel if gradients else merge_attention_kernel
     types: dict[str, Any] = {"num_rows": "i32", "num_heads": "i32"}
     constexprs = merge_constexprs(dim)

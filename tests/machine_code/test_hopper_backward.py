@@ -1,4 +1,4 @@
-"""The machine code of the backward kernels for sm_90a: warp roles, products, registers, and the instructions of a step.
+"""Tests the machine code of the backward kernels for sm_90a: warp roles, products, registers, instructions of a step.
 
 None of these tests needs a GPU.
 """
@@ -17,19 +17,19 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.xdist_group("hopper_kernels"),  # one process disassembles the library
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")  # True: with options
 WIDE = instances.rows_of("attention/instances/backward_key_value_wide_sm90.cu")
-KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # of 64 keys, that a warpgroup owns
-# Of a full step, per 64 rows by 64 keys of a warpgroup. FlashAttention-3 has 352 with 64 dims and 405 with 128.
+KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # blocks of 64 keys per warpgroup
+# Limits of a full step, per warpgroup and 64 rows by 64 keys. FlashAttention-3 has 352 with 64 dims, 405 with 128.
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
-# The same with options that a call has none of: what asking for them costs.
+# The same in kernels with options, for a call that has none: the cost of asking for them.
 MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 590, 96: 720, 128: 750}
-# Above 128 dims, of the chains of values, keys and queries together: without options, and with none that a call has.
+# Limits above 128 dims, for the chains of values, keys and queries together. True: with options, which a call lacks.
 MOST_INSTRUCTIONS_WIDE = {
     (192, 128, False): 710,
     (192, 192, False): 730,
@@ -38,9 +38,8 @@ MOST_INSTRUCTIONS_WIDE = {
     (192, 192, True): 985,
     (256, 256, True): 1040,
 }
-MAX_STACK_BYTES = 40  # of a thread, for what the producer has no registers for, and before and after the loop
-# With options some addresses are loaded anew in each step, and warps with 24 registers look for the tiles that ranges
-# of keys leave.
+MAX_STACK_BYTES = 40  # per thread: producer values without a register, and values around the loop
+# With options, each step loads some addresses again, and warps with 24 registers look for the tiles in key ranges.
 MAX_STACK_BYTES_WITH_OPTIONS = 56
 MOST_LOCAL_WITH_OPTIONS = {64: 6, 96: 0, 128: 6}
 
@@ -72,7 +71,7 @@ def wide_kernels() -> dict[tuple[int, int, str, bool], KernelFacts]:
 
 
 def wide_steps(kernel: KernelFacts) -> dict[str, list[str]]:
-    """A full step of each chain. Only that of values has exponentials, and only that of keys stores matrices."""
+    """Returns a full step of each chain: only the values' has exponentials, only the keys' stores matrices."""
     steps = [kernel.shortest_round(loop) for loop in kernel.main_loops]
     (values,) = (opcodes for opcodes in steps if "MUFU.EX2" in opcodes)
     (keys,) = (opcodes for opcodes in steps if any(opcode.startswith("STSM") for opcode in opcodes))
@@ -81,7 +80,7 @@ def wide_steps(kernel: KernelFacts) -> dict[str, list[str]]:
 
 
 def step(kernel: KernelFacts) -> list[str]:
-    """Of a full step whose barriers have completed: the shortest way round the loop."""
+    """Returns the opcodes of a full step that need not wait at barriers: the shortest path through the loop."""
     (loop,) = kernel.main_loops
     return kernel.shortest_round(loop)
 
@@ -114,14 +113,14 @@ def test_next_to_no_local_memory_is_part_of_the_loop_with_options(instance: tupl
 
 @each_instance
 def test_products_are_those_of_warpgroups(instance: tuple[int, str, bool]) -> None:
-    """Without a wait after each: the compiler serialises them where registers do not suffice."""
+    """No wait follows each product, though the compiler serialises products where registers do not suffice."""
     head_dim, dtype, _ = instance
     opcodes = step(kernels()[instance])
     found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
     scores, gradients, query = 2 * head_dim // 16, 2 * 64 // 16, 128 // 16
     assert len(found) == KEY_BLOCKS[head_dim] * (scores + gradients) + query
     assert all(("BF16" in opcode) == (dtype == "bfloat16") for opcode in found)
-    # For dQ, for the first S, and for dP of each block, before which stands a wait for dK and S of all but the first.
+    # One wait is for dQ and one for the first S. Each block waits for dP, and all but the first also for dK and S.
     assert product_waits(opcodes) == 1 + 2 * KEY_BLOCKS[head_dim]
 
 
@@ -134,7 +133,7 @@ def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str, bool]) 
     opcodes = step(kernel)
     assert not {opcode.split(".")[0] for opcode in opcodes} & {"LDGSTS", "LDG", "RED", "REDG", "ERRBAR"}
     fences = [opcode for opcode in opcodes if opcode.startswith("MEMBAR")]
-    assert set(fences) <= {"MEMBAR.ALL.CTA"}  # what they store is for wgmma and TMA of this CTA
+    assert set(fences) <= {"MEMBAR.ALL.CTA"}  # they store for wgmma and TMA of this CTA only
 
 
 @each_plain_instance
@@ -142,7 +141,8 @@ def test_a_step_is_short(instance: tuple[int, str, bool]) -> None:
     opcodes = step(kernels()[instance])
     blocks = KEY_BLOCKS[instance[0]]
     assert opcodes.count("MUFU.EX2") == 32 * blocks
-    assert not [opcode for opcode in opcodes if opcode.startswith(("FSEL", "SHFL", "FADD"))]  # no masks, delta is in dP
+    # There are no masks, and delta is in dP.
+    assert not [opcode for opcode in opcodes if opcode.startswith(("FSEL", "SHFL", "FADD"))]
     assert len(opcodes) / blocks <= MOST_INSTRUCTIONS[instance[0]]
 
 
@@ -179,12 +179,12 @@ def test_chains_have_no_local_memory(instance: tuple[int, int, str, bool]) -> No
 
 @each_wide
 def test_products_of_chains_are_those_of_warpgroups(instance: tuple[int, int, str, bool]) -> None:
-    """Without a wait after each: the compiler serialises them where registers do not suffice."""
+    """No wait follows each product, though the compiler serialises products where registers do not suffice."""
     head_dim, value_dim, dtype, _ = instance
     found = wide_steps(wide_kernels()[instance])
     products = {name: [each for each in opcodes if each.startswith("HGMMA")] for name, opcodes in found.items()}
 
-    def gradient(dims: int) -> int:  # in products of at most 192 dims
+    def gradient(dims: int) -> int:  # products have at most 192 dims
         return 64 // 16 * (2 if dims > 192 else 1)
 
     assert {name: len(each) for name, each in products.items()} == {

@@ -1,5 +1,5 @@
-"""The machine code of the int8 matmul with int8 activations for sm_90a: products of int8 numbers from shared memory,
-and what else its main loops execute. None of these tests needs a GPU."""
+"""Tests the machine code of the int8 matmul with int8 activations for sm_90a: products of int8 numbers from shared
+memory, and the other instructions of its main loops. None of these tests needs a GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.xdist_group("hopper_kernels"),  # one process disassembles the library
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-Instance = tuple[int, bool, str]  # tokens of a tile, whether scales are of groups along K, dtype
+Instance = tuple[int, bool, str]  # tokens per tile, whether scales are per group along K, dtype
 ROWS = instances.rows_of("int8_matmul/instances/gemm_s8_sm90.cu")
-STEP_PRODUCTS = 4  # of 32 of K each
+STEP_PRODUCTS = 4  # each over 32 of K
 
 each_instance = pytest.mark.parametrize("instance", ROWS, ids=str)
 
@@ -43,7 +43,7 @@ def test_every_instance_is_there() -> None:
 
 @each_instance
 def test_products_are_those_of_warpgroups_on_int8(instance: Instance) -> None:
-    """Of 32 of K each. With groups there is a loop for each of their sizes."""
+    """Each product is over 32 of K. With groups, each group size has a loop."""
     tokens, has_groups, _ = instance
     kernel = kernels()[instance]
     assert list(kernel.tensor_core) == ["IGMMA"]
@@ -53,7 +53,7 @@ def test_products_are_those_of_warpgroups_on_int8(instance: Instance) -> None:
     for loop in loops:
         products = [opcode for opcode in kernel.opcodes_of(loop) if opcode.startswith("IGMMA")]
         assert products == [f"IGMMA.64x{tokens}x32.S8.S8"] * STEP_PRODUCTS
-    # The sums of a group are scaled before the next one's products: a step has one of 128, two of 64 or four of 32.
+    # A group's sums are scaled before the next product: a step has one group of 128, two of 64 or four of 32.
     waits = [product_waits(kernel.opcodes_of(loop)) for loop in loops]
     assert sorted(waits) == ([1, 2, 4] if has_groups else [1])
 
@@ -66,8 +66,8 @@ def test_nothing_is_in_local_memory(instance: Instance) -> None:
 
 @each_instance
 def test_a_step_loads_nothing_itself(instance: Instance) -> None:
-    """TMA brings the operands, and wgmma reads them; scales of groups come by LDG. Without groups sums stay where they
-    are: a step takes a tenth of the issue slots of the fewest tensor clocks."""
+    """TMA loads the operands, and wgmma reads them; LDG loads scales of groups. Without groups sums stay in place: a
+    step takes a tenth of the issue slots of its tensor clocks, at the smallest tile."""
     tokens, has_groups, _ = instance
     kernel = kernels()[instance]
     for loop in kernel.main_loops:

@@ -1,4 +1,4 @@
-"""Machine code of the int8 input gradient for sm_90a: warp roles, products, registers, a step's instructions.
+"""Tests the machine code of the int8 input gradient for sm_90a: warp roles, products, registers, a step's instructions.
 
 None of these tests needs a GPU.
 """
@@ -17,13 +17,13 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.xdist_group("hopper_kernels"),  # one process disassembles the library
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 INSTANCES = instances.rows_of("int8_matmul/instances/grad_input_sm90.cu")
-# Of two steps, in which a thread decodes 32 pairs of weights: LOP3, PRMT and HFMA2 or HMUL2 are 2.5 for each with bf16.
+# Limits of two steps, in which a thread decodes 32 pairs of weights: in bf16 by 2.5 LOP3, PRMT, HFMA2 or HMUL2 each.
 PAIRS = 32
 MOST_INSTRUCTIONS = {"float16": 235, "bfloat16": 205}
 
@@ -41,7 +41,7 @@ def kernels() -> dict[tuple[int, str], KernelFacts]:
 
 
 def two_steps(kernel: KernelFacts) -> list[str]:
-    """The shortest way round the consumers' loop: scales stay in their range."""
+    """Returns the opcodes of the shortest path through the consumers' loop, where scales stay in their range."""
     with_wgmma = [body for body in kernel.main_loops if any("HGMMA" in name for name in kernel.opcodes_of(body))]
     (loop,) = with_wgmma
     return kernel.shortest_round(loop)

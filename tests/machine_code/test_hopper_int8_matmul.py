@@ -1,5 +1,5 @@
-"""The machine code of the int8 matmul for sm_90a: products of warpgroups with operands from registers, and what decodes
-these. None of these tests needs a GPU."""
+"""Tests the machine code of the int8 matmul for sm_90a: products of warpgroups with operands in registers, and the
+instructions that decode these. None of these tests needs a GPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.xdist_group("hopper_kernels"),  # one process disassembles the library
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-Instance = tuple[int, bool, str]  # tokens of a tile, whether scales are of groups along K, dtype
+Instance = tuple[int, bool, str]  # tokens per tile, whether scales are per group along K, dtype
 ROWS = instances.rows_of("int8_matmul/instances/gemm_sm90.cu")
-STEP_PRODUCTS, STEP_PAIRS = 4, 16  # of 16 of K each; pairs of weights that a thread decodes for them
-MACS = 2048  # of the tensor cores of an SM in a clock
+STEP_PRODUCTS, STEP_PAIRS = 4, 16  # products over 16 of K; pairs of weights that a thread decodes
+MACS = 2048  # per SM and clock
 SCHEDULERS = 4
 
 each_instance = pytest.mark.parametrize("instance", ROWS, ids=str)
@@ -41,7 +41,7 @@ def kernels() -> dict[Instance, KernelFacts]:
 
 
 def loops_of(kernel: KernelFacts) -> list[list[str]]:
-    """The opcodes of the shortest way round each loop with products: two steps."""
+    """Returns the opcodes of the shortest path through each loop with products: two steps."""
     bodies = [body for body in kernel.main_loops if any("HGMMA" in name for name in kernel.opcodes_of(body))]
     return [kernel.shortest_round(body) for body in bodies]
 
@@ -56,7 +56,7 @@ def test_every_instance_is_there() -> None:
 
 @each_instance
 def test_products_are_those_of_warpgroups(instance: Instance) -> None:
-    """With groups there is a loop for those of 32 and one for larger ones."""
+    """With groups, one loop is for groups of 32, and one for larger groups."""
     tokens, has_groups, dtype = instance
     kernel = kernels()[instance]
     assert list(kernel.tensor_core) == ["HGMMA"]
@@ -82,18 +82,18 @@ def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
     for opcodes in loops_of(kernels()[instance]):
         pairs = 2 * STEP_PAIRS
         assert count(opcodes, "LDS") == pairs and count(opcodes, "HFMA2", "HADD2") == pairs
-        # Of each step: a barrier's address in the other CTA, its phase, and an address where ptxas makes it so.
+        # Each step also has a barrier's address in the other CTA, its phase, and an address if ptxas computes it so.
         assert count(opcodes, "PRMT", "LOP3") <= 2 * pairs + 2 * 3
         assert not count(opcodes, "I2F", "F2F", "I2I", "I2FP", "MEMBAR", "STS")
 
 
 @each_plain
 def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> None:
-    """What both consumers issue is less than six tenths of the clocks that their products take; of 96 tokens, less than
-    two thirds, and of 64, whose time memory takes, less than all."""
+    """Both consumers issue for less than 60 % of the clocks of their products; with 96 tokens for less than two thirds;
+    with 64 tokens, where memory binds, for less than all."""
     tokens, _, _ = instance
     (opcodes,) = loops_of(kernels()[instance])
-    assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait for each step
+    assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait per step
     assert product_waits(opcodes) == 2
     consumers, warps = 2, 4
     tensor_clocks = consumers * 2 * STEP_PRODUCTS * 64 * 16 * tokens / MACS

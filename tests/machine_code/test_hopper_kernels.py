@@ -1,7 +1,7 @@
-"""The machine code for sm_90a: warp roles, products, registers, and the instructions of the main loops.
+"""Tests the machine code of the forward kernels for sm_90a: warp roles, products, registers, main loops' instructions.
 
-None of these tests needs a GPU. What a loop executes is read off the code along the path that is taken where barriers
-have completed, rows have a reference that is not outgrown, and values are finite.
+None of these tests needs a GPU. They read a loop's instructions along the path where no barrier has to be waited for,
+no row outgrows its reference, and all values are finite.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("hopper_kernels"),  # the library is taken apart once
+    pytest.mark.xdist_group("hopper_kernels"),  # one process disassembles the library
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-Instance = tuple[int, int, str]  # head dim, that of values, dtype
-# By both head dims.
+Instance = tuple[int, int, str]  # head dim, head dim of values, dtype
+# Keys per tile, by both head dims.
 BLOCK_N = {(64, 64): 96, (96, 96): 128, (128, 128): 128, (192, 128): 80, (192, 192): 96, (256, 256): 80}
-REGISTERS = {  # of consumers, producer
+REGISTERS = {  # per thread of consumers, of the producer
     (64, 64): (160, 32),
     (96, 96): (232, 40),
     (128, 128): (232, 40),
@@ -35,18 +35,18 @@ REGISTERS = {  # of consumers, producer
     (256, 256): (240, 24),
 }
 CONSUMERS = {(64, 64): 3, (192, 128): 3}  # 2 with other dims
-MASKED_STEPS = {(192, 128): 1}  # in one round of the loop of tiles with masks; 2 with other dims
-# The least part of a step's exponentials that run beside its P·V; 0.9 with other dims. With these, no registers are
-# left to keep ptxas from moving the wait up among them: see forward_sm90.cuh.
+MASKED_STEPS = {(192, 128): 1}  # in one round of the masked loop; 2 with other dims
+# The least fraction of a step's exponentials during its P·V; 0.9 with other dims. With these dims no register is left
+# to keep ptxas from moving the wait up among them: see forward_sm90.cuh.
 BESIDE_PRODUCTS = {(192, 128): 0.25}
 FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
 OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
-# Of the kernel with options: accesses to local memory in its loop, and bytes of the stack. Other dims have none. With
-# 64 and 192 dims, a step puts addresses aside where it has to load a bias key by key; with 256, numbers of options that
+# Limits of the kernel with options: local accesses in its loop, and bytes of stack. Other dims have none. With 64 and
+# 192 dims, a step stores addresses where it must load a bias key by key. With 256, it stores numbers of options that
 # are seldom used together, and the producer has 24 registers.
 LOCAL_OF_OPTIONS = {(64, 64): (4, 8), (192, 192): (2, 8), (256, 256): (1, 40)}
-# Of a thread, for what the producer has no registers for, once a work tile; never in a main loop. With 256 dims it has
-# 24 registers.
+# Bytes per thread that the producer has no registers for, once per work tile and never in a main loop. With 256 dims it
+# has 24 registers.
 MAX_STACK_BYTES = {(256, 256): 48}
 
 each_forward = pytest.mark.parametrize("instance", FORWARD, ids=str)
@@ -76,19 +76,19 @@ def options_kernels() -> dict[Instance, KernelFacts]:
 
 
 def masked_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
-    """The opcodes of the shortest way through a loop on which every mask is set (R2P): nothing that seldom happens is
-    on it."""
+    """Returns the opcodes of the shortest path through a loop that sets every mask (R2P), so that it has no rare
+    branches."""
     return kernel.shortest_round(body, ("R2P",))
 
 
 def loops(kernel: KernelFacts) -> tuple[frozenset[int], frozenset[int]]:
-    """(of tiles with masks, of full tiles)"""
+    """Returns the lines of the loop of masked tiles, and those of the loop of full tiles."""
     masked, full = sorted(kernel.main_loops, key=min)
     return masked, full
 
 
 def two_full_steps(kernel: KernelFacts) -> list[str]:
-    """Where rows have a reference that is not outgrown, and barriers have completed."""
+    """Returns the opcodes where no row outgrows its reference, and no barrier has to be waited for."""
     return kernel.shortest_round(loops(kernel)[1])
 
 
@@ -114,7 +114,7 @@ def test_options_hardly_use_local_memory(instance: Instance) -> None:
 @each_forward
 def test_warpgroups_exchange_registers_as_planned(instance: Instance) -> None:
     kernel = forward_kernels()[instance]
-    assert kernel.registers == 65536 // (128 * (CONSUMERS.get(instance[:2], 2) + 1)) // 8 * 8  # of each thread at first
+    assert kernel.registers == 65536 // (128 * (CONSUMERS.get(instance[:2], 2) + 1)) // 8 * 8  # per thread at launch
     found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
     assert sorted(int(match[1], 16) for match in found if match) == sorted(REGISTERS[instance[:2]])
 
@@ -131,7 +131,7 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
     head_dim, value_dim, dtype = instance
     kernel = forward_kernels()[instance]
     assert list(kernel.tensor_core) == ["HGMMA"]
-    products = head_dim // 16 + BLOCK_N[head_dim, value_dim] // 16  # of Q·Kᵀ and of P·V, in a step
+    products = head_dim // 16 + BLOCK_N[head_dim, value_dim] // 16  # of Q·Kᵀ and of P·V in a step
     masked, _ = loops(kernel)
     masked_steps = MASKED_STEPS.get(instance[:2], 2)
     for opcodes, steps in ((kernel.opcodes_of(masked), masked_steps), (two_full_steps(kernel), 2)):
@@ -142,7 +142,7 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
 
 @each_forward
 def test_the_producer_copies_with_tma(instance: Instance) -> None:
-    """It gathers rows of small pages with LDGSTS; consumers copy nothing, and wait for no fence of memory."""
+    """It gathers rows of small pages with LDGSTS. Consumers copy nothing, and wait for no memory fence."""
     kernel = forward_kernels()[instance]
     kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
     assert "UTMALDG" in kinds and "LDSM" not in kinds
@@ -159,7 +159,7 @@ def test_a_full_step_has_an_exponential_for_each_score_and_no_maxima_and_masks(i
 
 @each_forward
 def test_a_step_waits_twice_and_its_exponentials_run_beside_a_product(instance: Instance) -> None:
-    """It waits for the scores, which leaves P·V of the tile before in flight, and for that after the softmax."""
+    """It waits for the scores, with P·V of the tile before in flight, and for that P·V after the softmax."""
     full = two_full_steps(forward_kernels()[instance])
     assert product_waits(full) == 2 * 2
     assert exponentials_beside_products(full) >= BESIDE_PRODUCTS.get(instance[:2], 0.9) * full.count("MUFU.EX2")
@@ -167,7 +167,7 @@ def test_a_step_waits_twice_and_its_exponentials_run_beside_a_product(instance: 
 
 @each_with_options
 def test_a_step_with_options_waits_twice_and_its_exponentials_run_beside_a_product(instance: Instance) -> None:
-    """The same as without options; its loop is the last of those with products, and begins in the middle of a step."""
+    """It waits as without options. Its loop is the last of those with products, and begins in the middle of a step."""
     kernel = options_kernels()[instance]
     step = kernel.shortest_round(max(kernel.main_loops, key=min))
     assert product_waits(step) == 2
@@ -176,7 +176,7 @@ def test_a_step_with_options_waits_twice_and_its_exponentials_run_beside_a_produ
 
 @each_forward
 def test_a_step_is_short(instance: Instance) -> None:
-    """Per 64 rows by 128 keys of a warpgroup; FlashAttention-3 has 423 and 433 with 64 and 128 dims."""
+    """The limits are per 64 rows by 128 keys of a warpgroup. FlashAttention-3 has 423 with 64 dims, 433 with 128."""
     head_dims = instance[:2]
     full = two_full_steps(forward_kernels()[instance])
     per_128_keys = len(full) / 2 * 128 / BLOCK_N[head_dims]
@@ -186,11 +186,11 @@ def test_a_step_is_short(instance: Instance) -> None:
 
 @each_forward
 def test_a_masked_step_is_short(instance: Instance) -> None:
-    """Per 64 rows by 128 keys of a warpgroup; FlashAttention-3 has 579 and 618 with 64 and 128 dims."""
+    """The limits are per 64 rows by 128 keys of a warpgroup. FlashAttention-3 has 579 with 64 dims, 618 with 128."""
     head_dims = instance[:2]
     kernel = forward_kernels()[instance]
     path, steps = masked_path(kernel, loops(kernel)[0]), MASKED_STEPS.get(head_dims, 2)
-    columns = BLOCK_N[head_dims] // 2  # of a lane in its two rows
+    columns = BLOCK_N[head_dims] // 2  # columns of a lane in its two rows
     assert path.count("FSEL") == steps * columns
     assert not [opcode for opcode in path if opcode.startswith("BAR")]  # consumers do not wait for each other
     most = {(64, 64): 485, (96, 96): 467, (128, 128): 481, (192, 128): 648, (192, 192): 546, (256, 256): 624}

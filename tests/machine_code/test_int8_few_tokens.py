@@ -1,6 +1,6 @@
-"""What an int8 matmul of few tokens waits for, by its machine code: fences, atomics and the loads of parts.
+"""Tests what an int8 matmul of few tokens waits for in its machine code: fences, atomics and loads of partials.
 
-For each GPU that the library has machine code for. See also csrc/scheduler/choose_stream_k.h, which counts the trips.
+It covers each GPU for which the library has machine code. csrc/scheduler/choose_stream_k.h counts the trips to L2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from emulator import static_facts
 from emulator.static_facts import KernelFacts, full_opcode, opcode
 from machine_code_library import BUILD, library_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # one process disassembles the library
 
 CODES = [code for code in BUILD["code"].get("80", []) if code.startswith("sm_")]
 MATMUL, WITH_INT8_TOKENS, GRADIENT = "int8_matmul_sm80", "int8_matmul_s8_sm80", "int8_matmul_grad_input_sm80"
@@ -26,7 +26,7 @@ each_code = pytest.mark.parametrize("code", CODES)
 
 @functools.cache
 def kernels_of(code: str, kernel: str) -> dict[str, KernelFacts]:
-    """By the name as the library calls it."""
+    """Returns the facts of the kernels by their names in the library."""
     found = {
         kernel_symbols.name_of(symbol): facts
         for symbol, facts in static_facts.of_library(library_path(), code).items()
@@ -42,11 +42,11 @@ def of_few_tokens(code: str, kernel: str) -> list[KernelFacts]:
 
 @each_code
 def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> None:
-    """Beside it there is one swap, which opens the counter; of the gradient, another pair for the sums over tokens.
-    tests/int8/test_cuda_int8.py counts how often CTAs add: never where no tile is shared."""
+    """Apart from it, one swap opens the counter; the gradient has another pair, for sums over tokens.
+    tests/int8/test_cuda_int8.py counts how often CTAs add: never where no tile is split."""
     for kernel, counters in ((MATMUL, 1), (GRADIENT, 2)):
         for facts in kernels_of(code, kernel).values():
-            names = [full_opcode(line) or line for line in facts.lines]  # and labels
+            names = [full_opcode(line) or line for line in facts.lines]  # labels are kept
             atomics = [name for name in names if name.split(".")[0] in ATOMICS]
             assert sum(".ADD.64.STRONG.GPU" in name for name in atomics) == counters, facts.name
             assert all(".ADD." in name or ".CAS." in name for name in atomics)
@@ -61,7 +61,7 @@ def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> Non
 
 @each_code
 def test_parts_of_few_tokens_are_loaded_together(code: str) -> None:
-    """Sixteen parts of up to four tokens, of more tokens eight of four rows each, before anything is added."""
+    """Sixteen partials of up to four tokens, or eight of four rows of more tokens, are loaded before any is added."""
     for facts in of_few_tokens(code, MATMUL) + of_few_tokens(code, GRADIENT) + of_few_tokens(code, WITH_INT8_TOKENS):
         names = [full_opcode(line) for line in facts.lines]
         runs, run = [], 0
@@ -71,5 +71,5 @@ def test_parts_of_few_tokens_are_loaded_together(code: str) -> None:
             elif name == "FADD" and run > 0:
                 runs.append(run)
                 run = 0
-        expected = [8, 16, 32] if "grad_input" in facts.name else [16, 32]  # 8: of the sums over tokens
+        expected = [8, 16, 32] if "grad_input" in facts.name else [16, 32]  # 8: sums over tokens
         assert sorted(each for each in runs if each >= 8) == expected, facts.name

@@ -1,7 +1,7 @@
-"""Static tests of the native library: what it registers, how its sources are arranged, and the machine code in it.
+"""Tests the native library statically: the operators that it registers, its sources, and its machine code.
 
-None of them needs a GPU. Those of the machine code read it with cuobjdump, from the CUDA toolkit or Triton's wheel.
-What a kernel needs of dynamic shared memory stands in no binary: kernels assert it where they are compiled.
+No test needs a GPU. cuobjdump, from the CUDA toolkit or Triton's wheel, reads the machine code. No binary says how much
+dynamic shared memory a kernel needs: kernels assert that when they are compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastattn.native import CACHE_FORMATS
 from instances import ALL_INSTANCES, DTYPES, rows_of
 from machine_code_library import BUILD, kernels, library_path, tiles
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # the library is taken apart once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # one process disassembles the library
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -44,16 +44,16 @@ FORWARD_INSTANCES = rows_of("attention/instances/forward_sm80.cu")
 DECODE_INSTANCES = rows_of("decode/instances/split_sm80.cu")
 APPEND_INSTANCES = rows_of("decode/instances/append_sm80.cu")
 DEQUANTIZE_INSTANCES = rows_of("decode/instances/dequantize_sm80.cu")
-OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: keys in pages
+OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: paged keys
 INT8_INSTANCES = sorted(
     (kernel, *values)
     for kernel, file in (("int8_matmul_sm80", "gemm"), ("int8_matmul_grad_input_sm80", "grad_input"))
     for values in rows_of(f"int8_matmul/instances/{file}_sm80.cu")
 )
-S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # of the matmul with int8 activations
+S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # with int8 activations
 KEY_VALUE_INSTANCES = rows_of("attention/instances/backward_key_value_sm80.cu")  # True: with options
 LARGE_INSTANCES = rows_of("attention/instances/backward_key_value_large_sm80.cu")
-# Template arguments of the other backward kernels.
+# Kernel and template arguments of the other backward kernels.
 BACKWARD_INSTANCES = sorted(
     (
         (kernel, *values)
@@ -63,12 +63,12 @@ BACKWARD_INSTANCES = sorted(
     key=str,
 )
 
-MAX_REGISTERS = 255  # of a thread: two CTAs of 128 threads, or one of 256, share the 65536 of an SM
-MAX_SPILLED_BYTES = 16  # of a thread, outside of loops
-# Bytes of the stack frame, for what does not fit in registers, by kernel and template arguments; nothing elsewhere.
-# Decoding fp8 takes registers, of which 256 dims leave none: a number is loaded once a step.
+MAX_REGISTERS = 255  # per thread: two CTAs of 128 threads, or one of 256, share an SM's 65536
+MAX_SPILLED_BYTES = 16  # per thread, outside of loops
+# Bytes of stack for values without a register, by kernel and template arguments; all others have none. Decoding fp8
+# with 256 dims uses up the registers: one number is loaded again in each step.
 SPILLED_BYTES_SM90 = {("decode", 256, 16, dtype, "fp8"): 8 for dtype in DTYPES}
-MAX_SHARED_BYTES = 99 * 1024  # of one CTA on sm_86, sm_89 and sm_120
+MAX_SHARED_BYTES = 99 * 1024  # limit of a CTA on sm_86, sm_89 and sm_120
 
 
 # --- What is registered -----------------------------------------------------------------------------------------------
@@ -151,49 +151,49 @@ has_sm90_code = pytest.mark.skipif(
 
 
 def forward_instance(symbol: str, gpu: int = 80) -> tuple[int, str] | None:
-    """(head dim, dtype) of a mangled attention_forward_sm80 (or 90), None for any other symbol."""
+    """Returns (head dim, dtype) of a mangled attention_forward_sm80 (or 90), None for other symbols."""
     match = re.search(rf"attention_forward_sm{gpu}ILi(\d+)E(?:Li\d+E)?LN\w*?8DataTypeE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
 def options_instance(symbol: str) -> tuple[int, str, bool] | None:
-    """(head dim, dtype, paged) of a mangled attention_forward_options_sm80, None for any other symbol."""
+    """Returns (head dim, dtype, paged) of a mangled attention_forward_options_sm80, None for other symbols."""
     match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
     return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
 
 
 def decode_instance(symbol: str) -> tuple[int, int, str, str] | None:
-    """(head dim, rows, dtype, format of the cache) of a mangled decode_split_sm80, None for any other symbol."""
+    """Returns (head dim, rows, dtype, cache format) of a mangled decode_split_sm80, None for other symbols."""
     match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)ELi(\d+)E", symbol)
     return (int(match[1]), int(match[4]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
 
 def append_instance(symbol: str) -> tuple[int, str, str] | None:
-    """(head dim, dtype, format of the cache) of a mangled decode_append_sm80."""
+    """Returns (head dim, dtype, cache format) of a mangled decode_append_sm80, None for other symbols."""
     match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
 
 
 def dequantize_instance(symbol: str) -> tuple[str, str] | None:
-    """(dtype, format of the cache) of a mangled decode_dequantize_sm80."""
+    """Returns (dtype, cache format) of a mangled decode_dequantize_sm80, None for other symbols."""
     match = re.search(r"decode_dequantize_sm80ILN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
     return (DTYPES[int(match[1])], CACHE_FORMATS[int(match[2])]) if match else None
 
 
 def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
-    """(head dim, with options, dtype) of a mangled attention_backward_key_value_sm80, None for any other symbol."""
+    """Returns (head dim, with options, dtype) of a mangled attention_backward_key_value_sm80, None for others."""
     match = re.search(r"attention_backward_key_value_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
     return (int(match[1]), match[3] == "1", DTYPES[int(match[2])]) if match else None
 
 
 def large_instance(symbol: str) -> tuple[int, str] | None:
-    """(head dim, dtype) of a mangled attention_backward_key_value_large_sm80, None for any other symbol."""
+    """Returns (head dim, dtype) of a mangled attention_backward_key_value_large_sm80, None for others."""
     match = re.search(r"attention_backward_key_value_large_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
 
 def backward_instance(symbol: str) -> tuple[Any, ...] | None:
-    """Returns those of kernel, head dim and dtype that another mangled attention_backward_…_sm80 has, else None."""
+    """Returns kernel, head dim and dtype, where present, of another attention_backward_…_sm80, None for others."""
     match = re.search(
         r"attention_backward_(ranges|query|rows|bias|sinks|slopes|slope_sums)_sm80"
         r"(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
@@ -210,7 +210,7 @@ def backward_instance(symbol: str) -> tuple[Any, ...] | None:
 
 @functools.cache
 def machine_code(code: str = "sm_80") -> dict[str, KernelFacts]:
-    """Of the library for such a GPU, by mangled name."""
+    """Returns the facts of the library's kernels with machine code for ``code``, by mangled name."""
     return static_facts.of_library(library_path(), code)
 
 
@@ -276,7 +276,7 @@ def test_forward_never_touches_local_memory_in_a_loop(instance: tuple[int, str])
 
 
 def stated_counts(table: str) -> dict[int, dict[str, int]]:
-    """Head dim → column → number, of the table in tiles_sm80.h whose first line is ``// table: head dim  column …``."""
+    """Reads the table of tiles_sm80.h that begins with ``// table: head dim column …``: head dim → column → number."""
     lines = iter((CSRC / "attention" / "tiles_sm80.h").read_text().splitlines())
     heading = next(line for line in lines if line.startswith(f"// {table}: head dim "))
     columns = re.findall(r"\S+", heading.partition(": head dim ")[2])
@@ -286,7 +286,7 @@ def stated_counts(table: str) -> dict[int, dict[str, int]]:
 
 
 def check_main_loop(kernel: KernelFacts, stated: dict[str, int]) -> None:
-    """Matrix instructions, loads of matrices and exponentials are a matter of the algorithm: they are exact."""
+    """Matrix instructions, matrix loads and exponentials follow from the algorithm, so their numbers must be exact."""
     opcodes = kernel.main_loop
     for kind in ("HMMA", "MUFU.EX2", "LDSM"):
         assert sum(opcode.startswith(kind) for opcode in opcodes) == stated[kind], kind
@@ -309,8 +309,8 @@ def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", LARGE_INSTANCES, ids=str)
 def test_loops_of_large_backward_are_what_the_tile_table_states(instance: tuple[int, str]) -> None:
-    """One loop for the value warps, which have the exponentials, and one for the key warps, which add to global memory.
-    Neither role touches local memory, and both together multiply as often as a step of four warps needs."""
+    """One loop is for the value warps, which have the exponentials, and one for the key warps, which add to global
+    memory. Neither touches local memory, and both together multiply as often as a step of four warps needs."""
     head_dim, dtype = instance
     kernel, stated = large_kernels()[instance], stated_counts("Large backward")[head_dim]
     assert kernel.registers <= stated["registers"]
@@ -325,7 +325,7 @@ def test_loops_of_large_backward_are_what_the_tile_table_states(instance: tuple[
 
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     assert {opcode for opcode in values + keys if "MMA" in opcode} == {expected}
-    units = 2  # of 64 rows by 64 keys in a step
+    units = 2  # blocks of 64 rows by 64 keys in a step
     assert len(values + keys) == pytest.approx(units * stated["loops"], rel=0.03)
     products = 64 * 64 * head_dim // (16 * 8 * 16 * 4)
     assert stated["HMMA"] == 5 * products
@@ -341,7 +341,7 @@ def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str]) -> No
     head_dim, dtype = instance
     instructions = forward_kernels()[instance].instructions
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
-    # Two products in a warp, in the masked loop and in the other.
+    # A warp computes two products, in the masked loop and in the unmasked one.
     rows, keys = (32 if head_dim <= 128 else 16), (64 if head_dim <= 192 else 32)
     products = 2 * 2 * (rows // 16) * (keys // 8) * (head_dim // 16)
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
@@ -374,7 +374,7 @@ def test_forward_with_options_never_touches_local_memory(instance: tuple[int, st
 def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
     head_dim, dtype, _ = instance
     expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
-    # Two products of 16 rows in a warp; masked steps are the others' code.
+    # A warp computes two products of 16 rows; masked and other steps share their code.
     keys = 64 if head_dim <= 128 else 32
     products = 2 * (keys // 8) * (head_dim // 16)
     instructions = options_kernels()[instance].instructions
@@ -382,7 +382,7 @@ def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int
 
 
 def int8_instance(symbol: str) -> tuple[str, int, str] | None:
-    """(kernel, tokens of a tile, dtype) of a mangled int8 matmul or its input gradient, None for any other symbol."""
+    """Returns (kernel, tokens per tile, dtype) of a mangled int8 matmul or its input gradient, None for others."""
     match = re.search(r"\d(int8_matmul(?:_grad_input)?_sm80)ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
     return (match[1], int(match[2]), DTYPES[int(match[3])]) if match else None
 
@@ -410,10 +410,9 @@ def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
 def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
-    """In the main loops: the forward pass has one with and one without groups, the gradient one that also adds up
-    tokens for a bias, and one that does not. A warp dequantises each of its operands A once, 4 pairs a lane, and
-    multiplies it with all tokens. In the gradient one more instruction scales it. Of groups, one may double a scale.
-    """
+    """The forward pass has main loops with and without groups; the gradient has one that also sums tokens for a bias,
+    and one that does not. A warp dequantises each of its operands A once, 4 pairs per lane, and multiplies it with all
+    tokens. The gradient takes one more instruction, which scales. One of the loops with groups may double a scale."""
     name, tokens, dtype = instance
     is_forward = name == "int8_matmul_sm80"
     kernel = int8_kernels()[instance]
@@ -425,7 +424,7 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
         assert set(products) == {expected}
         loops.append((len(products), len(opcodes), body, opcodes))
     without, others = min(loops)[:2], max(loops)[:2]
-    if not is_forward:  # a tile of ones times two tiles of eight columns, 16 tokens at a time
+    if not is_forward:  # a tile of ones times two tiles of eight columns, per 16 tokens
         assert others[0] - without[0] == 2 * (tokens // 16) and others[1] > without[1]
     assert len(loops) == 2
     for num_products, _, body, opcodes in loops:
@@ -437,7 +436,7 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
 
 
 def s8_instance(symbol: str) -> tuple[int, str] | None:
-    """(tokens of a tile, dtype) of a mangled int8_matmul_s8_sm80, None for any other symbol."""
+    """Returns (tokens per tile, dtype) of a mangled int8_matmul_s8_sm80, None for other symbols."""
     match = re.search(r"int8_matmul_s8_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
     return (int(match[1]), DTYPES[int(match[2])]) if match else None
 
@@ -465,16 +464,16 @@ def test_int8_activations_never_touch_local_memory(instance: tuple[int, str]) ->
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
 def test_int8_activations_multiply_without_conversion(instance: tuple[int, str]) -> None:
-    """Three main loops: one scale a row, groups of 32, larger ones. Operands come by ldmatrix, sums of groups become
-    fp32 by additions. Tiles of 16 tokens have a way round on which the CTA quantises tokens itself."""
+    """The three main loops are for one scale per row, for groups of 32, and for larger groups. ldmatrix loads operands,
+    and additions convert sums of groups to fp32. With tiles of 16 tokens, a path through the loop quantises tokens."""
     tokens, _ = instance
     kernel = s8_kernels()[instance]
     assert len(kernel.main_loops) == 3
-    blocks = 2 if tokens == 128 else 4  # of 32 k, in a step
+    blocks = 2 if tokens == 128 else 4  # blocks of 32 k in a step
     one_scale, *groups = sorted(map(kernel.opcodes_of, kernel.main_loops), key=len)
-    loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # of weights and tokens, by a warp
+    loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # a warp's loads of weights and tokens
     assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
-    # The clocks that IMMA takes on an A100, or those that an H200's memory takes for the weights.
+    # The larger of IMMA's clocks on an A100, and the clocks in which an H200's memory loads the weights.
     assert len(one_scale) <= max(8 * blocks * 2 * tokens // 8, 128 * 32 * blocks / 18.4)
     for opcodes in map(kernel.shortest_round, kernel.main_loops):
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
@@ -491,7 +490,7 @@ def test_every_decode_instance_is_there() -> None:
 
 @with_sm80_kernels
 def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> None:
-    """Keys and values each once; what it waits for is memory, so that many warps are to run at a time."""
+    """It loads keys and values once each. It waits for memory, so many warps should run at a time."""
     kernels = {instance: facts for name, facts in machine_code().items() if (instance := append_instance(name))}
     assert sorted(kernels) == APPEND_INSTANCES
     for (_, _, cache_format), kernel in kernels.items():
@@ -505,7 +504,7 @@ def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> No
 
 @with_sm80_kernels
 def test_dequantising_loads_8_bytes_for_each_16_that_it_stores() -> None:
-    """Of keys and of values once each, in so few registers that many CTAs wait for memory at a time."""
+    """It loads keys and values once each, in so few registers that many CTAs wait for memory at a time."""
     kernels = {instance: facts for name, facts in machine_code().items() if (instance := dequantize_instance(name))}
     assert sorted(kernels) == DEQUANTIZE_INSTANCES
     for kernel in kernels.values():
@@ -536,7 +535,7 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
     tile = tiles()[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
     assert tile["block_m"] == rows
     keys = tile["block_n"] // (tile["num_warps"] // (rows // 16))
-    products = 2 * (keys // 8) * (head_dim // 16)  # two, of 16 rows by a warp's keys
+    products = 2 * (keys // 8) * (head_dim // 16)  # two products, of 16 rows by a warp's keys
     assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
     assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
 
@@ -557,8 +556,8 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
     ],
 )
 def test_steps_and_code_of_decoding(head_dim: int, cache_format: str, instructions: int, kilobytes: int) -> None:
-    """Counts the shortest way round the loop that copies and multiplies: a step of a warp, 16 keys of 16 bits or of
-    256 dims, else 32. Code is fetched anew at each launch."""
+    """Counts the shortest path through the loop that copies and multiplies: a step of a warp, of 16 keys in 16 bits or
+    with 256 dims, else of 32 keys. Also bounds the code size, as each launch fetches the code again."""
     kernels = {decode_instance(name): kernel for name, kernel in machine_code("sm_90").items()}
     kernel = kernels[head_dim, 16, "float16", cache_format]
     step = kernel.shortest_round(max(kernel.main_loops, key=len), ("LDGSTS", "HMMA"))
@@ -576,7 +575,7 @@ def test_every_backward_instance_is_there() -> None:
 @with_sm80_kernels
 @pytest.mark.parametrize("instance", KEY_VALUE_INSTANCES, ids=str)
 def test_backward_of_keys_and_values(instance: tuple[int, bool, str]) -> None:
-    """No local memory; five products of a tile on the tensor cores, once; copies and loads of matrices."""
+    """It has no local memory, and computes the five products of a tile once, on the tensor cores."""
     head_dim, has_options, dtype = instance
     kernel = key_value_kernels()[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
@@ -639,7 +638,7 @@ def test_every_kernel_goes_by_the_name_that_the_library_gives_it() -> None:
 
 @has_sm90_code
 def test_sm80_kernels_have_machine_code_for_sm90() -> None:
-    """All but those whose place others for sm_90a take there."""
+    """The exceptions are kernels that kernels for sm_90a replace there."""
     names = {kernel_symbols.name_of(symbol) for symbol in machine_code("sm_90")}
     of_sm80 = [instance for instance in ALL_INSTANCES if instance.architecture == "80"]
     replaced = ("forward", "forward_options", "backward_key_value", "backward_key_value_large", "backward_query")
@@ -650,7 +649,7 @@ def test_sm80_kernels_have_machine_code_for_sm90() -> None:
 
 
 def sm90_instance(symbol: str) -> tuple[Any, ...]:
-    """Kernel and template arguments of a mangled name."""
+    """Returns the kernel and the template arguments of a mangled name."""
     for kernel, arguments in (
         ("forward", forward_instance(symbol)),
         ("decode", decode_instance(symbol)),

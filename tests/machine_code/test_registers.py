@@ -1,4 +1,4 @@
-"""Registers of the machine code beside what launch bounds claim, which is all that the emulator knows of them."""
+"""Compares the machine code's registers with those that launch bounds claim, all that the emulator knows of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from machine_code_library import BUILD, library_path
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("registers"),  # the libraries are taken apart once
+    pytest.mark.xdist_group("registers"),  # one process disassembles the libraries
     pytest.mark.skipif("80" not in BUILD["archs"], reason="the native library was built without kernels"),
 ]
 
@@ -24,25 +24,25 @@ ARCHS = [arch for arch in ("sm_80", "sm_90", "sm_90a") if any(arch in code for c
 
 @dataclass(frozen=True)
 class Bounds:
-    """A kernel has these __launch_bounds__; 0 stands for what it does not say."""
+    """The __launch_bounds__ of a kernel, 0 where it has none."""
 
     threads: int
     least_ctas: int
 
     @property
     def registers(self) -> int:
-        """What a thread starts with where setmaxnreg moves registers: see registers_at_launch of the emulator."""
+        """Returns a thread's registers before setmaxnreg moves any: see the emulator's registers_at_launch."""
         share = OF_AN_SM // (self.threads * self.least_ctas) // UNIT_OF_THREAD * UNIT_OF_THREAD
         return min(share, MOST_OF_THREAD)
 
 
 @functools.cache
 def bounds() -> dict[str, Bounds]:
-    """Returns those of all kernels, by symbol, as their PTX has them."""
+    """Returns the launch bounds of all kernels by symbol, from their PTX."""
     library = native_library.build()
     assert library is not None
     found = {}
-    text = library.read_bytes().decode("latin-1")  # the PTX in it is not compressed
+    text = library.read_bytes().decode("latin-1")  # the library's PTX is not compressed
     for name, directives in re.findall(r"\.entry (\w+)\([^)]*\)([^{]*)\{", text):
         threads = re.search(r"\.maxntid (\d+)(?:, (\d+))?(?:, (\d+))?", directives)
         least = re.search(r"\.minnctapersm (\d+)", directives)
@@ -53,7 +53,7 @@ def bounds() -> dict[str, Bounds]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_as_many_ctas_fit_as_the_launch_bounds_claim(arch: str) -> None:
-    """By their registers, which an SM hands out to warps."""
+    """An SM allocates registers per warp."""
     kernels = static_facts.of_library(library_path(), arch)
     assert kernels and set(kernels) <= set(bounds())
     for symbol, kernel in kernels.items():
@@ -65,7 +65,7 @@ def test_as_many_ctas_fit_as_the_launch_bounds_claim(arch: str) -> None:
 
 @pytest.mark.skipif("sm_90a" not in ARCHS, reason="the native library was built without kernels for sm_90a")
 def test_warps_that_exchange_registers_begin_with_what_the_emulator_gives_them() -> None:
-    """It adds up what they give and take while it runs, and finds who takes more than there is."""
+    """The emulator counts the registers that warps give and take, and finds a warp that takes more than are free."""
     kernels = static_facts.of_library(library_path(), "sm_90a")
     exchanging = {
         symbol: kernel for symbol, kernel in kernels.items() if any("USETMAXREG" in line for line in kernel.lines)

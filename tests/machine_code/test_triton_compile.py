@@ -1,7 +1,7 @@
-"""The Triton kernels' machine code for sm_80, sm_90 and sm_100, which needs no GPU to make.
+"""Tests the Triton kernels' machine code for sm_80, sm_90 and sm_100, compiled without a GPU.
 
-Every tile must use tensor cores, fit into shared memory and keep its main loops (innermost loops with matrix
-instructions) free of local memory. What spills outside of them is printed (``pytest -s``, or on failure).
+Every tile must use tensor cores, fit into shared memory, and keep its main loops (innermost loops with matrix
+instructions) free of local memory. Spills outside of them are printed (``pytest -s``, or on failure).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUILDS = [
 
 @pytest.fixture(scope="module", params=BUILDS)
 def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """Compiled in a process of its own, with Triton's usual backend."""
+    """Returns the reports of a module's builds, compiled in another process with Triton's usual backend."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run(
         [sys.executable, FOLDER / "aot.py", request.param["module"], str(request.param["arch"])],

@@ -1,4 +1,4 @@
-"""Machine code of the Triton kernels that have no matrix instructions: it fits, and no loop spills."""
+"""Tests the machine code of the Triton kernels without matrix instructions: shared memory fits, and no loop spills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_fits_and_does_not_spill() -> None:
-    """The append kernel, which is straight code, may spill a few words."""
+    """Only the append kernel, which has no loops, may spill a few words."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, Path(__file__).parent / "aot.py", "aot_without_mma"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

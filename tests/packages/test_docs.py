@@ -1,4 +1,4 @@
-"""The site: the snippets of every page run, in order. That Sphinx builds it without a warning, `make docs` says."""
+"""Tests the site: the snippets of every page run in order. `make docs` tests that it builds without a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-# What a page takes for granted: a reader's own model, its inputs and where it is.
+# Names that a page assumes: a reader's own model, its inputs and its path.
 TAKEN_FOR_GRANTED = {
     "integrations.md": """
 import os
@@ -32,7 +32,7 @@ LlamaForCausalLM(config).save_pretrained(path)
 inputs = {"input_ids": torch.randint(64, (2, 7))}
 """,
 }
-PEFTS_OWN = "`is_gradient_checkpointing` is deprecated"  # what peft 0.21 asks of a model of transformers 5.24
+PEFTS_OWN = "`is_gradient_checkpointing` is deprecated"  # peft 0.21 with transformers 5.24 warns so
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if snippets(page)]
 
 
@@ -42,7 +42,7 @@ def test_the_snippets_run_in_order(page: Path, tmp_path: Path) -> None:
     name = page.relative_to(DOCS).as_posix()
     script = tmp_path / "page.py"
     script.write_text("\n".join([TAKEN_FOR_GRANTED.get(name, ""), *snippets(page)]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tensors this small wait for threads longer than they compute
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # more threads would wait longer than they compute
     command = [sys.executable, "-W", "error::FutureWarning", "-W", f"ignore:{PEFTS_OWN}:FutureWarning", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

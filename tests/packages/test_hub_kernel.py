@@ -1,4 +1,4 @@
-"""The kernel repository for the Hub, loaded from its folder as ``kernels`` does, beside the installed package."""
+"""Tests the kernel repository for the Hub, loaded as ``kernels`` loads it, next to the installed package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from native_build.library import NativeBuild
 from native_build.targets import parse_targets
 from native_build.tools import find_cxx, find_torch
 
-pytestmark = pytest.mark.xdist_group("hub-kernel")  # one folder
+pytestmark = pytest.mark.xdist_group("hub-kernel")  # all tests share one folder
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -43,7 +43,7 @@ def with_cuda(output=Path("out"), **changed):
     return a_build(output, CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")), **changed)
 
 
-# --- What is written --------------------------------------------------------------------------------------------------
+# --- Files that are written -------------------------------------------------------------------------------------------
 
 
 def test_imports_become_relative_wherever_they_stand():
@@ -68,7 +68,7 @@ def test_an_import_that_has_no_relative_form_is_an_error():
 
 
 def _names_operators(node):
-    """``torch.ops.fastattn`` or ``torch.ops.fastattn_triton``."""
+    """Returns whether a node is ``torch.ops.fastattn`` or ``torch.ops.fastattn_triton``."""
     return (
         isinstance(node, ast.Attribute)
         and node.attr.startswith("fastattn")
@@ -78,7 +78,7 @@ def _names_operators(node):
 
 
 def test_modules_import_relatively_or_from_the_standard_library_torch_and_triton():
-    # typing_extensions is a requirement of torch's own
+    # torch itself requires typing_extensions
     allowed = {*sys.stdlib_module_names, "torch", "triton", "typing_extensions"}
     names = set()
     for name, text in modules():
@@ -104,7 +104,7 @@ def test_the_variant_names_the_oldest_torch_the_cuda_version_and_the_gpus():
     assert metadata(with_cuda(instances=hopper))["backend"]["archs"] == sorted(
         {"sm_90": "9.0", "sm_90a": "9.0a"}[name] for name in {code for each in hopper for code in each.code}
     )
-    assert parse_targets("90a")  # a name of FASTATTN_ARCHS, as the build of the package has it
+    assert parse_targets("90a")  # a name of FASTATTN_ARCHS, as in the package's build
 
 
 def test_another_namespace_compiles_the_schemas_again_and_no_kernel():
@@ -117,12 +117,12 @@ def test_another_namespace_compiles_the_schemas_again_and_no_kernel():
     assert len(other & usual) > 100
 
 
-# --- What is loaded ---------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A repository as `make hub-kernel` writes it, with the variant for a torch without CUDA alone."""
+    """Writes a repository as `make hub-kernel` does, with only the variant for a torch without CUDA."""
     folder = tmp_path_factory.mktemp("hub") / "kernel"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FASTATTN_ARCHS", "none")
@@ -188,7 +188,7 @@ assert "transformers" not in sys.modules
 
 
 def run(program, *arguments):
-    # The variable names a library of the installed package: the kernel has to keep to its own.
+    # The variable names the installed package's library: the kernel must still load its own.
     environment = {**os.environ, "FASTATTN_LIBRARY": str(installed_library.LIBRARY_PATH)}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The build and what it ships: the wheel, the native library in it, and the tools that the build looks for."""
+"""Tests the build and its products: the wheel, the native library in it, and the tools that the build searches for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from native_build.targets import TARGETS, parse_targets
 from native_build.tools import find_cxx, find_torch
 from native_build.wheel_tag import needed_versions, wheel_platform
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one wheel
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # all tests share one wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -56,7 +56,7 @@ def run(*command, cwd=ROOT, **environment):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel of this tree, built as a user would build it; ninja finds nearly everything compiled already."""
+    """Builds a wheel of this tree as a user would; ninja finds nearly everything compiled already."""
     folder = tmp_path_factory.mktemp("wheel")
     run(
         sys.executable, "-m", "pip", "wheel", ".", "--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir", folder
@@ -67,7 +67,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unpacked(wheel, tmp_path_factory):
-    """The wheel's files as they are installed."""
+    """Unpacks the wheel's files as an installation does."""
     folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -76,13 +76,13 @@ def unpacked(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def library(unpacked):
-    """The native library in the wheel."""
+    """Returns the path of the native library in the wheel."""
     return unpacked / "fastattn" / "libfastattn.so"
 
 
 @pytest.fixture(scope="module")
 def build(library):
-    """How the library in the wheel was built."""
+    """Returns the build description of the wheel's library."""
     code = "import json; from fastattn import native; print(json.dumps(native.BUILD))"
     return json.loads(run(sys.executable, "-c", code, FASTATTN_LIBRARY=library).splitlines()[-1])
 
@@ -225,7 +225,7 @@ def test_build_description_is_that_of_the_release(unpacked, build):
 
 @pytest.fixture(scope="module")
 def plain_library(tmp_path_factory):
-    """The library as it is where there is no nvcc: op schemas alone."""
+    """Builds the library without nvcc: it has operator schemas only."""
     build = NativeBuild(
         source=ROOT / "csrc",
         output=tmp_path_factory.mktemp("plain"),
@@ -272,7 +272,7 @@ def test_a_missing_library_is_an_import_error_that_says_what_to_run(tmp_path):
     assert "make install" in message
 
 
-# --- What the build looks for -----------------------------------------------------------------------------------------
+# --- Tools that the build searches for --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_wrong_architecture_is_an_error_that_names_the_variable_and_the_choice
 
 
 def _nvidia_smi(folder, script):
-    """An environment in which that shell script is nvidia-smi."""
+    """Returns an environment in which the shell script is nvidia-smi."""
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -317,11 +317,11 @@ def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
 
 
 def _calls_without_a_kernel(instances, gpu):
-    """Of those that the kernels for sm_80 are compiled for, where a larger head dim or tile does too."""
+    """Returns calls of kernels for sm_80 that no kernel of the build runs on ``gpu``, not even with larger sizes."""
     runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80"}}[gpu]
 
     def calls_of(instance):
-        """A kernel that takes keys in pages and others stands for both; large tiles make no other operation."""
+        """Returns an instance's calls. A kernel for paged and other keys has both; large tiles add no operation."""
         operation = re.sub(r"(_large|_wide)?_sm\d+\.cu$", "", instance.source)
         calls = []
         for kernel in instance.kernels:
@@ -348,7 +348,7 @@ def test_a_build_for_a_gpu_has_a_kernel_for_every_call_there(text, gpu):
     instances = instances_for(CSRC, parse_targets(text))
     assert _calls_without_a_kernel(instances, gpu) == []
     assert "80" in {instance.architecture for instance in instances}, "else the library has no op of fastattn"
-    if text == "90a":  # the plain forward for sm_80 would never run there
+    if text == "90a":  # there, the plain forward kernel for sm_80 would never run
         assert not any("sm_80" in name or "compute_80" in name for each in instances for name in each.code)
         assert "attention/instances/forward_sm80.cu" not in {each.source for each in instances}
 
@@ -384,7 +384,7 @@ def test_a_wrong_architecture_stops_the_build(tmp_path):
 
 
 def _table(folder, rows, files=("forward_sm80.cu",)):
-    """A csrc of empty kernels, with a table of these rows; each gets what it must have unless it has it."""
+    """Writes a csrc of empty kernels and a table with these rows, to which it adds what every row must have."""
     (folder / "attention" / "instances").mkdir(parents=True)
     for name in files:
         (folder / "attention" / "instances" / name).touch()
@@ -444,9 +444,9 @@ def test_a_list_under_one_name_is_compiled_at_once(tmp_path):
 def test_an_instance_has_the_code_of_its_architecture_or_of_its_row_as_far_as_the_targets_want_it(tmp_path):
     rows = [
         {"HEAD_DIM": [64]},
-        {"HEAD_DIM": [128], "code": ["sm_80", "compute_80"]},  # sm_90 has a kernel of its own for it
+        {"HEAD_DIM": [128], "code": ["sm_80", "compute_80"]},  # sm_90 has another kernel for it
         {"source": "attention/instances/forward_sm90.cu", "architecture": "90a", "HEAD_DIM": [128]},
-        {"HEAD_DIM": [256], "code": ["sm_80", "sm_90", "compute_80", "compute_90"]},  # it has instructions of sm_90
+        {"HEAD_DIM": [256], "code": ["sm_80", "sm_90", "compute_80", "compute_90"]},  # it uses instructions of sm_90
     ]
     csrc = _table(tmp_path, rows, ("forward_sm80.cu", "forward_sm90.cu"))
     sm80, sm90 = TARGETS
@@ -549,7 +549,7 @@ def test_a_pattern_names_kernels_by_the_beginning_of_a_name_or_with_stars():
 
 
 def _container(*entries):
-    """As nvcc embeds it; an entry is (kind, bytes when compressed, its content)."""
+    """Returns a container as nvcc embeds it; an entry is (kind, bytes when compressed, its content)."""
     packed = b"".join(
         machine_code.ENTRY.pack(kind, 0x0101, 64, len(content), compressed, 64, 0, 9, 80).ljust(64, b"\0") + content
         for kind, compressed, content in entries
@@ -594,7 +594,7 @@ $L__info_string0:
 
 
 def _products(between):
-    """A kernel with two products that add to the same sums, and ``between`` them."""
+    """Returns a kernel of two products that add to the same sums, with ``between`` between them."""
     multiply = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd1, %rd1, 1, 1, 1, 0, 0;"
     return f""".version 8.0
 .target sm_90a
@@ -621,7 +621,7 @@ def test_the_build_fails_where_ptxas_serialises_wgmma(tmp_path, capfd):
     ptx.write_text(_products(""))
     machine_code.assemble(ptx, code, gencode, nvcc)
     assert code.exists()
-    ptx.write_text(_products("add.f32 %f0, %f0, %f0;"))  # the sum may not have been written yet
+    ptx.write_text(_products("add.f32 %f0, %f0, %f0;"))  # the first product may not have written the sum yet
     with pytest.raises(SystemExit, match=r"serialises the wgmma[\s\S]*\(C75\d\d\) warpgroup.wait is injected"):
         machine_code.assemble(ptx, code, gencode, nvcc)
     assert "(C75" in capfd.readouterr().out, "what ptxas says is shown, too"
@@ -659,7 +659,7 @@ def test_an_object_comes_from_the_cache_until_something_that_it_is_made_from_cha
     output, dependencies = tmp_path / "unit.o", tmp_path / "unit.d"
 
     def runs(about="c++ 12", *more, status=0):
-        """How often the compiler has run after one more call."""
+        """Returns how often the compiler has run, after one more call."""
         output.unlink(missing_ok=True)
         command = [str(compiler), str(source), str(output), "-I", str(headers), "-MF", str(dependencies), *more]
         assert cached.run(output, about, [source], command) == status
@@ -671,7 +671,7 @@ def test_an_object_comes_from_the_cache_until_something_that_it_is_made_from_cha
         return len((tmp_path / "runs").read_text().split())
 
     assert runs() == 1
-    assert not dependencies.exists()  # the compiler's
+    assert not dependencies.exists()  # only a real compiler writes it
     assert runs() == 1
     files = [source, source.parent / "near.h", headers / "far.cuh", headers / "farther.h"]
     assert dependencies.read_text() == f"{output}: {' '.join(map(str, sorted(files)))}\n"
@@ -683,9 +683,9 @@ def test_an_object_comes_from_the_cache_until_something_that_it_is_made_from_cha
     (headers / "farther.h").write_text("int farther;\n")
     assert runs() == runs("c++ 13") == 5
     for kept in (tmp_path / "cache" / "objects").glob("*/*"):
-        kept.write_bytes(kept.read_bytes()[:-5])  # a disk was full
+        kept.write_bytes(kept.read_bytes()[:-5])  # as on a full disk
     assert runs() == 6
-    monkeypatch.setenv("FASTATTN_CACHE", str(source))  # no folder
+    monkeypatch.setenv("FASTATTN_CACHE", str(source))  # not a folder
     assert runs() == 7
     source.write_text("wrong\n")
     assert runs(status=3) == runs(status=3) - 1 == 8
@@ -711,7 +711,7 @@ esac
 
 
 def _make_toolkit(root, libraries="lib64"):
-    """A CUDA toolkit of which only the nvcc's answers are real. It rejects every C++ compiler."""
+    """Makes a CUDA toolkit in which only nvcc's answers are real. It rejects every C++ compiler."""
     for folder in ("bin", "include", libraries):
         (root / folder).mkdir(parents=True)
     (root / "include" / "cuda_runtime.h").touch()

@@ -1,4 +1,4 @@
-"""Names of torch that begin with an underscore exist in the torch at hand: no release promises them.
+"""Tests that torch has the names beginning with an underscore that we use: no release guarantees them.
 
 `make test-cuda` runs this under torch's CUDA build, of any release that TORCH names.
 """
@@ -19,7 +19,7 @@ FILES = [*(ROOT / "python").rglob("*.py"), *(ROOT / "triton_kernels").glob("*.py
 
 
 def chain(node: ast.expr, known: dict[str, str]) -> str | None:
-    """``"torch._C.name"`` of an expression that is one; ``known``: what other names of the file stand for."""
+    """Returns ``"torch._C.name"`` for such an expression. ``known`` maps the file's other names to their meaning."""
     if isinstance(node, ast.Name):
         return "torch" if node.id == "torch" else known.get(node.id)
     if isinstance(node, ast.Attribute):

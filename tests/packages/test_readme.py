@@ -1,4 +1,4 @@
-"""The README: its snippets run, one after the other, and what it points at is there."""
+"""Tests the README: its snippets run in order, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_the_snippets_run_in_order_as_a_new_user_would_run_them(tmp_path: Path) 
     command = [sys.executable, "-W", "error::FutureWarning", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "not torch" in done.stdout or "torch: PyTorch" in done.stdout  # what explain prints
+    assert "not torch" in done.stdout or "torch: PyTorch" in done.stdout  # explain's output
     assert "RecordedCall(" in done.stdout
 
 
 def test_the_masks_are_those_of_attention() -> None:
-    """Each matrix has the pairs of a query and a key that the options above it leave."""
+    """Each matrix shows the pairs of query and key that the options above it leave visible."""
     heading, *rows = re.search(r"<!-- masks -->\n```text\n(.*?)\n```", README, re.DOTALL)[1].splitlines()
     starts = [found.start() for found in re.finditer(r"(?<!, )\b(?:causal|window)", heading)]
     assert len(starts) == 3 and len(rows) == 4
@@ -46,7 +46,7 @@ def test_the_masks_are_those_of_attention() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # code has ](, too
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # code contains ](, too
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         assert "://" in target or (page.parent / target).exists(), f"{page.name} points at {target}"
 

@@ -1,4 +1,4 @@
-"""The oracle itself: reference.py against torch's SDPA, gradcheck, and attention written as plain Python loops."""
+"""Tests the oracle itself: reference.py against torch's SDPA, gradcheck, and attention in plain Python loops."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_attention_is_torchs_sdpa(case: str, dtype: torch.dtype) -> None:
     elif options.get("bias") == "float":
         leaves.append(normal(4, 1, 4, 9, 13, dtype=dtype))
         del options["bias"]
-    # torch's result in at least fp32, rounded once, is what reference.py promises in 16 bits.
+    # In 16 bits, reference.py promises torch's result in fp32 or wider, rounded once.
     wide = [leaf.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for leaf in leaves]
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
@@ -107,7 +107,7 @@ def test_attention_is_torchs_sdpa(case: str, dtype: torch.dtype) -> None:
 
 
 def options_by_name(batch: int, heads: int, num_queries: int, num_keys: int) -> dict[str, dict[str, Any]]:
-    """Every option of ``attention`` alone, and mixed."""
+    """Returns every option of ``attention`` alone, and mixtures."""
     float_bias = normal(11, 1, heads, num_queries, num_keys)
     holes = normal(12, batch, 1, num_queries, num_keys) > 0.3
     slopes = normal(13, heads).abs()
@@ -212,7 +212,7 @@ def test_a_row_without_keys_gives_zero(options: dict[str, Any], empty_row_lse: f
 
 
 def causal_as(mask: str, num_queries: int) -> dict[str, Any]:
-    """Options that hide key ``j`` from query ``i < j`` of six keys."""
+    """Returns options that hide key ``j`` of six from each query ``i < j``."""
     visible = torch.ones(1, 1, num_queries, 6).tril() > 0
     if mask == "causal":
         return {"causal": True, "first_row": 0}
@@ -223,7 +223,7 @@ def causal_as(mask: str, num_queries: int) -> dict[str, Any]:
 @pytest.mark.parametrize("mask", ["causal", "bool mask", "float mask"])
 @pytest.mark.parametrize("num_queries", [4, 6], ids=["seen by nobody", "seen by other rows"])
 def test_what_stands_in_masked_keys_has_no_influence(num_queries: int, mask: str, poison: float) -> None:
-    """The last two of six keys are poisoned; the first four queries do not see them, later ones do."""
+    """The last two of six keys are poisoned. The first four queries do not see them, later queries do."""
     tensors = normal(1, 1, 2, num_queries, 4), normal(2, 1, 2, 6, 4), normal(3, 1, 2, 6, 4)
     grad_out, grad_lse = normal(4, 1, 2, num_queries, 4), normal(5, 1, 2, num_queries)
 
@@ -231,7 +231,7 @@ def test_what_stands_in_masked_keys_has_no_influence(num_queries: int, mask: str
         leaves = [leaf.clone().requires_grad_() for leaf in (query, key, value)]
         out, lse = reference.attention(*leaves, **causal_as(mask, num_queries), softcap=2.0)
         query_grad, *other_grads = torch.autograd.grad((out, lse), leaves, [grad_out, grad_lse])
-        # The keys that a poisoned row sees get its gradient; the other rows' gradients stay their own.
+        # Keys that a poisoned row sees get its gradient, so only the first rows' results are compared then.
         of_the_first_rows = [tensor[:, :, :4] for tensor in (out, lse, query_grad)]
         return of_the_first_rows + (other_grads if num_queries == 4 else [])
 
@@ -244,7 +244,7 @@ def test_what_stands_in_masked_keys_has_no_influence(num_queries: int, mask: str
 
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_a_visible_nan_is_seen_as_without_a_mask(where: str) -> None:
-    """A mask that hides nothing changes nothing: the NaN reaches the same outputs and gradients (but its own row's)."""
+    """A mask that hides nothing changes nothing: NaN reaches the same outputs and gradients (except its own row's)."""
     tensors = {"query": normal(1, 1, 1, 3, 4), "key": normal(2, 1, 1, 3, 4), "value": normal(3, 1, 1, 3, 4)}
     tensors[where][0, 0, 1, 2] = math.nan
 
@@ -376,7 +376,7 @@ def test_varlen_takes_what_is_out_of_range_as_absent(cu: list[int], max_seqlen: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scores_of_finfo_min_share_a_row_evenly(dtype: torch.dtype) -> None:
-    """A number, not a mask: beside it the log of how many keys there are is lost, and must not be needed."""
+    """finfo.min is a number, no mask. Added to it, the log of the number of keys is lost, and must not be needed."""
     query, key = torch.zeros(1, 1, 2, 4, dtype=dtype), torch.zeros(1, 1, 5, 4, dtype=dtype)
     value = torch.arange(20, dtype=dtype).view(1, 1, 5, 4)
     bias = torch.full((1, 1, 2, 5), torch.finfo(torch.float32).min, dtype=dtype)
@@ -385,7 +385,7 @@ def test_scores_of_finfo_min_share_a_row_evenly(dtype: torch.dtype) -> None:
 
 
 def test_the_lse_of_scores_of_finfo_min_sends_each_its_share() -> None:
-    """Of a row's gradient of the lse, all keys together get 1: also where the lse has lost the log of their number."""
+    """The keys of a row together get 1 of its lse's gradient, even where the lse has lost the log of their number."""
     query, key, value = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (2, 5, 5))
     bias = torch.full((1, 1, 2, 5), torch.finfo(torch.float32).min, dtype=torch.float64, requires_grad=True)
     _, lse = reference.attention(query, key, value, bias=bias)

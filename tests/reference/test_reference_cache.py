@@ -1,4 +1,4 @@
-"""The oracle itself: attention over a KV cache, against plain Python loops."""
+"""Tests the oracle itself: attention over a KV cache, against plain Python loops."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from by_hand import attention_by_hand, normal, quantized_by_hand, rotated_by_han
 from fastattn import reference
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 3, 4, 2, 4, 2
-LENGTHS = (0, 5, 6)  # before the append: empty, in the middle, nearly full
+LENGTHS = (0, 5, 6)  # before the append: empty, half full, nearly full
 CAPACITY, PAGE_SIZE = 8, 4
-TABLE = [[5, 0], [2, 7], [1, 4]]  # pages 3 and 6 are nobody's
+TABLE = [[5, 0], [2, 7], [1, 4]]  # pages 3 and 6 belong to no sequence
 NUM_PAGES = 8
 
 
@@ -26,14 +26,14 @@ def angles(positions: int, half: int) -> dict[str, Tensor]:
 
 
 class Caches:
-    """Both caches of one kind, filled with NaN (or int8 rubbish) where no token is, and the tokens as lists."""
+    """Both caches of one kind, with NaN (or int8 garbage) where there is no token, and the tokens as lists."""
 
     def __init__(self, paged: bool, int8: bool) -> None:
         self.paged, self.int8 = paged, int8
         num_blocks, rows = (NUM_PAGES, PAGE_SIZE) if paged else (BATCH, CAPACITY)
         self.scales: list[Tensor | None] = [None, None]
         self.stores: list[Tensor] = []
-        self.tokens: list[list[list[list[list[float]]]]] = []  # per cache, per sequence and head, rows
+        self.tokens: list[list[list[list[list[float]]]]] = []  # per cache, sequence and head: rows
         for index, dim in enumerate((DIM, VALUE_DIM)):
             store = torch.full((num_blocks, KV_HEADS, rows, dim), math.nan, dtype=torch.float64)
             if int8:
@@ -55,7 +55,7 @@ class Caches:
         return (TABLE[b][t // PAGE_SIZE], t % PAGE_SIZE) if self.paged else (b, t)
 
     def write(self, index: int, b: int, g: int, t: int, row: list[float]) -> list[float]:
-        """Stores one token's head; returns what can be read back of it."""
+        """Stores one token's head, and returns the numbers that can be read back."""
         block, slot = self.place(b, t)
         scales = self.scales[index]
         if scales is None:

@@ -1,4 +1,4 @@
-"""The oracle itself: int8 weights, against plain Python loops."""
+"""Tests the oracle itself: int8 weights, against plain Python loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_quantisation_is_within_half_a_step(granularity: str | int, dtype: torch
     assert quantized.abs().amax() == 127
     step = scale.double().repeat_interleave(128 // groups, dim=1).expand(5, 128)
     error = (reference.dequantize_int8(quantized, scale, torch.float64) - weight.double()).abs()
-    # Half a step, and the roundings of x / scale and of the scale itself, each 127 * 2^-24 steps at the most.
+    # Half a step, plus the roundings of x / scale and of the scale, each at most 127 * 2^-24 steps.
     assert bool((error <= step * (0.5 + 2 * 127 * 2**-24)).all())
     if granularity != "tensor":
         group = 128 // groups

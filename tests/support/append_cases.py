@@ -1,4 +1,4 @@
-"""Calls of ``append_to_cache``: their arguments, and what the caches hold afterwards. Not a test module."""
+"""Makes calls of ``append_to_cache`` and computes what the caches hold afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALES = ("k_scale", "v_scale")
 
 @dataclass(frozen=True)
 class Case:
-    """One call; ``absent`` are slots of tokens that are written nowhere. Caches hold NaN, or 99 with the scale NaN."""
+    """One call. Tokens with ``absent`` slots are written nowhere. Caches hold NaN; int8 caches 99, scaled by NaN."""
 
     name: str
     tokens: int = 21
@@ -42,7 +42,7 @@ class Case:
 
 
 def make_arguments(case: Case) -> dict[str, Any]:
-    """Slots in no order; the absent ones come in between."""
+    """Returns the arguments: slots in random order, with the absent ones at random positions among them."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(dim: int) -> Tensor:
@@ -69,14 +69,14 @@ def make_arguments(case: Case) -> dict[str, Any]:
 
 
 def _on_device(tensor: Tensor) -> Tensor:
-    """Moves a tensor with its strides: ``to`` packs rows that have room behind them."""
+    """Moves a tensor and keeps its strides, where ``to`` would drop the padding behind its rows."""
     if DEVICE == "cpu":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).copy_(tensor)
 
 
 def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """What the caches and scales hold afterwards, token by token."""
+    """Returns what the caches and scales must hold afterwards, computed token by token."""
     after = {name: arguments[name].clone() for name in (*CACHES, *SCALES) if arguments[name] is not None}
     num_pages, _, page_size, _ = arguments["k_cache"].shape
     for cache, scale, new in zip(CACHES, SCALES, (arguments["k_new"], arguments["v_new"]), strict=True):
@@ -99,7 +99,7 @@ def expected(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def check_caches(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
-    """Bit for bit."""
+    """Asserts that the caches and scales are equal bit for bit."""
     proof.compared()
     for name, tensor in wanted.items():
         found_tensor, wanted_tensor = comparable(found[name]), comparable(tensor)

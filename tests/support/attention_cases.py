@@ -1,4 +1,4 @@
-"""Random attention problems, what the kernels make of them, and what the oracle says. Not a test module."""
+"""Draws attention problems, runs the kernels on them, and compares the results with the oracle."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value", "grad_bias", "g
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; its tensors are a function of it. ``lengths`` (of queries, of keys) make it a packed one."""
+    """One problem, which determines its tensors. ``lengths`` (of queries, of keys) make it a packed one."""
 
     shape: tuple[int, int, int, int, int] = (1, 2, 1, 33, 47)  # B, Hq, group size, Sq, Sk
     head_dims: tuple[int, int] = (16, 16)
     dtype: torch.dtype = torch.float16
     window: tuple[int, int] = (-1, -1)
-    first_row: int | None = None  # None: the last row stands at the last key
+    first_row: int | None = None  # None: the last row is at the last key
     first_key: int = 0
     first_head: int = 0
     softcap: float = 0.0
     alibi: str = ""  # "head" or "batch"
-    mask: str = ""  # "bool", "float", "inf" (-inf for masked), "min" (finfo.min for masked), "all min"
+    mask: str = ""  # "bool", "float", "inf" (masked entries are -inf), "min" (they are finfo.min), "all min"
     mask_shape: tuple[int, int, int, int] = (1, 1, 1, 1)  # 1 = use the full size, 0 = broadcast
     sinks: bool = False
-    ranges: int = 0  # of visible keys for each query
-    ranges_shape: tuple[int, int] = (1, 1)  # as mask_shape, of batch and heads
+    ranges: int = 0  # number of ranges of visible keys of each query
+    ranges_shape: tuple[int, int] = (1, 1)  # [batch, heads], 1 and 0 as in mask_shape
     dropout: float = 0.0
     scale: float | None = None
     layout: str = "bhsd"  # "bshd", "sliced", "misaligned"
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """Tensors of a case. ``bias`` is 4-D; packed tensors are ``[total, H, D]``."""
+    """The tensors of a case. ``bias`` is 4-D; packed tensors are ``[total, H, D]``."""
 
     query: Tensor
     key: Tensor
@@ -89,7 +89,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another memory layout."""
+    """Returns the same values in another memory layout."""
     if layout == "bshd":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":  # last dim strided: must be copied
@@ -121,13 +121,13 @@ def make_bias(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def make_ranges(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Draws ranges of keys. Neighbouring queries often have the same, so that some tiles are full and some are empty; a
-    query may see nothing, or all."""
+    """Draws ranges of keys. Neighbouring queries often have the same ranges, so that some tiles are full and some are
+    empty; a query may see no key, or all."""
     if not case.ranges:
         return None
     batch, heads, _, rows, columns = case.shape
     outer = [size if use else 1 for size, use in zip((batch, heads), case.ranges_shape, strict=True)]
-    if case.lengths is not None:  # each query's keys are those of its sequence
+    if case.lengths is not None:  # a query sees keys of its own sequence only
         outer, rows = outer[1:], sum(case.lengths[0])
         keys = torch.tensor(case.lengths[1]).repeat_interleave(torch.tensor(case.lengths[0]))
     else:
@@ -192,12 +192,12 @@ def options_of(case: Case) -> tuple[Any, ...]:
 
 
 def placed(place: Sequence[int | None]) -> dict[str, Any]:
-    """As ``reference.attention`` takes it."""
+    """Returns the keyword arguments of ``reference.attention`` for a place."""
     return dict(zip(("first_row", "first_key", "first_head"), place, strict=True))
 
 
 def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
-    """Of ``attention_forward`` as the op's schema has them."""
+    """Returns the arguments of the op ``attention_forward``, in the order of its schema."""
     p = problem
     seed = torch.tensor([SEED], device=DEVICE)
     score = (p.bias, p.alibi_slopes, p.sinks, seed, p.cu_seqlens_q, p.cu_seqlens_k, *p.max_seqlens, *options_of(case))
@@ -207,7 +207,7 @@ def forward_arguments(case: Case, problem: Problem) -> tuple[Any, ...]:
 def backward_arguments(
     case: Case, problem: Problem, out: Tensor, lse: Tensor, deterministic: bool = True
 ) -> tuple[Any, ...]:
-    """Of ``attention_backward``, with the gradients of an additive bias and of slopes."""
+    """Returns the arguments of the op ``attention_backward``; asks for the gradients of a float bias and slopes."""
     p = problem
     _, _, _, *shared = forward_arguments(case, problem)
     bias_grad = p.bias is not None and p.bias.is_floating_point()
@@ -227,14 +227,14 @@ def backward_arguments(
 
 
 def in_order(deterministic: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Holds deterministic kernels to one order of their floating sums, on the emulator."""
+    """Makes the emulator check that deterministic kernels add floating numbers in one fixed order."""
     if not (deterministic and ON_EMULATOR):
         return contextlib.nullcontext()
     return launch_options.launching(ordered_sums=True)
 
 
 def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) -> dict[str, Tensor]:
-    """Forward and backward of ``torch.ops.fastattn`` or of a module that has functions of these names."""
+    """Runs forward and backward of ``ops``: ``torch.ops.fastattn``, or a module with functions of the same names."""
     ranges = {} if problem.key_ranges is None else {"key_ranges": problem.key_ranges}
     out, lse, _ = ops.attention_forward(*forward_arguments(case, problem), **ranges)
     with in_order(deterministic):
@@ -243,22 +243,22 @@ def run_ops(ops: Any, case: Case, problem: Problem, deterministic: bool = True) 
 
 
 def use_small_tiles(monkeypatch: Any) -> None:
-    """In the Triton kernels."""
+    """Makes the Triton kernels use `SMALL_TILE`."""
     monkeypatch.setattr(forward_module, "attention_forward_tile", lambda *_, **__: SMALL_TILE)
     monkeypatch.setattr(backward_module, "attention_backward_tile", lambda *_, **__: SMALL_TILE)
 
 
 def run_kernels(case: Case, problem: Problem, monkeypatch: Any) -> dict[str, Tensor]:
-    """Forward and backward of the Triton kernels."""
+    """Runs forward and backward of the Triton kernels."""
     if case.small_tile:
         use_small_tiles(monkeypatch)
     return run_ops(torch.ops.fastattn_triton, case, problem)
 
 
 def run_public(case: Case, problem: Problem, backend: str, deterministic: bool | None = None) -> dict[str, Tensor]:
-    """Forward and backward through the public functions, by one backend.
+    """Runs forward and backward through the public functions, on one backend.
 
-    The drop-in alone is top-left, and has nothing but causal masks, a bias and a scale.
+    Only the drop-in is causal from the top left; it takes nothing but causal masks, a bias and a scale.
     """
     p = problem
     scale, left, right, first_row, first_key, first_head, softcap, dropout = options_of(case)
@@ -305,7 +305,7 @@ def run_public(case: Case, problem: Problem, backend: str, deterministic: bool |
 
 
 def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same by `fastattn.reference` and autograd, on inputs of ``dtype``."""
+    """Runs forward and backward of `fastattn.reference` with autograd, on inputs converted to ``dtype``."""
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or not tensor.is_floating_point():
@@ -349,9 +349,9 @@ def run_reference(case: Case, problem: Problem, dtype: torch.dtype, compute_dtyp
 def check(
     case: Case, monkeypatch: Any, problem: Problem | None = None, measure: Case | None = None
 ) -> dict[str, Tensor]:
-    """Every result of the kernels against the oracle; the kernels' results.
+    """Compares every result of the Triton kernels with the oracle, and returns the kernels' results.
 
-    ``measure``: the case of the composite, where that cannot compute this one in its dtype.
+    ``measure``: another case for PyTorch's composite computation, where it cannot compute this one in its dtype.
     """
     problem = problem or make_problem(case)
     actual = run_kernels(case, problem, monkeypatch)
@@ -366,7 +366,7 @@ def compare(
     measure: Case | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Results against the oracle: all, or those of these ``names``."""
+    """Compares the results with the oracle: all of them, or those that ``names`` lists."""
     oracle = run_reference(case, problem, torch.float64, torch.float64)
     composite = run_reference(measure or case, problem, case.dtype, case.dtype)
     for name in names or oracle:
@@ -378,11 +378,11 @@ def compare(
 
 
 def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle: Tensor) -> float:
-    """How far the slopes' gradient is off, in standard deviations of what rounding O leaves in it through delta.
+    """Returns the slopes' gradient's error, in standard deviations of what rounding O adds to it through delta.
 
-    It is one number for each head, a sum over all of its rows of terms with both signs: the error of the composite is
-    luck there. A row has ``dslope = sum_j P_ij (delta_i - dP_ij) distance_ij``, and ``sum_j P_ij distance_ij`` is the
-    derivative of its lse.
+    The gradient is one number per head: a sum, over all rows, of terms with both signs. The composite's error is
+    therefore down to luck. A row has ``dslope = sum_j P_ij (delta_i - dP_ij) distance_ij``, and ``sum_j P_ij
+    distance_ij`` is the derivative of its lse.
     """
     p = problem
     assert p.alibi_slopes is not None
@@ -399,7 +399,7 @@ def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle
         return reference.attention(query, key, value, bias=p.bias, **placed(place), **common)[1]
 
     slopes = p.alibi_slopes.double()
-    _, distances = torch.func.jvp(lse_of, (slopes,), (torch.ones_like(slopes),))  # like lse
+    _, distances = torch.func.jvp(lse_of, (slopes,), (torch.ones_like(slopes),))  # shaped like lse
     products = (p.grad_out.double() * actual["out"].double()).square().sum(-1)
     if case.lengths is None:
         variance = (distances.nan_to_num(0.0).square() * products).sum(2).sum_to_size(slopes.shape)
@@ -414,9 +414,9 @@ def slopes_error(case: Case, problem: Problem, actual: dict[str, Tensor], oracle
 
 
 def check_closely(name: str, actual: Tensor, oracle: Tensor) -> None:
-    """For what is computed in fp32 throughout: lse.
+    """Asserts a tight bound for lse, which is computed in fp32 throughout.
 
-    No composite is a measure there: base-2 exponentials of scaled scores round otherwise than natural ones of scores.
+    The composite gives no bound here: natural exponentials round differently from the kernels' base-2 exponentials.
     """
     assert torch.equal(actual.isinf().cpu(), oracle.isinf().cpu()), f"{name}: infinities differ"
     expected = oracle.masked_fill(oracle.isinf(), 0.0)

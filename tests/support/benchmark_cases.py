@@ -1,4 +1,4 @@
-"""Small cases of every benchmark, and documents of results that no machine gave."""
+"""Holds small cases of every benchmark, and documents of synthetic results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ATTENTION_CASES = [
     dataclasses.replace(ATTENTION, causal=True, window=7, queries=13),
     dataclasses.replace(ATTENTION, bias=True, queries=5),
     *(dataclasses.replace(ATTENTION, mask=mask, seqlen=150) for mask in MASKS),
-    dataclasses.replace(ATTENTION, causal=True, varlen=True, batch=3, queries=20),  # more than one sequence has
+    dataclasses.replace(ATTENTION, causal=True, varlen=True, batch=3, queries=20),  # more than some sequences have
 ]
 DECODE_CASES = [
     DecodeCase(batch=3, context=48, heads=4, kv_heads=2, head_dim=16, page_size=page_size, ragged=ragged)
@@ -59,7 +59,7 @@ def name_of(case: Any) -> str:
 
 
 def document(name: str, rows: list[results.Row]) -> results.Document:
-    """A document that no machine wrote: its figures say so."""
+    """Returns a document of synthetic results, whose environment says that they are synthetic."""
     environment = {
         key: {"gpu": "SYNTHETIC GPU"}.get(key, "synthetic" if kind is str else 1)
         for key, kind in results.ENVIRONMENT.items()
@@ -101,7 +101,7 @@ def row_of(case: Any, name: str, is_peer: bool, eager_s: float, graph_s: float |
 
 
 def synthetic_documents() -> dict[str, results.Document]:
-    """Smooth curves that no machine gave."""
+    """Returns a document for each benchmark, with smooth synthetic curves."""
 
     def rows_over(cases: Sequence[Any], work_of: Callable[[Any], Work], factors: dict[str, float]) -> list[results.Row]:
         rows = []

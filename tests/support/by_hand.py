@@ -1,4 +1,4 @@
-"""The mathematics of ``fastattn.reference`` on Python numbers, one score at a time, to check the oracle against."""
+"""Computes what ``fastattn.reference`` computes on Python numbers, one score at a time, to check the oracle itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64, grad: boo
 
 
 def philox_by_hand(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Philox 4x32-10 on Python integers."""
+    """Computes Philox 4x32-10 on Python integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
@@ -45,7 +45,7 @@ def attention_by_hand(
     first_key: int = 0,
     first_head: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """``reference.attention`` with loops."""
+    """Computes ``reference.attention`` with loops."""
     batch, heads, num_queries, head_dim = query.shape
     kv_heads, num_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -95,7 +95,7 @@ def attention_by_hand(
 
 
 def rotated_by_hand(row: list[float], cos: list[float], sin: list[float], interleaved: bool) -> list[float]:
-    """One head of one token, its pairs turned as complex numbers."""
+    """Rotates one head of one token: multiplies its pairs as complex numbers."""
     result, half = list(row), len(cos)
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
@@ -105,6 +105,6 @@ def rotated_by_hand(row: list[float], cos: list[float], sin: list[float], interl
 
 
 def quantized_by_hand(row: list[float]) -> tuple[list[int], float]:
-    """Python's ``round`` is to nearest even too."""
+    """Quantises one row to int8. Python's ``round`` rounds halves to even, as torch's does."""
     scale = max(map(abs, row)) / 127 or 1.0
     return [max(-127, min(127, round(x / scale))) for x in row], scale

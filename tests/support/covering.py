@@ -1,8 +1,8 @@
-"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function, those that test most.
+"""Chooses the tests of ``make test`` and ``make test-all``: few cases of each function, those that cover the most.
 
-Not a test module. A case is a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict
-counts as a parameter; for tests of instances (`PAIRWISE` words in the name, or all of a module), that two parameters
-have two values. What is kept has all facts of all cases, or is few cases of a function whose cases cost much.
+A case has a set of *facts*: that a parameter has a value, where each entry of a dataclass or a dict counts as a
+parameter. In tests of instances (`PAIRWISE` words in the name, or `PAIRWISE_MODULES`), a fact is that two parameters
+have two values. The chosen cases cover all facts, or are at most a few cases of a function whose cases are slow.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 T = TypeVar("T")
 PAIRWISE = ("each_instance", "every_instance", "every_tile")
 PAIRWISE_MODULES = ("test_every_instance", "test_every_option")
-PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and option of both backends
-MOST = 3  # cases in the core of a function whose cases cost much
-MOST_OF_OTHERS = 1  # cases in `make test-all` of a function that the core leaves out, and that cost much
-CHEAP = ("machine_code", "packages")  # folders where a case costs next to nothing
-COMPILES = "test_triton_compile"  # but not in the modules whose names begin so
+PROVES_ALL = "all_kernels"  # the folder whose tests run each kernel and each option of both backends
+MOST = 3  # cases of a function in the core, where a case is slow
+MOST_OF_OTHERS = 1  # cases in `make test-all` of a function that the core leaves out, where a case is slow
+CHEAP = ("machine_code", "packages")  # folders whose cases are fast
+COMPILES = "test_triton_compile"  # the prefix of modules in those folders whose cases are slow
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 
 
 def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]], most: int | None = None) -> list[T]:
-    """Returns cases whose facts are the facts of all, in their order: each time that with most new facts; no more than
-    ``most`` of them."""
+    """Returns cases that together have the facts of all, at most ``most``. Each step adds the case with the most new
+    facts."""
     missing = frozenset().union(*facts)
     chosen: set[int] = set()
     while missing and len(chosen) != most:
@@ -40,10 +40,10 @@ def covering(cases: Sequence[T], facts: Sequence[frozenset[Hashable]], most: int
 
 
 def facts_of(parameters: dict[str, Any], indices: dict[str, int]) -> frozenset[Hashable]:
-    """Returns what one case tests: the values of its parameters, or of their entries.
+    """Returns the facts of one case: the values of its parameters, or of their entries.
 
-    ``indices``: the place of each value in its list, for values that do not compare. A seed is no fact: another one
-    repeats the test.
+    ``indices`` are the positions of the values in their lists, which stand for values that cannot be compared. A seed
+    is no fact: another seed repeats the test.
     """
     return frozenset(
         (name, *entry)
@@ -56,9 +56,9 @@ def facts_of(parameters: dict[str, Any], indices: dict[str, int]) -> frozenset[H
 def pairs_of(
     parameters: dict[str, Any], indices: dict[str, int], rows: Iterable[tuple[str, ...]]
 ) -> frozenset[Hashable]:
-    """Returns what one case of a test of instances tests: each two of its values, or its only one.
+    """Returns the facts of one case of a test of instances: each pair of its values, or its only value.
 
-    ``rows``: names of parameters whose values were given together, which are one value here.
+    ``rows``: names of parameters whose values were given together; they count as one value here.
     """
     single = {name: (name,) for name in parameters}
     for names in rows:
@@ -72,7 +72,7 @@ def pairs_of(
 
 
 def _entries(value: Any, index: int) -> Iterable[tuple[Hashable, ...]]:
-    """Yields the names and values of what a dataclass or a dict holds; of other values, the value."""
+    """Yields the name and value of each entry of a dataclass or a dict; of another value, the value alone."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict) and value:
@@ -109,7 +109,7 @@ def _has_instances(item: Any) -> bool:
 
 
 def _quick(items: Sequence[Any]) -> list[Any]:
-    """Returns the pytest items among which the core chooses."""
+    """Returns the pytest items from which the core is chosen."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     on_others = {_function(item) for item in quick if _backend(item) not in (None, "triton")}
     return [
@@ -120,16 +120,15 @@ def _quick(items: Sequence[Any]) -> list[Any]:
 
 
 def core_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test``: few of each function, none that is marked ``slow``, and for tests of
-    several backends none of Triton's, which compile for seconds: `PROVES_ALL` has each of its kernels and options.
-    """
+    """Returns the pytest items of ``make test``: few cases of each function, and none that is marked ``slow``. Tests of
+    several backends leave out Triton's cases, which compile for seconds: `PROVES_ALL` runs each Triton kernel and
+    option."""
     return _few_of(_quick(list(items)), lambda item: MOST if _is_dear(item) else None)
 
 
 def few_of(items: Iterable[Any]) -> list[Any]:
-    """Returns the pytest items of ``make test-all``: of what the core chooses among twice as many cases, and one of
-    each other function.
-    """
+    """Returns the pytest items of ``make test-all``: of a function of the core up to twice as many cases, of any other
+    function one case if its cases are slow."""
     items = list(items)
     quick = set(map(id, _quick(items)))
 
@@ -143,13 +142,13 @@ def few_of(items: Iterable[Any]) -> list[Any]:
 
 
 def _is_dear(item: Any) -> bool:
-    """Returns whether a case that the core may choose costs much, and is not there to prove an instance or option."""
+    """Returns whether a case of the core is slow, and not there to prove an instance or an option."""
     has_proofs = item.path.parent.name == PROVES_ALL or _has_instances(item)
     return not has_proofs and item.get_closest_marker("quick") is None
 
 
 def _few_of(items: list[Any], most_of: Callable[[Any], int | None]) -> list[Any]:
-    """Returns few cases of each function, at most ``most_of`` them."""
+    """Returns few cases of each function: at most ``most_of`` its items."""
     functions: dict[tuple[str, str, int | None], list[Any]] = {}
     for item in items:
         functions.setdefault((*_function(item), most_of(item)), []).append(item)
@@ -170,7 +169,7 @@ def _few_of(items: list[Any], most_of: Callable[[Any], int | None]) -> list[Any]
 
 
 def part_of(items: Iterable[Any], part: str) -> list[Any]:
-    """Returns the ``"K/N"``-th part of the items. Cases of a function stay together, and what an xdist_group shares."""
+    """Returns the ``"K/N"``-th subset of the items. Cases of one function, or of one xdist_group, stay together."""
     number, parts = map(int, part.split("/"))
 
     def key(item: Any) -> str:

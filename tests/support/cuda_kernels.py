@@ -1,4 +1,4 @@
-"""What the tests of the CUDA C++ kernels have in common: when they run, and with which checks. Not a test module."""
+"""Says when the tests of the CUDA C++ kernels run, and with which checks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from fastattn import native
 from kernel_device import DEVICE, IS_STAND_IN, ON_EMULATOR
 
-EMULATED = DEVICE == "cpu"  # so a test may choose the GPU, too
-if ON_EMULATOR:  # a machine with a GPU needs no compiler to build the emulator with
+EMULATED = DEVICE == "cpu"  # then a test may choose which GPU is emulated
+if ON_EMULATOR:  # on a machine with a GPU, the emulator is not built
     from emulator import cuda_runtime, options
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -25,24 +25,24 @@ NO_KERNELS = "needs kernels: no nvcc"
 
 needs_nested = pytest.mark.skipif(IS_STAND_IN, reason="torch's kernels for nested tensors have no stand-in")
 
-# A module's `pytestmark`.
+# `pytestmark` of a module that tests CUDA C++ kernels.
 MARKS = [
     pytest.mark.usefixtures("emulated_gpu", "tracked_tensors"),
     pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS),
 ]
-# That of one about kernels for Hopper: see the fixture in tests/attention/conftest.py.
+# `HOPPER_MARKS` is `pytestmark` of a module that tests Hopper kernels: see the fixture in tests/attention/conftest.py.
 IS_HOPPER = EMULATED or torch.cuda.get_device_capability() == (9, 0)
 NEEDS_HOPPER = pytest.mark.skipif(
     not IS_HOPPER or "90a" not in native.BUILD["archs"], reason="needs kernels for sm_90a"
 )
-# Whose kernels run where no test chooses the GPU.
+# The architecture whose kernels run unless a test chooses another GPU.
 FAMILY = 90 if not EMULATED and IS_HOPPER and "90a" in native.BUILD["archs"] else 80
 HOPPER_MARKS = [*MARKS, pytest.mark.usefixtures("hopper"), NEEDS_HOPPER]
 
 
 @contextlib.contextmanager
 def checked(**changes: Any) -> Iterator[None]:
-    """On the emulator, every check there is; ``changes``: other options of launches."""
+    """Turns on every check of the emulator; ``changes`` are other options of launches."""
     if not ON_EMULATOR:
         yield
         return

@@ -1,4 +1,4 @@
-"""Calls of flash-decoding: their arguments, the op's view of them, and what the oracle says. Not a test module."""
+"""Makes calls of flash-decoding, and compares their results with the oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Memory that must not be read holds NaN, and unused table entries numbers out of range."""
+    """One call. Memory that must not be read holds NaN; unused entries of the block table are out of range."""
 
     name: str
     lengths: tuple[int, ...] = (37, 130, 1)
@@ -40,7 +40,7 @@ class Case:
     rotary_dim: int = 0
     interleaved: bool = False
     int8: bool = False
-    fp8: str = ""  # "", or whose the scales are: "tokens", "heads", "tensor", "nobody"
+    fp8: str = ""  # "", or what has a scale each: "tokens", "heads", "tensor", "nobody"
     scale: float | None = None
     splits: int = 0
     batch_invariant: bool = False
@@ -52,19 +52,19 @@ class Case:
 
 
 def absent_rows(case: Case, batch: int) -> slice:
-    """The positions of a sequence that hold no token before the append."""
+    """Returns the positions of a sequence that hold no token before the append."""
     return slice(min(max(case.lengths[batch], 0), case.capacity), case.capacity)
 
 
 def aligned_rows(cache: Tensor) -> Tensor:
-    """A copy whose rows start at multiples of 16 bytes."""
+    """Returns a copy whose rows start at multiples of 16 bytes."""
     unit = 16 // cache.element_size()
     copy = cache.new_zeros(*cache.shape[:-1], -(-cache.shape[-1] // unit) * unit)[..., : cache.shape[-1]]
     return copy.copy_(cache)
 
 
 def spoil(tensor: Tensor) -> None:
-    """Fill it with NaN."""
+    """Fills a tensor with NaN."""
     if tensor.dtype == FP8:
         tensor.view(torch.uint8).fill_(0x7F)
     else:
@@ -78,7 +78,7 @@ def comparable(tensor: Tensor) -> Tensor:
 def make_cache(
     case: Case, dim: int, block_table: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """A cache with NaN wherever there is no token, and its scales if it is int8."""
+    """Returns a cache with NaN wherever there is no token, and its scales if each token has one."""
     batch, kv_heads = len(case.lengths), case.heads[1]
     rows = case.magnitude * torch.randn(batch, kv_heads, case.capacity, dim, generator=generator)
     rows = rows.to(case.dtype)
@@ -94,7 +94,7 @@ def make_cache(
         spoil(spoiled[sequence, :, absent_rows(case, sequence)])
     if block_table is None:
         return rows, scales
-    num_pages = batch * block_table.shape[1] + 3  # three pages that nobody names
+    num_pages = batch * block_table.shape[1] + 3  # three pages that no sequence names
     pages = rows.new_zeros((num_pages, kv_heads, case.page_size, dim))
     if case.int8:
         pages.fill_(99)
@@ -111,7 +111,7 @@ def make_cache(
 
 
 def make_arguments(case: Case) -> dict[str, Any]:
-    """Keyword arguments that ``reference.attention_with_kv_cache`` and the launcher have in common."""
+    """Returns the arguments that ``reference.attention_with_kv_cache`` and the op have in common."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -129,7 +129,7 @@ def make_arguments(case: Case) -> dict[str, Any]:
     if case.fp8 in ("heads", "tensor"):
         shape = (kv_heads,) if case.fp8 == "heads" else ()
         k_scale, v_scale = (0.3 + torch.rand(shape, generator=generator) for _ in range(2))
-    if block_table is not None:  # what lies beyond the tokens names no page
+    if block_table is not None:  # entries beyond the tokens name no page
         for sequence, length in enumerate(case.lengths):
             first_unused = -(-max(length + case.new, 0) // case.page_size)
             garbage = torch.tensor([HUGE, -7, -HUGE - 1, k_cache.shape[0]], dtype=torch.int32)
@@ -162,7 +162,7 @@ def make_arguments(case: Case) -> dict[str, Any]:
 
 
 def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """A copy of the arguments; floating tensors in ``dtype`` if given."""
+    """Returns a copy of the arguments; with floating tensors in ``dtype`` if given."""
     copies = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -173,7 +173,7 @@ def clone(arguments: dict[str, Any], dtype: torch.dtype | None = None) -> dict[s
 
 
 def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the op ``attention_decode``; caches among the arguments change in place."""
+    """Returns the arguments of the op ``attention_decode``, which changes the caches among them in place."""
     left, right = case.window
     return {
         **arguments,
@@ -185,12 +185,12 @@ def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Output and lse of a case; the caches among its arguments change in place.
+# Returns output and lse of a case; the caches among its arguments change in place.
 RunKernel = Callable[[Case, dict[str, Any]], tuple[Tensor, Tensor]]
 
 
 def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-    """Assert that the append gives the reference's bits, and that attention over the result meets the oracle."""
+    """Asserts that the append gives the reference's bits, and that attention over the result meets the oracle."""
     arguments = arguments if arguments is not None else make_arguments(case)
     expected, inputs = clone(arguments), clone(arguments)
     options = {"causal": case.causal, "window": case.window}
@@ -201,7 +201,7 @@ def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = 
             found, wanted = comparable(inputs[name]), comparable(expected[name])
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
-    # The cache is what it should be: now the oracle attends over these very bits, with nothing left to append.
+    # The caches are right, so the oracle attends over these very bits, with nothing left to append.
     expected["cache_seqlens"] = expected["cache_seqlens"].clamp(0, case.capacity) + case.new
     expected["k_new"] = expected["v_new"] = None
     oracle, oracle_lse = reference.attention_with_kv_cache(**clone(expected, torch.float64), **options)
@@ -305,11 +305,12 @@ def pages_out_of_range_are_absent(run_kernel: RunKernel, int8: bool) -> None:
     case = Case("absent-pages", page_size=16, capacity=160, lengths=(100, 150, 33), new=2, int8=int8, splits=2)
     arguments = make_arguments(case)
     table = arguments["block_table"]
+    # ``table[1, 9]`` is the page of sequence 1's new tokens.
     table[0, 1], table[0, 5], table[1, 9] = (
         HUGE,
         -1,
         arguments["k_cache"].shape[0],
-    )  # new tokens of sequence 1 are there
+    )
     table[2] = -5
     out, lse = check(case, run_kernel, arguments)
     assert bool((out[2] == 0).all()) and bool((lse[2] == -math.inf).all())
@@ -325,7 +326,7 @@ def a_cache_without_pages(run_kernel: RunKernel) -> None:
 
 
 def nan_reaches_only_rows_that_see_it(run_kernel: RunKernel, spoil: str) -> None:
-    """The last of four causal queries sees the spoiled key, which lies in the same tile as all others."""
+    """Only the last of four causal queries sees the spoiled key, which lies in the same tile as all others."""
     case = Case("nan", queries=4, int8=spoil.endswith("scale"), lengths=(70, 12))
     arguments = make_arguments(case)
     for sequence, length in enumerate(case.lengths):
@@ -352,13 +353,13 @@ def new_keys_that_are_not_finite_stay_visible(run_kernel: RunKernel) -> None:
 
 
 def views_are_read_and_written_in_place(run_kernel: RunKernel) -> None:
-    """Caches, new keys and queries that are transposed or sliced views; the output follows the query's layout."""
+    """Caches, new keys and queries may be transposed or sliced views; the output follows the query's layout."""
     case = Case("views", new=2, queries=2, lengths=(20, 100), rotary_dim=32)
     plain = make_arguments(case)
     views = clone(plain)
     for name in ("query", "k_new", "v_new"):  # [B, S, H, D] in memory
         views[name] = plain[name].transpose(1, 2).contiguous().transpose(1, 2)
-    for name in ("k_cache", "v_cache"):  # a part of a larger cache, [B, rows, Hkv, D] in memory
+    for name in ("k_cache", "v_cache"):  # a slice of a larger cache, [B, rows, Hkv, D] in memory
         batch, kv_heads, rows, dim = plain[name].shape
         larger = plain[name].new_full((batch, rows + 3, kv_heads, dim + 8), math.nan)
         views[name] = larger.transpose(1, 2)[:, :, :rows, :dim]
@@ -382,11 +383,11 @@ def a_query_that_is_misaligned_is_copied(run_kernel: RunKernel) -> None:
 def nothing_to_do(run_kernel: RunKernel, what: str) -> None:
     case = Case("empty", new=2, capacity=0 if what == "capacity" else 8, lengths=() if what == "batch" else (3, 1))
     case = replace(case, queries=0) if what == "queries" else case
-    check(case, run_kernel)  # with no queries too, the new tokens are appended
+    check(case, run_kernel)  # without queries too, the new tokens are appended
 
 
 def same_bits_alone(case: Case, run_kernel: RunKernel) -> None:
-    """A sequence has the same bits alone, and in a batch that the split plan would otherwise cut differently."""
+    """A sequence has the same bits alone as in a batch that the scheduler would otherwise split differently."""
     arguments = make_arguments(case)
     together = run_kernel(case, clone(arguments))
     for sequence in range(len(case.lengths)):
@@ -398,7 +399,7 @@ def same_bits_alone(case: Case, run_kernel: RunKernel) -> None:
             assert torch.equal(result[0], expected[sequence])
 
 
-# What every implementation of the op must do, by name.
+# The behaviour that every implementation of the op must have, by name.
 SCENARIOS: dict[str, Callable[[RunKernel], None]] = {
     **{
         f"any number of splits meets the oracle, {splits}": partial(

@@ -1,4 +1,4 @@
-"""What flash-attn's functions compute, written down as formulas, in the dtype of their inputs. Not a test module."""
+"""Computes what flash-attn's functions compute, as formulas, in the dtype of their inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def scores_of(
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """``[B, H, Sq, Sk]`` from ``q [B, Sq, H, D]`` and ``k [B, Sk, Hk, D]``; -inf where a query does not look."""
+    """Returns scores ``[B, H, Sq, Sk]`` of ``q [B, Sq, H, D]`` and ``k [B, Sk, Hk, D]``, -inf where a key is masked."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     left, right = window_size
     right = 0 if causal else right
@@ -44,7 +44,7 @@ def scores_of(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, learnable_sink: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Sq, H, Dv]`` and lse ``[B, H, Sq]``: of a row without keys 0 and +inf."""
+    """Returns output ``[B, Sq, H, Dv]`` and lse ``[B, H, Sq]``; a row without keys has output 0 and lse +inf."""
     scores = scores_of(q, k, **options)
     logits = scores
     if learnable_sink is not None:
@@ -60,7 +60,7 @@ def flash_attention(
 def packed_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same of every sequence: ``[total_q, H, Dv]`` and ``[H, total_q]``. Slopes may be ``[B, H]``."""
+    """Returns `flash_attention` of each sequence: ``[total_q, H, Dv]``, ``[H, total_q]``. Slopes may be ``[B, H]``."""
     slopes = options.pop("alibi_slopes", None)
     outs, lses = [], []
     parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
@@ -73,7 +73,7 @@ def packed_flash_attention(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """``x [B, S, H, D]``, of which token ``(b, s)`` turns by the angles of ``positions[b, s]``."""
+    """Rotates token ``(b, s)`` of ``x [B, S, H, D]`` by the angles of ``positions[b, s]``."""
     cos, sin = cos[positions][:, :, None], sin[positions][:, :, None]
     half = cos.shape[-1]
     first = x[..., : 2 * half : 2] if interleaved else x[..., :half]
@@ -89,5 +89,5 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved:
 
 
 def offsets(lengths: list[int]) -> Tensor:
-    """int32 ``[B + 1]``."""
+    """Returns the cumulative lengths, int32 ``[B + 1]``."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

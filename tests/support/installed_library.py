@@ -1,7 +1,4 @@
-"""The native library that is installed, for tests of it: a session without a GPU has loaded the emulator's.
-
-Not a test module.
-"""
+"""Finds the installed native library, for tests of it: a session without a GPU has loaded the emulator's library."""
 
 from __future__ import annotations
 
@@ -23,5 +20,5 @@ def _look_up() -> tuple[Path, dict[str, Any]]:
     return Path(path), build
 
 
-# As `fastattn.native` has them in a process of its own.
+# The values of `fastattn.native` in a process that loads the installed library.
 LIBRARY_PATH, BUILD = _look_up()

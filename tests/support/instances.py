@@ -1,4 +1,4 @@
-"""The instances of the kernels, as csrc/instances.json lists them, for tests that go through all. Not a test module."""
+"""Lists the kernels' instances, as csrc/instances.json has them, for tests that go through all of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MEANINGS: dict[str, Any] = {
 
 
 def rows_of(source: str) -> list[tuple[Any, ...]]:
-    """The values of each kernel of ``csrc/source``, in ascending order."""
+    """Returns the template arguments of each instance of the kernel in ``csrc/source``, in ascending order."""
     found = [kernel for instance in ALL_INSTANCES if instance.source == source for kernel in instance.kernels]
     assert found, source
     return sorted(tuple(_meaning(text) for _, text in kernel) for kernel in found)
 
 
 def kernels_of(folder: str) -> list[str]:
-    """The names of the kernels of ``csrc/<folder>`` that have instances, each once, in the order of the table."""
+    """Returns the names of the kernels of ``csrc/<folder>`` that have instances, in the order of the table."""
     sources = dict.fromkeys(Path(instance.source) for instance in ALL_INSTANCES)
     return [source.stem for source in sources if source.parts[0] == folder]
 

@@ -1,4 +1,4 @@
-"""Weights, inputs and the oracle of the int8 matmul's tests, for every backend's kernels. Not a test module."""
+"""Makes weights and inputs for the int8 matmul's tests, and compares results with the oracle, for every backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracle import check_against_oracle
 
 GRANULARITIES = ["tensor", "channel", 32, 64, 128]
 ACTIVATION_NAMES = list(ACTIVATIONS)
-_FP32_UNIT = 2.0**-24  # of its rounding
+_FP32_UNIT = 2.0**-24  # fp32's unit roundoff
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
@@ -28,7 +28,7 @@ def quantised(n: int, k: int, granularity: str | int, seed: int = 0, std: float 
 
 
 def epilogue(activation: str, m: int, n: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, str]:
-    """Bias, residual and activation over ``n`` rows of weights."""
+    """Returns bias, residual and activation for ``m`` tokens and ``n`` rows of weights."""
     return normal(n, seed=21, dtype=dtype), normal(m, result_columns(activation, n), seed=22, dtype=dtype), activation
 
 
@@ -41,7 +41,7 @@ def check_forward(
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    """Assert that the kernel meets the oracle on these inputs."""
+    """Asserts that the kernel meets the oracle on these inputs."""
 
     def double(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.double()
@@ -63,10 +63,9 @@ def assert_near_int8_oracle(
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> None:
-    """Assert that a kernel with int8 activations meets the oracle over the same int8 tokens.
-
-    Integer sums are exact. What is left: fp32's roundings of the scaled sums of the groups and parts, a few of what
-    follows, and the result's."""
+    """Asserts that a kernel with int8 activations meets the oracle over the same int8 tokens. Integer sums are exact;
+    the bound allows for fp32's roundings of the scaled sums of groups and splits and of what follows, and for the
+    result's."""
     assert out.dtype == x.dtype and out.is_contiguous()
     proof.compared()
     q, token_scale = (each.to(DEVICE, torch.float64) for each in reference.quantize_rows(x))
@@ -86,7 +85,7 @@ def assert_near_int8_oracle(
 def check_grad_input(
     int8_matmul_grad_input: Callable[..., tuple[Tensor, Tensor]], grad_out: Tensor, weight: Tensor, scale: Tensor
 ) -> Tensor:
-    """And the gradient of a bias."""
+    """Asserts that the input's gradient and the bias's gradient meet the oracle."""
     out, grad_bias = int8_matmul_grad_input(grad_out, weight, scale, True)
     oracle = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
     composite = grad_out @ reference.dequantize_int8(weight, scale, grad_out.dtype)
@@ -97,7 +96,7 @@ def check_grad_input(
 
 
 def check_grad_bias(grad_bias: Tensor, grad_out: Tensor) -> None:
-    """One rounding of the exact sum over the tokens, but for sums in fp32 on the way, which may cancel."""
+    """Asserts that it is the exact sum over the tokens, rounded once; allows for sums in fp32, which may cancel."""
     rows = grad_out.double()[None].flatten(0, -2)
     exact, info = rows.sum(0), torch.finfo(grad_out.dtype)
     assert grad_bias.dtype == grad_out.dtype and grad_bias.shape == exact.shape

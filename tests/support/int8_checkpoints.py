@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the tests of ``Int8Config``: written, read, compared and broken. Not a test module."""
+"""Writes, reads, compares and breaks tiny checkpoints, for the tests of ``Int8Config``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_models import FAMILIES
 
 
 def load(path: Path, config: Any = None, family: str = "llama", **options: Any) -> Any:
-    """The model of a checkpoint, quantised as ``config`` says."""
+    """Loads the model of a checkpoint, quantised as ``config`` says."""
     if config is not None:
         options["quantization_config"] = config
     return getattr(transformers, FAMILIES[family][0]).from_pretrained(path, **options)
@@ -28,7 +28,7 @@ def int8_names(model: nn.Module) -> set[str]:
 
 
 def check_same(model: nn.Module, other: nn.Module) -> None:
-    """The same bits, of the same kinds."""
+    """Asserts that two models have the same bits in tensors of the same types."""
     ours, others = model.state_dict(), other.state_dict()
     assert ours.keys() == others.keys()
     for name, tensor in ours.items():
@@ -38,7 +38,7 @@ def check_same(model: nn.Module, other: nn.Module) -> None:
 
 
 def edited(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A copy of a checkpoint with other tensors."""
+    """Copies a checkpoint and changes its tensors."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     edit(tensors)
@@ -47,7 +47,7 @@ def edited(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], Any])
 
 
 def replaced(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    """An edit that changes one tensor."""
+    """Returns an edit that changes one tensor."""
 
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[key] = change(tensors[key]).contiguous()
@@ -56,7 +56,7 @@ def replaced(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
 
 
 def dropped(*keys: str) -> Callable[[dict[str, Tensor]], None]:
-    """An edit that drops tensors."""
+    """Returns an edit that drops tensors."""
 
     def edit(tensors: dict[str, Tensor]) -> None:
         for key in keys:

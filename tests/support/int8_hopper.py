@@ -1,4 +1,4 @@
-"""How tests run the Hopper kernels of the int8 matmul, with the tile that they ask for. Not a test module."""
+"""Runs the Hopper kernels of the int8 matmul with the tile that a test asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cuda_kernels import EMULATED
 from fastattn import native
 
-if EMULATED:  # a machine with a GPU needs no compiler to build the emulator with
+if EMULATED:  # on a machine with a GPU, the emulator is not built
     from emulator import cuda_runtime, device, launches, options
 
 SEED = 7
@@ -19,9 +19,8 @@ SEED = 7
 def running(
     kernel: str, tokens: int, num_sms: int = 2, before: tuple[str, ...] = (), **changes: Any
 ) -> Iterator[list[Any]]:
-    """Int8 matmuls within run on Hopper's ``kernel`` with tiles of so many tokens, and are checked, also for reads of
-    shared memory that nothing wrote; gives the list of launches. ``before``: kernels that each is to launch first.
-    ``changes``: other options."""
+    """Makes int8 matmuls run on Hopper's ``kernel`` with tiles of ``tokens`` tokens and the emulator's checks; yields
+    the launches. Each call must launch the kernels ``before`` first. ``changes`` are other options of launches."""
     if not EMULATED:
         with native.forced_int8_tile(90, tokens):
             yield []

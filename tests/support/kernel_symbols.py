@@ -1,11 +1,11 @@
-"""The names of the CUDA C++ kernels: as the compiler mangles them, and as the library calls them. Not a test module."""
+"""Translates mangled names of CUDA C++ kernels into the names that the library uses."""
 
 from __future__ import annotations
 
 import re
 
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-# What a kernel's bool stands for: where it is false, and where it is true.
+# The words for a kernel's bool template argument: for false, and for true.
 FLAGS = {
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
@@ -18,7 +18,7 @@ CACHES = ("", "int8", "fp8")  # in the order of the C++ enum CacheFormat
 
 
 def name_of(symbol: str) -> str:
-    """``attention_forward_sm80<64, bfloat16>`` of the mangled name of that kernel."""
+    """Returns the library's name of a mangled kernel, such as ``attention_forward_sm80<64, bfloat16>``."""
     arguments = (
         r"(?:Li(\d+)E)?(?:Li(\d+)E)?(?:LN\w*?8DataTypeE(\d)E)?(?:Lb([01])E)?(?:LN\w*?11CacheFormatE(\d)E)?(?:Li(\d+)E)?"
     )

@@ -1,7 +1,7 @@
-"""A native library with machine code, for tests that take it apart: the installed one where it has some.
+"""Finds a native library with machine code, for tests that disassemble it: the installed one if it has some.
 
-Else it is the library for the usual GPUs, which the first test that wants it builds (`make library` shows how far that
-is). Where there is no nvcc, it is the installed one, without kernels. Not a test module.
+Otherwise it is the library for the usual GPUs, which the first test that needs it builds (`make library` shows the
+progress). Without nvcc it is the installed library, which then has no kernels.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ BUILD: dict[str, Any] = _build.description() if _build else installed_library.BU
 
 @functools.cache
 def library_path() -> Path:
-    """Returns the library's path, and builds it first if need be."""
+    """Returns the library's path; builds the library first if need be."""
     return _build.run(quiet=True) if _build else installed_library.LIBRARY_PATH
 
 
 @functools.cache
 def _tile_of() -> dict[str, Any]:
-    """Returns its `native.KERNELS`, from a process that has loaded the library: this one seldom has."""
+    """Returns the library's `native.KERNELS`, read in another process: this one has seldom loaded the library."""
     code = "import json; from fastattn import native; print(json.dumps(native.KERNELS))"
     environment = {**os.environ, "FASTATTN_LIBRARY": str(library_path())}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -62,7 +62,7 @@ def _tile_of() -> dict[str, Any]:
 
 @functools.cache
 def tiles() -> dict[str, Any]:
-    """Returns its tiles: kernel → head dim ("192, 128" where that of values differs), or block_m → tile."""
+    """Returns its tiles: kernel → head dim ("192, 128" where the values' head dim differs), or block_m → tile."""
     found: dict[str, Any] = {}
     for name, tile in _tile_of().items():
         kernel, _, arguments = name.rstrip(">").partition("<")
@@ -75,5 +75,5 @@ def tiles() -> dict[str, Any]:
 
 
 def kernels() -> set[str]:
-    """Returns the names of all kernels in it."""
+    """Returns the names of all kernels in the library."""
     return set(_tile_of())

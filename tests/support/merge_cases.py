@@ -1,4 +1,4 @@
-"""What tests merge, and against what they hold it. Not a test module."""
+"""Draws results of attention to merge, and compares merges with the oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
 
 
 def problem(shape: tuple[int, ...] = (2, 3, 37, 64), dtypes: tuple[torch.dtype, torch.dtype] = (F32, F16)) -> Merged:
-    """Of ``[B, H, S, D]``, or packed ``[total, H, D]``. Some lse lie so far apart that one side has no share."""
+    """Draws outputs ``[B, H, S, D]``, or packed ``[total, H, D]``, and lse that give some rows of side a weight 0."""
     rows = shape[:3] if len(shape) == 4 else (shape[1], shape[0])
     lse_a, lse_b = 3 * drawn(*rows, seed=2), 3 * drawn(*rows, seed=3)
     lse_b.flatten()[5::11] += 200.0
@@ -36,7 +36,7 @@ def problem(shape: tuple[int, ...] = (2, 3, 37, 64), dtypes: tuple[torch.dtype, 
 def results(
     merge: Callable[..., tuple[Tensor, Tensor]], tensors: Merged, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    """What ``NAMES`` says, of the tensors in another dtype if one is given. No gradient flows to an lse of -inf."""
+    """Returns the results that ``NAMES`` lists, computed in ``dtype`` if given. No gradient flows to an lse of -inf."""
     leaves = [(tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_() for tensor in tensors]
     out, lse = merge(*leaves)
     grad_out, grad_lse = (drawn(*each.shape, seed=4 + i).to(each.dtype) for i, each in enumerate((out, lse)))
@@ -45,7 +45,7 @@ def results(
 
 
 def check(tensors: Merged) -> None:
-    """The kernels against float64, beside PyTorch in the tensors' dtypes."""
+    """Compares the kernels with float64; PyTorch's error in the tensors' dtypes sets the bound."""
     with fastattn.use_backend("triton"), fastattn.record() as calls:
         found = results(merge_attention, tensors)
     assert calls == [("merge", "triton", KERNEL), ("merge backward", "triton", BACKWARD_KERNEL)]

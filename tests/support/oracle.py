@@ -1,4 +1,4 @@
-"""When a kernel's result is right: one rule for every operation.
+"""Decides whether a kernel's result is right, by one rule for every operation.
 
 The oracle is ``fastattn.reference`` in float64. A result passes when its worst error is at most twice the worst error
 of PyTorch's own composite computation in the kernel's dtype on the same inputs, plus one rounding of the result.
@@ -13,7 +13,7 @@ import proof
 
 
 def one_rounding(oracle: Tensor, dtype: torch.dtype) -> float:
-    """The largest error that rounding the finite oracle to ``dtype`` can make."""
+    """Returns the largest error that rounding the finite oracle to ``dtype`` can make."""
     finite = oracle[oracle.isfinite()].double()
     if finite.numel() == 0:
         return 0.0
@@ -22,7 +22,7 @@ def one_rounding(oracle: Tensor, dtype: torch.dtype) -> float:
 
 
 def worst_error(actual: Tensor, oracle: Tensor) -> float:
-    """The largest absolute difference where both are finite."""
+    """Returns the largest absolute difference where both are finite."""
     both = actual.isfinite() & oracle.isfinite()
     if not bool(both.any()):
         return 0.0
@@ -32,11 +32,11 @@ def worst_error(actual: Tensor, oracle: Tensor) -> float:
 def check_against_oracle(
     name: str, actual: Tensor, oracle: Tensor, composite: Tensor, *, allowance: float = 1.0
 ) -> None:
-    """Assert that ``actual`` is as good as ``composite`` up to the rule above; ``oracle`` is float64, same shape.
+    """Asserts that ``actual`` is as good as ``composite`` by the rule above; ``oracle`` is float64, of the same shape.
 
-    ``allowance`` times the rule's bound is allowed: of a handful of numbers, the composite's worst error may be small
-    by luck. Shapes that are written down in tests need none; shapes that are drawn do.
-    On failure the message gives the worst element: its position, what came and what was expected.
+    ``allowance`` multiplies the rule's bound: the composite's worst error of a few numbers may be small by luck. Shapes
+    that are written down in tests need no allowance; shapes that are drawn do. On failure the message gives the worst
+    element: its position, what came and what was expected.
     """
     proof.compared()
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"

@@ -1,4 +1,4 @@
-"""Random calls of attention_varlen over keys and values in pages. Not a test module."""
+"""Draws calls of ``attention_varlen`` over paged keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GARBAGE = (HUGE, -7, -HUGE - 1)
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Pages that nobody has and rows that hold no key are NaN; unused entries of the table, out of range."""
+    """One call. Pages of no sequence and rows without a key hold NaN; unused table entries are out of range."""
 
     page_size: int = 16
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((5, 0, 37, 1, 20), (40, 7, 101, 0, 13))
@@ -28,7 +28,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = (("window", CAUSAL),)
     alibi: bool = False
     sinks: bool = False
-    shared_pages: int = 0  # the first ones of every sequence are those of the one before
+    shared_pages: int = 0  # the first pages of every sequence are those of the sequence before
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != getattr(Case(), name)}
@@ -36,14 +36,14 @@ class Case:
 
 
 def make(case: Case) -> dict[str, Any]:
-    """Arguments of ``attention_varlen``."""
+    """Returns the arguments of ``attention_varlen``."""
     generator = torch.Generator().manual_seed(case.page_size + case.dims[0])
     (heads, kv_heads), (head_dim, value_dim) = case.heads, case.dims
     lengths_q, lengths_k = case.lengths
     batch = len(lengths_q)
     used = [-(-length // case.page_size) for length in lengths_k]
     width = max(used, default=0) + 2
-    order = torch.randperm(sum(used) + 3, generator=generator).tolist()  # three pages that nobody has
+    order = torch.randperm(sum(used) + 3, generator=generator).tolist()  # three pages belong to no sequence
     table = torch.tensor(GARBAGE).repeat(batch, width)[:, :width].contiguous()
     key = torch.full((len(order), kv_heads, case.page_size, head_dim), torch.nan)
     value = torch.full((len(order), kv_heads, case.page_size, value_dim), torch.nan)

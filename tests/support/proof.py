@@ -1,8 +1,8 @@
-"""Keeps account of what has been proven: which kernels have run, and for which options, in tests that met the oracle.
+"""Records what has been proven: the kernels and options that ran in a test which met the oracle.
 
-Not a test module. A run of ``make test`` or ``make test-all`` fails where a CUDA C++ kernel, a Triton kernel, or a
-cell of the support table (an operation's option on a backend) is in no such test. On the emulator, which tells of
-every launch.
+A run of ``make test`` or ``make test-all`` fails if no such test covers a CUDA C++ kernel, a Triton kernel, or a cell
+of the support table (an operation's option on a backend). Only the emulator, which reports every launch, keeps this
+record.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import pytest
 
 from kernel_symbols import name_of
 
-num_comparisons = 0  # with the oracle, in this process
+num_comparisons = 0  # comparisons with the oracle, in this process
 
 
 def compared() -> None:
-    """To be called by every comparison of a kernel's result with the oracle."""
+    """Counts a comparison with the oracle. Every function that compares a kernel's result with the oracle calls it."""
     global num_comparisons
     num_comparisons += 1
 
 
 def triton_kernels(folder: Path) -> set[str]:
-    """Returns the names of Triton's kernels: the functions in ``folder`` whose names say so."""
+    """Returns the names of the Triton kernels: the functions in ``folder`` whose names end in ``_kernel``."""
     return {
         f"triton {node.name}"
         for path in folder.glob("*.py")
@@ -37,7 +37,7 @@ def triton_kernels(folder: Path) -> set[str]:
 
 
 def wanted(folder: Path) -> set[str]:
-    """Returns all that is to be proven. ``folder``: that of Triton's kernels."""
+    """Returns the names of all that must be proven. ``folder`` has the Triton kernels."""
     from fastattn import native
     from fastattn.dispatch.support import SUPPORT
 
@@ -52,7 +52,7 @@ def wanted(folder: Path) -> set[str]:
 
 
 class _NotedChoices(dict[Any, Any]):
-    """The dispatcher's memory of its choices, which it asks at each call."""
+    """A dictionary for the dispatcher's cache of choices that notes each choice which is looked up or stored."""
 
     def __init__(self, seen: set[str]) -> None:
         self.seen = seen
@@ -73,9 +73,9 @@ class _NotedChoices(dict[Any, Any]):
 
 
 class Gate:
-    """A plugin of pytest: a whole run of `core_of` or `few_of` fails unless its tests prove all that is `wanted`.
+    """A pytest plugin that fails a whole run of `core_of` or `few_of` unless its tests prove all that is `wanted`.
 
-    ``folder``: that of Triton's kernels. pytest-xdist's processes tell the one that started them what they have proven.
+    ``folder`` has the Triton kernels. Each worker of pytest-xdist reports what it has proven to the main process.
     """
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
@@ -90,7 +90,7 @@ class Gate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Counts what runs in a test as proven if the test ends well and has met the oracle."""
+        """Counts what ran in a test as proven, if the test passed and met the oracle."""
         if "kernel_device" not in sys.modules:  # a process without kernels
             return (yield)
         from emulator.native import native
@@ -118,7 +118,7 @@ class Gate:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        output = getattr(node, "workeroutput", {})  # none of a process that was killed
+        output = getattr(node, "workeroutput", {})  # a process that was killed has none
         self.proven.update(output.get("proven", ()))
         self.wanted.update(output.get("wanted", ()))
 

@@ -1,6 +1,6 @@
-"""Runs checks on several processes, each a rank of a gloo group. Not a test module.
+"""Runs checks on several processes, each a rank of a gloo group.
 
-It imports nothing of fastattn: in a new process the library with kernels has to be the first.
+This module does not import fastattn: in a new process, the library with kernels has to be imported first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-# What every rank imports, and what takes seconds: ranks are forks of a process that has imported it, and nothing else.
+# Modules that every rank imports and that take seconds. Ranks are forks of a process that has imported just these.
 _PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "pytest")
 
 
 def run(module: str, *checks: str, world_size: int = 2, emulated: bool = True) -> None:
-    """Call the functions ``checks`` of a test module with their rank and a mesh; ``emulated``: on an emulated GPU."""
+    """Calls the functions ``checks`` of a test module with a rank and a mesh, on an emulated GPU if ``emulated``."""
     if emulated and torch.cuda.is_available():
         pytest.skip("the ranks have CPU tensors, and kernels run on the GPU")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.set_forkserver_preload(list(_PRELOADED))
-    # The process that ranks are forks of has the environment of its start, which may have been for another test.
+    # The process that ranks are forked from keeps the environment of its start, perhaps of another test: pass this one.
     arguments = (port, module, checks, world_size, emulated, dict(os.environ))
     torch.multiprocessing.start_processes(_run, arguments, nprocs=world_size, start_method="forkserver")
 
@@ -45,7 +45,7 @@ def _run(
     environment: dict[str, str],
 ) -> None:
     os.environ.update(environment)
-    faulthandler.enable()  # where a rank dies of a signal, it says where it was
+    faulthandler.enable()  # a rank that dies of a signal prints its stack
     with contextlib.ExitStack() as stack:
         if emulated:
             import kernel_device  # noqa: F401

@@ -1,4 +1,4 @@
-"""Attention whose CTAs share the keys of a tile: runs of it, and whether a merge took place. Not a test module."""
+"""Runs attention whose CTAs split the keys of a tile, and counts the merges of their partials."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if EMULATED:
 
 MERGES = "atom.acq_rel.gpu.global.add.u64"
 
-# A GPU runs what is about its own architecture, or about none in particular.
+# On a GPU, tests of another architecture are skipped.
 of_sm_80 = pytest.mark.skipif(IS_HOPPER and not EMULATED, reason="needs a GPU older than Hopper")
 of_sm_90 = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 each_architecture = pytest.mark.parametrize(
@@ -28,7 +28,7 @@ each_architecture = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def emulated(architecture: int, num_sms: int) -> Iterator[list[Any]]:
-    """Within, so many SMs, and a list of the launches. A GPU stays what it is, and the list empty."""
+    """Emulates a GPU with ``num_sms`` SMs and yields the launches. On a real GPU, it yields an empty list."""
     if not EMULATED:
         yield []
         return
@@ -37,7 +37,7 @@ def emulated(architecture: int, num_sms: int) -> Iterator[list[Any]]:
 
 
 def merges(found: list[Any]) -> int:
-    """How often a warp has counted parts that arrived."""
+    """Returns how often a warp has counted partials that arrived."""
     return sum(launched.report.opcodes.get(MERGES, 0) for launched in found)
 
 
@@ -51,7 +51,7 @@ def run(
 
 
 def check(case: Case, num_sms: int, is_cut: bool = True, architecture: int = 90, **launching: int) -> None:
-    """Against the oracle, on so many SMs; whether tiles were shared must be as expected."""
+    """Compares a run on ``num_sms`` SMs with the oracle; ``is_cut`` says whether keys must have been split."""
     with emulated(architecture, num_sms) as found:
         result = run(case, **launching)
     if EMULATED:

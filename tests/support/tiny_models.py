@@ -1,10 +1,10 @@
-"""Models of transformers, of every family that its attention functions know, tiny and random. Not a test module."""
+"""Makes tiny random models of transformers, one of each family that our attention functions support."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: it reads this once
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this once, when it is imported
 
 from typing import Any
 
@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_DECODER}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": WINDOW}),
-    "qwen2_moe": (  # its layers keep their window to themselves
+    "qwen2_moe": (  # its layers do not pass their window to the attention function
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
         {
@@ -108,7 +108,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 _PEGASUS = {**FAMILIES["bart"][2], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 FAMILIES |= {
-    # Decoder layers that do not say that they are causal; encoder layers with attention of their own.
+    # The decoder layers do not say that they are causal; the encoder layers have their own attention.
     "pegasus_x": ("PegasusXForConditionalGeneration", "PegasusXConfig", _PEGASUS),
     "bigbird_pegasus": ("BigBirdPegasusForConditionalGeneration", "BigBirdPegasusConfig", _PEGASUS),
 }
@@ -118,7 +118,7 @@ DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS + ENCODER_DEC
 
 
 def make_model(family: str, implementation: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The same weights for every ``implementation``, large enough that attention is far from uniform."""
+    """Returns a model whose weights are equal for all ``implementation``s, and make attention far from uniform."""
     model_class, config_class, options = FAMILIES[family]
     config = getattr(transformers, config_class)(**{**options, **changes})
     model = getattr(transformers, model_class)._from_config(
@@ -127,13 +127,13 @@ def make_model(family: str, implementation: str, dtype: torch.dtype = torch.floa
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or name.endswith(("bias", "sinks")):  # the others are those of norms
+            if parameter.dim() > 1 or name.endswith(("bias", "sinks")):  # 1-D weights are those of norms
                 parameter.normal_(0, 0.3, generator=generator)
     return model.to(dtype).eval()
 
 
 def tokens(padding: str = "none", batch: int = 2, length: int = 9) -> dict[str, Tensor]:
-    """``input_ids``, and with ``padding`` on the "left" or "right" of all rows but one an ``attention_mask``."""
+    """Returns ``input_ids``, and for ``padding`` "left" or "right" a mask that pads all rows but the first."""
     ids = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
     if padding == "none":
         return {"input_ids": ids}
@@ -143,7 +143,7 @@ def tokens(padding: str = "none", batch: int = 2, length: int = 9) -> dict[str, 
 
 
 def output_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits, or what an encoder has instead, of all tokens that are no padding: ``[tokens, features]``."""
+    """Returns logits, or an encoder's last hidden state, of all tokens but padding: ``[tokens, features]``."""
     if model.config.is_encoder_decoder:
         return model(**inputs, decoder_input_ids=inputs["input_ids"][:, :7]).logits.flatten(0, 1)
     outputs = model(**inputs)

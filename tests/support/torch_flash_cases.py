@@ -1,4 +1,4 @@
-"""What the tests of torch's flash attention operators have in common. Not a test module."""
+"""Holds inputs and checks for the tests of torch's flash attention operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR = {"rtol": 1e-2, "atol": 1e-2}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Values that float16 holds, so that both sides get the same."""
+    """Draws values that float16 represents exactly, so that both sides get the same."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
 
 
@@ -34,13 +34,13 @@ def check_near(came: Any, wanted: Any) -> None:
 
 
 def check_kernels(calls: list[Any]) -> None:
-    """Of a forward and a backward pass: a GPU's runs in a thread of its own, where no backend is forced."""
+    """Checks the calls of forward and backward. A GPU's backward runs in a thread where no backend is forced."""
     assert [call.op for call in calls] == ["attention", "attention backward"]
     assert calls[0].backend == "cuda" and calls[1].backend in (("cuda",) if DEVICE == "cpu" else ("cuda", "triton"))
 
 
 def swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``[B, H, S, D]`` as ``[B, S, H, D]``, and back."""
+    """Swaps dimensions: ``[B, H, S, D]`` becomes ``[B, S, H, D]``, or back."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 

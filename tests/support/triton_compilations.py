@@ -1,4 +1,4 @@
-"""Counts what Triton has compiled. Not a test module."""
+"""Counts what Triton has compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a parameter that take turns, where each with each would cost more than it tells. Not a test module."""
+"""Pairs instances with a few values of a parameter each, where all combinations would take too long."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def in_turn(instances: Iterable[tuple[Any, ...]], values: Sequence[Any], each: int = 1) -> list[tuple[Any, ...]]:
-    """Each instance with ``each`` of the values behind it.
+    """Returns each instance with ``each`` of the values appended.
 
-    Those are taken that have met the instance's own values least: so each value soon meets each of these.
+    It takes the values that have met the instance's own values least, so that few instances cover all pairs.
     """
     met: Counter[Any] = Counter()
     found = []

@@ -1,7 +1,7 @@
-"""Which CTA held which work tile, of kernels whose CTAs claim tiles by an atomic on one counter. Not a test module.
+"""Finds which CTA held which work tile, in kernels whose CTAs claim tiles by an atomic on one counter.
 
-A CTA holds a tile from its claim until its last write to the tile's results. No CTA of a fair scheduler holds two
-while a resident one has none: that one could have begun the second by now.
+A CTA holds a tile from its claim until its last write to the tile's results. In a fair scheduler, no CTA holds two
+tiles while a resident CTA has none: that CTA could have begun the second tile by now.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def unfair_claims(launched: Launched, tile_of: Callable[[int], int | None]) -> list[str]:
     """Lists each moment at which a CTA comes to hold two tiles while another has none.
 
-    The launch ran with ``log_writes``, and all of its CTAs were resident. ``tile_of`` says of an address which tile's
-    results it is part of. Each tile belongs to one claim, and a CTA works on its tiles in the order of its claims.
+    The launch ran with ``log_writes``, and all of its CTAs were resident. ``tile_of`` maps an address to the tile whose
+    results contain it. Each tile belongs to one claim, and a CTA works on its tiles in the order of its claims.
     """
     opcodes = {row.line: row.opcode for row in launched.report.rows}
     claims = [i for i, write in enumerate(launched.report.writes) if opcodes[write.line].startswith("atom.")]
     assert len({launched.report.writes[i].address for i in claims}) == 1, "one counter, and no other atomics"
-    last_writes: dict[int, dict[int, int]] = {}  # of each CTA, in the order of its tiles
+    last_writes: dict[int, dict[int, int]] = {}  # CTA → tile → index of its last write; tiles in the CTA's order
     for i, write in enumerate(launched.report.writes):
         tile = tile_of(write.address)
         if tile is not None:
