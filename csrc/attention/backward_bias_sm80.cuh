@@ -1,17 +1,16 @@
-// Attention backward, the gradient of an additive bias: dS, summed over whatever the bias is broadcast over.
+// Attention backward, the gradient of an additive bias: dS, summed over the dims along which the bias is broadcast.
 //
-//   P = exp(S - shift) / 2^log2_sum,  dS = P (dropout(dO Vᵀ) - delta)
+//   P = exp(S - shift) / 2^log2_sum,  dS = P (dropout(dO·Vᵀ) - delta)
 //
-// One CTA owns 64 x 64 elements of the bias (fewer where a dim of the bias is 1) and recomputes dS for every batch,
-// head, tile of query rows and tile of keys that reads them, in one order: no atomics, and nothing of the size of S in
-// memory. 4 warps own 32 x 32 each. S and dO·Vᵀ are products of the pipeline of device/chunked_gemm.cuh, one after the
-// other:
+// One CTA owns 64 x 64 elements of the bias (fewer if a dim of the bias is 1). It recomputes dS for every batch, head,
+// row tile and key tile that reads them, in a fixed order: no atomics, and S is never stored. Each of 4 warps owns 32 x
+// 32 elements. device/chunked_gemm.cuh pipelines S and dO·Vᵀ, one after the other:
 //
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// Tiles that no row sees, by the window or by ranges of keys, are not visited. Dense sequences only. Preconditions:
-// those of HeadsView, head dims multiples of 8.
+// Tiles that no row sees, through the window or ranges of keys, are skipped. Dense sequences only. Preconditions: those
+// of HeadsView, head dims multiples of 8.
 #pragma once
 
 #include "attention/backward.h"
@@ -31,13 +30,13 @@ namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardBiasConfigSm80 {
-    // 64 dims of one product of 64 x 64 take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. 252 registers: S, dP, the bias and
-    // the sums are 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
+    // 64 dims of a 64 x 64 product take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. The kernel takes 252 registers: S, dP,
+    // the bias and the sums 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
     static constexpr int kTilesM = 2, kTilesN = 4;  // of a warp
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/2, /*kWarpsN=*/2, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
     static constexpr int kMinCtasPerSm = 2;
-    // Rows of the sums then start 8 banks apart, and half a warp, 4 lanes of 8 bytes in each of 4 rows, covers all 32.
+    // Rows of the sums start 8 banks apart: half a warp, 4 lanes of 8 bytes in each of 4 rows, covers all 32 banks.
     static constexpr int kGradPitch = kBlockN + 8;
 };
 
@@ -51,12 +50,12 @@ struct BiasTileIndex {
     int32_t batch, head, row_tile, key_tile;
 };
 
-// The tiles that a CTA sums over, in their order, keys innermost. Along a dim in which the bias has size 1 these are
-// all tiles that some row sees, along any other dim the one tile of the CTA's index.
+// The tiles that a CTA sums over, in their order, key tiles innermost. Along a dim in which the bias has size 1, these
+// are all tiles that some row sees; along any other dim, the one tile that the CTA owns.
 template <int kBlockM, int kBlockN>
 class BiasTiles {
   public:
-    BiasTileIndex owned;  // 0 along dims of 1
+    BiasTileIndex owned;  // the CTA's tile of the bias; 0 along dims of size 1
 
     FASTATTN_DEVICE BiasTiles(const AttentionBackwardParams& params, uint32_t cta)
         : params_(params), window_(window_of(params.scores, params.query.rows, params.key.rows)) {
@@ -80,7 +79,7 @@ class BiasTiles {
         return seen_from({is_empty ? end_batch() : owned.batch, owned.head, begin_row_tile_, 0});
     }
 
-    // Past the last tile it is one that they do not contain.
+    // Returns the next tile; after the last tile, one that contains() rejects.
     FASTATTN_DEVICE BiasTileIndex after(BiasTileIndex tile) const {
         ++tile.key_tile;
         return seen_from(tile);
@@ -99,7 +98,7 @@ class BiasTiles {
         return index;
     }
 
-    // Returns the tile itself if some row sees some of it, else the next such tile.
+    // Returns the given tile if some row sees some of its keys, else the next such tile.
     FASTATTN_DEVICE BiasTileIndex seen_from(BiasTileIndex tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;
@@ -150,14 +149,14 @@ FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTil
             const float sum = warp_reduce_sum(sSums[row][lane] + sSums[row][lane + kWarpSize]);
             if (lane == 0) sSums[row][0] = sum;
         }
-        __syncthreads();  // the sums are complete
+        __syncthreads();  // waits until every row's sum is in shared memory
     }
     const int num_columns = sums_keys ? 1 : kBlockN, num_rows = sums_rows ? 1 : kBlockM;
     if (sums_rows) {
         float sum = 0.0f;
         for (int row = 0; row < kBlockM && thread < num_columns; ++row) sum += sSums[row][thread];
         if (thread < num_columns) sSums[0][thread] = sum;
-        __syncthreads();  // the sums are complete
+        __syncthreads();  // waits until every column's sum is in shared memory
     }
     float* gHead = view.data + owned.batch * view.batch_stride + owned.head * view.head_stride;
     for (int i = thread; i < num_rows * num_columns; i += kNumThreads) {
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm86) >= Config::kMinCtasPerSm,
                   "also where it is smallest");
 
-    // Prologue: which tiles, and where their operands are.
+    // Prologue: finds the CTA's tiles and their operands in memory.
     const ScoreParams& options = params.scores;
     const int lane = threadIdx.x % kWarpSize;
     const int32_t num_rows = params.query.rows, num_keys = params.key.rows;
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
         tile = next;
     }
 
-    // Epilogue: the sums of all warps, in shared memory.
+    // Epilogue: puts the sums of all warps into shared memory.
     __syncthreads();  // waits until every warp has read the operands, which the sums overwrite
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// How the warps of a backward CTA divide its products: what the kernels that add dQ up and read it back must agree on.
+// How the warps of a backward CTA divide its products. The kernels that add dQ up and that read it back must agree on
+// it.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 
 namespace fastattn {
 
-// How warps divide a product [kRows, kHeadDim]: kRowWarps groups of them divide its rows, and the warps of a group take
-// alternate blocks of 16 columns.
+// Divides a product [kRows, kHeadDim] among warps: kRowWarps groups of warps divide its rows, and the warps of a group
+// take alternate blocks of 16 columns.
 template <int kRows, int kHeadDim, int kRowWarps, int kNumWarps>
 struct HeadDimGrid {
     static constexpr int kWarpRows = kRows / kRowWarps;
@@ -28,9 +29,9 @@ struct HeadDimGrid {
     FASTATTN_DEVICE static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
     FASTATTN_DEVICE static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
 
-    // Such a product in fp32 in the order in which warps hold it: blocks of 16x16, each register of the 32 lanes side
-    // by side. No grid shows in that order. Calls function(accumulator, address) for each that this lane holds, in
-    // kTiles tiles from kFirst on.
+    // Calls function(accumulator, address) for each accumulator of this lane in kTiles tiles from kFirst on. `sums`
+    // holds the product in fp32, in the order of accumulators: blocks of 16x16, each register by register, of all 32
+    // lanes. The order is the same however warps divide the product.
     template <int kFirst, int kTiles, typename Number, typename Function>
     FASTATTN_DEVICE static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp, int lane,
                                              Function&& function) {
@@ -49,12 +50,12 @@ struct HeadDimGrid {
         }
     }
 
-    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row): where a row is, or
-    // null.
+    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row) returns where a row is,
+    // or null if it does not exist.
     template <typename RowAt>
     FASTATTN_DEVICE static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim, int warp,
                                        int lane) {
-        // Hides their origin: what follows from them would take registers in the main loop.
+        // Opaque: values derived from them would take registers in the main loop.
         const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
         for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
             float* gRow = row_at(first_row(own_warp) + row);
@@ -94,7 +95,7 @@ struct BackwardConfigSm80 : BackwardTileSm80<kHeadDim_, kOptions> {
     static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;         // of Q, dO, K, V
     static constexpr int kScoreElements = Swizzle<Tile::kBlockN>::kRowElements;  // of P, dS
 
-    // S and dP: [kWarpM, kWarpN] a warp.
+    // A warp's block of S and dP: [kWarpM, kWarpN].
     static constexpr int kWarpM = Tile::kBlockM / Tile::kRowWarpsOfS;
     static constexpr int kWarpN = Tile::kBlockN / (Tile::kNumWarps / Tile::kRowWarpsOfS);
     static constexpr int kTilesM = kWarpM / kMmaM;
@@ -103,7 +104,7 @@ struct BackwardConfigSm80 : BackwardTileSm80<kHeadDim_, kOptions> {
 
     using KeyGrid = HeadDimGrid<Tile::kBlockN, kHeadDim, Tile::kKeyWarps, Tile::kNumWarps>;       // dK, dV
     using QueryGrid = HeadDimGrid<Tile::kBlockM, kHeadDim, Tile::kRowWarpsOfQ, Tile::kNumWarps>;  // dQ
-    static constexpr int kQuerySums = Tile::kBlockM * kHeadDim;  // numbers in a tile of params.query_sums
+    static constexpr int kQuerySums = Tile::kBlockM * kHeadDim;  // floats in a tile of params.query_sums
 };
 
 }  // namespace fastattn

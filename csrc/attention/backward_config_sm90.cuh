@@ -1,4 +1,4 @@
-// The backward kernel for Hopper: its config, shared memory and launch. See backward_key_value_sm90.cuh for how its
+// The config, shared memory and launch of the backward kernel for Hopper. backward_key_value_sm90.cuh says how its
 // warps work together.
 #pragma once
 
@@ -41,18 +41,18 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // columns of Sᵀ
     static constexpr int kTilesK = Tile::kBlockM / kMmaK;
     static constexpr int kTilesD = kHeadDim / kMmaN;
-    static constexpr int kKeyOwners = Tile::kNumConsumers;  // each has kConsumerKeys of the tile's keys for itself
+    static constexpr int kKeyOwners = Tile::kNumConsumers;  // each owns kConsumerKeys of the tile's keys
     static constexpr int kConsumerKeys = Tile::kKeyBlocks * kWarpgroupM;
     using RowTile = TmaTile<Tile::kBlockM, kHeadDim>;  // of Q and dO
     using GradOutTile = RowTile;
-    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim, kPanelDims>;  // a panel of dQ takes a block of K
+    using KeyTile = TmaTile<Tile::kBlockN, kHeadDim, kPanelDims>;  // a block of columns for each panel of dQ
     using ValueTile = TmaTile<Tile::kBlockN, kHeadDim>;
     using Terms =
         std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
     static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
 
-    // A consumer computes a panel of dQ, 64 rows by 64 dims, in each step: with 64 dims from its own keys, else from
-    // the keys of all consumers, which exchange dS.
+    // In each step a consumer computes a panel of dQ, 64 rows by 64 dims. With 64 dims it sums over its own keys, else
+    // over the keys of all consumers, which exchange dS.
     static constexpr int kQueryPanels = KeyTile::kNumBlocks;
     static constexpr bool kExchangesGradients = kQueryPanels > 1;
     static_assert(!kExchangesGradients || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
@@ -62,12 +62,13 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
     using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
 
-    // The panels of dK and dV of a split tile, and the order in which a consumer passes its own: by blocks of keys.
+    // The panels of dK and dV of a split key tile. key_panel() returns the i-th one that a consumer passes on: for each
+    // of its blocks of keys those of dK, then those of dV.
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
     static constexpr int kKeyPanelsOfConsumer = kKeyPanels / Tile::kNumConsumers;
     FASTATTN_DEVICE static constexpr int key_panel(int consumer, int i) {
         const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryPanels);
-        const int which = i / kQueryPanels % 2;  // dK, dV
+        const int which = i / kQueryPanels % 2;  // 0: dK, 1: dV
         return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
     }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
@@ -82,8 +83,8 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
                                     Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
-// The rows of a step, as the producer tells them to the consumers. full_for, bit i: all rows see every key of consumer
-// i. ranges: those of the first row, where there are some that hide keys.
+// The rows of a step, which the producer passes to the consumers. full_for, bit i: every row sees every key of consumer
+// i. ranges: those of the first row; null if no ranges hide keys.
 struct RowStep {
     int32_t head, row_tile;
     uint32_t full_for = 0;
@@ -91,34 +92,34 @@ struct RowStep {
     const int2* ranges = nullptr;
 };
 
-inline constexpr int kExchangeStages = 2;  // buffers of dS: with two, no barrier has to say that it has been read
+inline constexpr int kExchangeStages = 2;  // buffers of dS: see BackwardConsumerSm90::exchange()
 
 template <typename Config>
 struct alignas(1024) BackwardStorageSm90 {
     uint16_t sK[Config::KeyTile::kElements];
     uint16_t sV[Config::ValueTile::kElements];
-    uint16_t sFiniteK[Config::KeyTile::kElements];  // where K is not: K with zeros instead
+    uint16_t sFiniteK[Config::KeyTile::kElements];  // K with zeros for NaN and infinity, if it has any
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::RowTile::kElements];
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
     float sPanel[Config::kNumConsumers][kPanelElements];                              // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
-    RowStep steps[Config::kStages];  // with options
+    RowStep steps[Config::kStages];  // with options only
     int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
-    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<Config::kStages> rows;  // Q, dO and row terms
     RingBarriers<1> panels[Config::kNumConsumers];
     uint64_t
         gradients_stored[Config::kExchanges]
                         [kExchangeStages];  // completes when all warps have stored dS; even and odd steps have one each
-    uint64_t rows_issued;                   // completes when the last rows of a work tile are under way
-    uint64_t landed;                        // completes for rows that the producer cleans before it passes them on
-    KeyWorkTile<Config> work_tiles[2];      // of the ring `work`
-    bool is_last[2];                        // the ring `work` has no more
+    uint64_t rows_issued;                   // completes when the copies of a work tile's last rows have been issued
+    uint64_t landed;                        // completes when rows have landed of which the producer zeroes the last
+    KeyWorkTile<Config> work_tiles[2];      // for each stage of `work`
+    bool is_last[2];                        // for each stage of `work`: there are no more work tiles
 };
 
-// IDs of named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; 0 is that of __syncthreads().
 enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
 
 template <typename Config>
@@ -147,7 +148,7 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
     const int64_t first_tile = params.row_splits.first_tile;
     const int64_t num_work_tiles = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
                                                     params.row_splits.over_heads * params.row_splits.over_rows;
-    // CTAs go on counting past the last one.
+    // CTAs also claim numbers past the last one, so the check leaves room below 2^32.
     kernel.check_work_tiles(num_work_tiles, "tiles of keys, and splits of these,");
     const AttentionBackwardParamsSm90 all_params{
         params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),

@@ -1,5 +1,5 @@
-// The backward kernel for Hopper with more than 128 dims: its config and shared memory. See
-// backward_key_value_wide_sm90.cuh for how its warps work together.
+// The config and shared memory of the backward kernel for Hopper with more than 128 dims.
+// backward_key_value_wide_sm90.cuh says how its warps work together.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
     static constexpr bool kOptions = kOptions_;
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
-    static constexpr int kKeyOwners = 1;  // each product has all keys of the tile
+    static constexpr int kKeyOwners = 1;  // every chain has all keys of the tile
     static constexpr int kConsumerKeys = kBlockN;
     static constexpr bool kSkipsHidden = false;
     static constexpr int kNumWarpgroups = 4;
@@ -38,7 +38,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
                   "the host counts as the kernel does");
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
-    // The panels of dK and dV of a split tile: those of dV come after those of dK.
+    // The panels of a split key tile: those of dK, then those of dV.
     static constexpr int kKeyPanels = 2 * kQueryPanels;
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
     static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");
@@ -54,23 +54,23 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
     uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
-    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as a thread of either warpgroup holds it
+    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ: each thread's registers of operand A
     float sPanel[Config::kPanelStages][kPanelElements];               // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
-    RowStep steps[Config::kStages];  // with options
+    RowStep steps[Config::kStages];  // with options only
     int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
-    RingBarriers<Config::kStages> rows;  // Q, dO and terms
+    RingBarriers<Config::kStages> rows;  // Q, dO and row terms
     RingBarriers<Config::kPassStages> probabilities, gradients;
     RingBarriers<Config::kPanelStages> panels;
-    uint64_t rows_issued;               // completes when the last rows of a work tile are under way
-    uint64_t landed;                    // completes for rows that the producer cleans before it passes them on
-    KeyWorkTile<Config> work_tiles[2];  // of the ring `work`
-    bool is_last[2];                    // the ring `work` has no more
+    uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
+    uint64_t landed;                    // completes when rows have landed of which the producer zeroes the last
+    KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
+    bool is_last[2];                    // for each stage of `work`: there are no more work tiles
 };
 
-// Named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; 0 is that of __syncthreads().
 enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysStored };
 
 template <int kHeadDim, int kValueDim, bool kOptions>

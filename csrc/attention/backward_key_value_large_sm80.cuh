@@ -1,25 +1,17 @@
-// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on large tiles of keys: dK, dV, and dQ in fp32 sums.
+// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on large key tiles: dK, dV, and dQ in fp32 sums.
 //
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
 // One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head. Its warps have two roles, for dK and dV together would not fit in a warp's registers; a warp of either
-// role has 32 keys, and an SM's tensor core a warp of each:
+// head. Four value warps and four key warps have 32 keys each: one warp's registers do not hold both dV and dK. A step
+// has kBlockM rows. All warps meet at a barrier (|) between steps. Q, dO, row terms and dSᵀ have a buffer for even
+// steps and one for odd steps.
 //
-//   value warps   Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ of 32 keys and 32 rows at a time; Pᵀ stays in registers, operand A of dV;
-//                 dSᵀ goes to shared memory
-//   key warps     dK, dQ (and its sums to global memory) from dSᵀ in shared memory; they also copy Q, dO and row terms
+//   value warps  |  step i, 32 rows at a time:  Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ → Pᵀ in registers → dV;  dSᵀ → shared memory  |
+//   key warps    |  copy dO of step i + 1;  dK of step i - 1;  copy Q of step i + 1;  dQ of step i - 1 → global sums  |
 //
-// A step of kBlockM rows; one barrier of all warps (|) stands between two steps, and all of Q, dO, terms and dSᵀ have
-// two buffers, one for even steps and one for odd ones:
-//
-//   value warps  |  S, dP, P, dV, dS of step i                       |
-//   key warps    |  copy dO of step i + 1;  dK of step i - 1;  copy Q of step i + 1;  dQ of step i - 1  |
-//
-// Tiles that no row sees are skipped; those that not every row sees all of are masked. dQ's sums come in any order, or,
-// where params.semaphores is given, from the first keys to the last: CTAs then claim their work tiles from a counter,
-// so that one only ever waits for CTAs that run already. Preconditions: those of HeadsView, head dims multiples of 8
-// and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
+// Tiles that no row sees are skipped; those of which some row does not see every key are masked. Preconditions: those
+// of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
 #include "attention/backward.h"
@@ -67,12 +59,12 @@ struct alignas(128) BackwardLargeStorageSm80 {
     uint16_t sdO[2][Config::kBlockM * Config::kRowElements];     // dO, swizzled
     uint16_t sdSt[2][Config::kBlockN * Config::kScoreElements];  // dSᵀ, swizzled
     ColumnTerms<Config::kBlockM> terms[2];
-    KeyWorkTileSm80<Config::kBlockM, Config::kBlockN> tile;  // looked up where it is needed, as registers are scarce
+    KeyWorkTileSm80<Config::kBlockM, Config::kBlockN> tile;  // in shared memory, as registers are scarce
     uint32_t cta;                                            // see cta_in_order()
     int some_nonfinite;                                      // 1: K has NaN or infinity
 };
 
-// Ids of barriers; 0 is that of __syncthreads().
+// Ids of named barriers; 0 is that of __syncthreads().
 inline constexpr int kStepBarrier = 1;     // all warps
 inline constexpr int kKeyWarpBarrier = 2;  // key warps
 
@@ -96,7 +88,7 @@ struct BackwardLargeSm80 {
     FASTATTN_DEVICE static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
     FASTATTN_DEVICE static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
 
-    // A warp's 32 rows of dK or dV, where K's or V's were; or added to `sums`.
+    // Stores a warp's 32 rows of dK or dV, staged where K or V was; or adds them to `sums`.
     FASTATTN_DEVICE void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums, uint16_t* sTile,
                                const typename KeyGrid::Accumulators& rC, float factor) const {
         const int32_t first_in_memory = tile.keys.begin + tile.first_key;
@@ -126,7 +118,7 @@ struct BackwardLargeSm80 {
         const SwizzledBlocks<kHeadDim> sdOd(shared.sdO[0], ldmatrix_lane(lane));
         const uint32_t dS_offset = accumulator_offset<kBlockM>(warp_key, 0, lane);
         const float scale_log2 = params.scores.scale * kLog2E;
-        typename KeyGrid::Accumulators rdV = {};  // dV
+        typename KeyGrid::Accumulators rdV = {};  // dV, [kWarpN, kHeadDim] of a warp
 
         int num_meetings = 1;
         const auto meet = [&] {
@@ -136,7 +128,7 @@ struct BackwardLargeSm80 {
         int32_t row_tile = tile.begin_tile;
 #pragma unroll 1
         for (int32_t steps_left = num_steps(); steps_left > 0; --steps_left) {
-            meet();  // Q, dO and terms are there; the key warps have read the dS before the last one
+            meet();  // waits for Q, dO and terms, and until the key warps have read dS of two steps ago
             const int buffer = steps_left % 2;
             const bool is_full = tile.is_full(row_tile);
             const auto sQ_here = sQ.below(buffer * kBlockM), sdO_here = sdO.below(buffer * kBlockM);
@@ -157,7 +149,7 @@ struct BackwardLargeSm80 {
                 Scores::to_score_gradients(rdP, rS);
                 stage_scores_at<kDataType, kBlockM>(shared.sdSt[0], dS_here, rdP, kRow / kMmaN);
             });
-            num_meetings = 1 + shared.some_nonfinite;  // one more where the key warps zero NaN and infinity in K
+            num_meetings = 1 + shared.some_nonfinite;  // two if the key warps zero NaN and infinity in K
             if (++row_tile == tile.end_tile) row_tile = tile.begin_tile;
         }
         meet();
@@ -175,7 +167,7 @@ struct BackwardLargeSm80 {
             return loader;
         };
 
-        // Rows, a step ahead of the value warps. First comes dO, then Q, of the same tile.
+        // Copies rows a step ahead of the value warps: of each tile first dO, then Q.
         const int32_t begin_row = tile.rows.begin + tile.begin_tile * kBlockM;
         const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTiles) {
             const uint16_t* gTile = row_pointer(view, tile.batch, tile.first_head, begin_row);
@@ -185,7 +177,7 @@ struct BackwardLargeSm80 {
         ColumnTermsLoader<kBlockM> load_terms(params, tile.batch, tile.first_head, begin_row);
         const int32_t most_left = tile.rows.length - tile.begin_tile * kBlockM;
         const int32_t least_left = tile.rows.length - tile.end_tile * kBlockM;
-        int32_t rows_left = most_left;  // of the sequence, from the tile to load on
+        int32_t rows_left = most_left;  // rows of the sequence from the tile to copy on
         const auto load_tile = [&](RowLoader& loader, int buffer) {
             const uint32_t behind = buffer * sizeof(shared.sQ[0]);
             if (rows_left >= kBlockM) {
@@ -201,7 +193,7 @@ struct BackwardLargeSm80 {
         const auto start_q = [&](int buffer) {
             load_tile(load_q, buffer);
             rows_left -= kBlockM;
-            if (rows_left == least_left) {  // to the next head
+            if (rows_left == least_left) {  // go on to the next head
                 rows_left = most_left;
                 const int64_t walked = num_tiles() * kBlockM;
                 load_q.skip(params.query.head_stride - walked * params.query.row_stride);
@@ -226,7 +218,7 @@ struct BackwardLargeSm80 {
         const auto sums_tile = [&](int32_t head, int32_t row_tile) {
             return int64_t{first_sums_tile + row_tile} * params.query.heads + head;
         };
-        typename KeyGrid::Accumulators rdK = {};  // dK
+        typename KeyGrid::Accumulators rdK = {};  // dK, [kWarpN, kHeadDim] of a warp
 
         int32_t steps_left = num_steps();
         bool some_nonfinite = false;
@@ -235,12 +227,12 @@ struct BackwardLargeSm80 {
             load_keys(params.value, shared.sV);
             start_do(steps_left % 2);
             start_q(steps_left % 2);
-            finish(steps_left % 2);  // K: a thread may look at what it has copied itself
+            finish(steps_left % 2);  // waits for this thread's copies, in which it then looks for NaN and infinity
             some_nonfinite = ptx::bar_red_or(kKeyWarpBarrier, Config::kKeyThreads, has_nonfinite<kDataType>(own_keys));
             if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
         }
-        meet_all();                      // the value warps start with the first step
-        if (some_nonfinite) meet_all();  // as in each step below
+        meet_all();                      // lets the value warps start the first step
+        if (some_nonfinite) meet_all();  // the second barrier of a step, as below
         if (steps_left > 1) {
             start_do((steps_left - 1) % 2);
             start_q((steps_left - 1) % 2);
@@ -250,7 +242,7 @@ struct BackwardLargeSm80 {
         float* sums = params.query_sums + sums_tile(head, row_tile) * Config::kQuerySums;
 #pragma unroll 1
         for (; steps_left > 0; --steps_left) {
-            meet_all();  // dS is there; the value warps have read dO and terms of this step
+            meet_all();  // waits until the value warps have stored dS, and have read dO and terms of this step
             const int buffer = steps_left % 2;
             const bool loads = steps_left > 2;
             if (loads) start_do(buffer);
@@ -259,10 +251,10 @@ struct BackwardLargeSm80 {
             meet_key_warps();  // waits until every key warp has read Q
             if (loads) start_q(buffer);
 
-            // NaN and infinity in K are zero for this step's dQ: see device/nonfinite.cuh.
+            // NaN and infinity in K count as zero in this step's dQ: see device/nonfinite.cuh.
             const bool cleans = some_nonfinite && !tile.is_full(row_tile);
             if (some_nonfinite) {
-                meet_all();  // waits until the value warps have read K, in the step that they are in
+                meet_all();  // waits until the value warps have read K in the step that they are in
                 if (cleans) {
                     KeyLoader(shared.sK, nullptr, 0, ptx::opaque(threadIdx.x)).for_own_pairs([](uint32_t& pair) {
                         pair &= ~nonfinite_mask<kDataType>(pair);
@@ -279,13 +271,13 @@ struct BackwardLargeSm80 {
             QueryGrid::template for_each_sum<0>(sums, rdQ, role_warp, lane, ptx::red_add_f32);
             semaphore.release(meet_key_warps);
             if (cleans) {
-                meet_key_warps();  // waits until every key warp has read this K
+                meet_key_warps();  // waits until every key warp has read the K with zeros
                 load_keys(params.key, shared.sK);
                 ptx::cp_async_commit_group();
             }
 
             if (loads) load_terms.store(shared.terms[buffer]);
-            ptx::cp_async_wait_group<0>();  // Q, dO, and K where it was cleaned
+            ptx::cp_async_wait_group<0>();  // waits for Q, dO and, where it was zeroed, K
             sums += params.query.heads * Config::kQuerySums;
             if (++row_tile == tile.end_tile) {
                 row_tile = tile.begin_tile;
@@ -312,7 +304,7 @@ __global__ void __launch_bounds__(BackwardLargeConfigSm80<kHeadDim>::kNumThreads
     const typename Kernel::WorkTile tile(params, cta_in_order(params, shared.cta));
     if (tile.tile_keys <= 0) return;
     if (threadIdx.x == 0) shared.tile = tile;
-    __syncthreads();  // waits until it is there
+    __syncthreads();  // waits until the work tile is in shared memory
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     constexpr int kRoleWarps = Kernel::Config::kRoleWarps;
     const Kernel kernel{params, shared, shared.tile, warp % kRoleWarps, lane};

@@ -4,18 +4,15 @@
 //   dK = dSᵀ·Q,  dQ = dS·K
 //
 // One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head. K and V stay in shared memory, dK and dV in registers. P and dS pass through shared memory, because
-// what is a warp's row in one product is a column of another's operand. A step of kBlockM rows:
+// head. K, V, P and dS are in shared memory, dK and dV in registers. A step of kBlockM rows, with its barriers (|):
 //
-//   cp.async                                       |         next Q, dO
-//   tensor cores     S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK |  dQ (and its sums to global memory)
-//   shared memory      → P          → dS    |        |
+//   cp.async         |                        |        | next Q, dO
+//   tensor cores     | S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK | dQ → sums in global memory
+//   shared memory    |        → P         → dS|        |
 //
-// Other CTAs of the SM compute while one waits. Tiles that no row sees, by the window or by ranges of keys, are not
-// visited. With kOptions every tile goes through all options; without, scores are only scaled, and masked where not
-// every row sees all of a tile. dQ's sums come in any order, or, where params.semaphores is given, from the first keys
-// to the last: CTAs then claim their work tiles, so that one only ever waits for CTAs that run already. Preconditions:
-// those of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
+// Tiles that no row sees, through the window or ranges of keys, are skipped. With kOptions every tile goes through all
+// options; without, scores are only scaled, and masked if some row does not see every key. Preconditions: those of
+// HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
 #pragma once
 
 #include <type_traits>
@@ -39,11 +36,11 @@
 
 namespace fastattn {
 
-// The keys of a CTA. Where they are seldom needed they are looked up in shared memory, as registers are scarce.
+// Where a CTA's keys are in memory. Seldom needed, and so kept in shared memory, as registers are scarce.
 struct KeysInMemory {
     int32_t batch, head;           // of K and V
-    int32_t first_row, tile_keys;  // in K and V
-    int32_t first_sums_tile;       // of its sequence, in dQ's sums
+    int32_t first_row, tile_keys;  // first row and number of rows in K and V
+    int32_t first_sums_tile;       // of the keys' sequence, in dQ's sums
 };
 
 template <typename Config>
@@ -57,7 +54,7 @@ struct alignas(128) BackwardStorageSm80 {
     RowTerms<Config::kBlockM> terms;
     KeysInMemory keys;
     uint32_t cta;         // see cta_in_order()
-    bool some_nonfinite;  // K has some
+    bool some_nonfinite;  // K has NaN or infinity
 };
 
 template <int kHeadDim, DataType kDataType, bool kOptions>
@@ -73,7 +70,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     auto& shared = *reinterpret_cast<BackwardStorageSm80<Config>*>(shared_bytes);
     static_assert(has_room_for(Config::kMinCtasPerSm, sizeof(shared)));
 
-    // Prologue: which keys of which sequence, and which rows see them.
+    // Prologue: finds the CTA's keys and the rows that see them.
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     using WorkTile = KeyWorkTileSm80<kBlockM, kBlockN>;
     const bool has_ranges = kOptions && params.scores.ranges.data != nullptr;
@@ -85,7 +82,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
     const KeysInMemory own_keys = {batch, key_head, keys.begin + first_key, tile_keys, tile.first_sums_tile(params)};
     if (threadIdx.x == 0) shared.keys = own_keys;
 
-    typename KeyGrid::Accumulators rdK = {}, rdV = {};  // dK, dV
+    typename KeyGrid::Accumulators rdK = {}, rdV = {};
 
     // Producer: every thread copies its chunks of each tile.
     using KeyLoader = TileLoader<kBlockN, kHeadDim, kNumThreads>;
@@ -110,7 +107,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         ptx::cp_async_commit_group();
     };
 
-    // Operands: S and dP at this warp's rows and keys, the other products at its rows and columns of the result.
+    // Operands at this warp's position: S and dP at its rows and keys, other products at their own rows and columns.
     const int warp_m = warp % Config::kRowWarpsOfS * Config::kWarpM,
               warp_n = warp / Config::kRowWarpsOfS * Config::kWarpN;
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp_m * kRowElements, ldmatrix_lane(lane));
@@ -125,7 +122,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                                       ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
 
-    // The tile of rows at hand.
+    // Computes one step: the row tile at which `walk` is.
     const auto step = [&](const HeadScores& scores) {
         const int32_t head = walk.head, row_tile = walk.row_tile;
         const bool is_full = walk.is_full();
@@ -135,8 +132,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
             warp_n, lane);
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kWarpN]
 
-        ptx::cp_async_wait_group<0>();  // Q, dO and terms
-        __syncthreads();  // waits for every thread's copies, and until every warp has read the last P and dS
+        ptx::cp_async_wait_group<0>();  // waits for Q, dO and terms
+        __syncthreads();  // waits for every thread's copies, and until every warp has read the previous P and dS
         gemm_qk<kDataType>(rS, sQ, sK);
         gradients.template probabilities<kDataType>(shared.sP, rS, dropout,
                                                     [&] { return RowRanges(params.scores.ranges, batch, head, rows); });
@@ -150,12 +147,12 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdV, sPt, sdOd);
         gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockM, KeyGrid::kColumnStep>(rdK, sdSt, sQd);
 
-        // What is not finite in K is zero meanwhile: see device/nonfinite.cuh.
+        // NaN and infinity in K count as zero in this step's dQ: see device/nonfinite.cuh.
         const bool clean = (kOptions || !is_full) && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
-        __syncthreads();   // waits until every warp has read Q, dO and terms: they may be overwritten
-        auto next = walk;  // found once more after the step: to keep it would take registers
+        __syncthreads();   // waits until every warp has read Q, dO and terms, so that they may be overwritten
+        auto next = walk;  // found again after the step: to keep it would take registers
         next.go_on();
         if (!next.is_over()) {
             const auto skip_to_next = [&](auto& loader, const HeadsView<const uint16_t>& view) {
@@ -184,7 +181,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         });
         semaphore.release(CtaBarrier{});
         if (clean) {
-            __syncthreads();  // waits until every warp has read this K
+            __syncthreads();  // waits until every warp has read the K with zeros
             load_k.template load<true>(shared.keys.tile_keys);
             ptx::cp_async_commit_group();
         }
@@ -196,7 +193,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         load_k.template load<true>(tile_keys);
         load_v.template load<true>(tile_keys);
         load_rows(walk.head, walk.row_tile);
-        ptx::cp_async_wait_group<0>();  // K: a thread may look at what it has copied itself
+        ptx::cp_async_wait_group<0>();  // waits for this thread's copies, in which it then looks for NaN and infinity
         const bool some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_k));
         if (threadIdx.x == 0) shared.some_nonfinite = some_nonfinite;
     }
@@ -204,8 +201,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
     }
 
-    // Epilogue: dK and dV become rows where K and V were, or are added to fp32.
-    ptx::cp_async_wait_group<0>();  // K may have been on its way once more
+    // Epilogue: stages dK and dV where K and V were, and stores them; or adds them to fp32.
+    ptx::cp_async_wait_group<0>();  // waits for K, if the last step has copied it again
     __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;
     const float value_factor = params.scores.dropout_factor;

@@ -1,32 +1,18 @@
-// Attention backward for Hopper, FlashAttention-2 (Dao 2023, algorithm 2) with the roles of FlashAttention-3 (Shah et
-// al. 2024): dK, dV, and dQ in fp32 sums.
+// Attention backward for Hopper: dK, dV, and dQ in fp32 sums. FlashAttention-2 (Dao 2023, algorithm 2) with the roles
+// of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and claims one tile of kBlockN keys, or a split of its
+// query rows (row_splits.h), after the other. Two warpgroups consume, each for half of the keys; the third one
+// produces.
 //
-//   S = scale·Q·Kᵀ,  P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta)
-//   dK = scale·dSᵀ·Q,  dQ = scale·dS·K
-//
-// A CTA stays on its SM and claims one tile of kBlockN keys after the other, or a split of its query rows
-// (row_splits.h); it walks over these from the last ones on, or as ranges of keys leave them (KeyWorkTile::for_steps).
-// Of its last warpgroup one warp claims, one brings tiles by TMA, and one for each consumer adds dQ to the sums in
-// global memory (kProducerRegisters). The other two warpgroups consume (kConsumerRegisters); each owns half of the
-// keys, in blocks of 64. A work tile is claimed when the last rows of the one before are under way. S and dP are
-// computed transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers.
+//   P = exp(scale·Q·Kᵀ - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
 //   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
-//   work         2       says which tile of keys            after its gradients
+//   work         2       says which key tile                after its gradients
 //   keys         1       K, V; before the first product     after the last
 //   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   panels       1       dQ of a consumer, dK and dV of split tiles      when it has been read to be added
+//   panels       1       dQ of a consumer, dK and dV of split tiles      when the addition has read it
 //
-// dQ and S of the next step are multiplied while dK is, and dQ is stored during S. From 65 dims on a consumer's dQ
-// needs dS of both, which pass through shared memory, of even and odd steps in two buffers. While a consumer computes P
-// or dS, the tensor cores have the products of the other:
-//
-//   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …
+//   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …   (gaps: products of the other consumer)
 //   other pipes            dQ → P' →        dS' → |             …
-//
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
-// are zero. Any lengths, packed or not. With options the producer tells consumers which rows a step has (RowStep). What
-// scores go through: backward_scores_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +33,8 @@
 
 namespace fastattn {
 
-// One consumer: the products that it starts, each a group of wgmma, and what it leaves for others.
+// A consumer warpgroup: starts products, each a wgmma group, and passes results on. S and dP are transposed, [keys,
+// rows], so that P and dS are operands A of dV and dK in registers.
 template <typename Config, DataType kDataType>
 struct BackwardConsumerSm90 {
     static constexpr int kTilesK = Config::kTilesK, kTilesD = Config::kTilesD;
@@ -64,21 +51,21 @@ struct BackwardConsumerSm90 {
 
     BackwardStorageSm90<Config>& shared;
     int warpgroup, warp, lane;
-    uint32_t num_steps = 0;  // steps that this consumer is done with
-    uint32_t num_tiles = 0;  // tiles of keys
+    uint32_t num_steps = 0;  // steps that this consumer has finished
+    uint32_t num_tiles = 0;  // key tiles that this consumer has begun
 
     FASTATTN_DEVICE BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp, int lane)
         : shared(shared), warpgroup(warpgroup), warp(warp), lane(lane) {}
 
-    // A warp's first key of a block of 64, in the CTA's tile.
+    // Returns this warp's first key in a block of 64, counted in the CTA's tile.
     FASTATTN_DEVICE int first_key(int block) const {
         return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
     }
 
-    // Opaque, else what follows from it for each product takes registers in the loop.
+    // Opaque: values derived from it for each product would take registers in the loop.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
-    // rC = a block of own K or V · (Q or dO)ᵀ.
+    // Starts rC = K·Qᵀ or V·dOᵀ of one of this consumer's blocks of keys; adds to rC with kAdds.
     template <typename OwnTile, bool kAdds = false>
     FASTATTN_DEVICE void start_scores(Scores& rC, const uint16_t* sKeys, int block, const uint16_t* sRows) const {
         const int first_own_key = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
@@ -89,7 +76,7 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // rC += A · (Q or dO).
+    // Starts rC += A·Q or A·dO.
     FASTATTN_DEVICE void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
         ptx::wgmma_fence();
         start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::mn_major(address_of(sRows), RowTile::kBlockBytes));
@@ -108,15 +95,16 @@ struct BackwardConsumerSm90 {
         ++num_steps;
     }
 
-    // dS of a step passes through one of two buffers in shared memory. Nobody still reads what a buffer held: every
-    // warp had waited for its dQ of two steps ago before it stored dS of the step between.
+    // dS of a step passes through one of two buffers in shared memory, for even and odd steps. No barrier has to say
+    // that a buffer is empty: before each warp stored dS of the last step, it had waited for the dQ that read this
+    // buffer.
     FASTATTN_DEVICE int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
     FASTATTN_DEVICE uint16_t* exchanged() const { return shared.sdS[exchange()][num_steps % kExchangeStages]; }
     FASTATTN_DEVICE uint32_t exchange_barrier() const {
         return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
     }
 
-    // Stores dSᵀ of a block of keys.
+    // Stores dSᵀ of a block of keys in the buffer.
     FASTATTN_DEVICE void store_gradients(const ScoresAsA& rdS, int block) const {
         const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
         const uint32_t sdS = shared_address(exchanged());
@@ -125,12 +113,12 @@ struct BackwardConsumerSm90 {
     }
 
     FASTATTN_DEVICE void pass_gradients() const {
-        ptx::fence_proxy_async_shared();
-        __syncwarp();  // waits until every lane has stored its dS
+        ptx::fence_proxy_async_shared();  // makes dS visible to wgmma
+        __syncwarp();                     // waits until every lane has stored its dS
         if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
     }
 
-    // Starts this consumer's panel of dQ = dS · K. Waits until all of its dS has been stored.
+    // Waits until all dS that it sums over has been stored, and starts this consumer's panel of dQ = dS·K.
     FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
         const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes
@@ -142,13 +130,13 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Leaves 64 columns of a gradient to the warp that adds panels. num_before: any number of the same parity as the
-    // panels that were stored before.
+    // Passes 64 columns of a gradient to the warp that adds panels. num_before: the number of panels before; only its
+    // parity counts.
     template <int kFirstTile, bool kInLoop, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
-        // With 64 dims, and with options, no register is left for what follows from the lane; else computing it anew
-        // costs more.
+        // With 64 dims, and with options, no register is left for values derived from the lane. Elsewhere computing
+        // them anew costs more.
         constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
         store_panel<kFirstTile, !kHasRegisters>(ring, &shared.sPanel[warpgroup], rC, warp, lane);
     }
@@ -157,15 +145,15 @@ struct BackwardConsumerSm90 {
         store_own_panel<0, /*kInLoop=*/true>(rdQ, num_steps);
     }
 
-    // Passes over steps in which no row sees this consumer's keys. The barriers count them, and add_panels() adds
-    // nothing.
+    // Skips steps in which no row sees this consumer's keys. Completes the phases of their barriers; add_panels() then
+    // adds nothing.
     FASTATTN_DEVICE void skip(int32_t count) {
 #pragma unroll 1
         for (; count > 0; --count) {
-            row_ring().wait_full();  // else it could release the stage for the rows before
+            row_ring().wait_full();  // else the release could count for the stage's previous rows
             const Ring<1> ring(shared.panels[warpgroup], num_steps);
             ring.wait_empty();
-            __syncwarp();  // waits until every lane has passed both barriers, which may go round then
+            __syncwarp();  // waits until every lane has passed both barriers, which may complete again then
             if (lane == 0) {
                 ptx::mbarrier_arrive(exchange_barrier());
                 ring.arrive_full();
@@ -174,7 +162,7 @@ struct BackwardConsumerSm90 {
         }
     }
 
-    // dK and dV of a block of keys, after its steps.
+    // Passes on dK and dV of a block of keys of a split tile, after its last step.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
         for_constant<Config::kQueryPanels>([&](auto panel) {
             store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(rdK, num_steps + panel.value);
@@ -185,8 +173,8 @@ struct BackwardConsumerSm90 {
         });
     }
 
-    // Returns the K of dQ where masks hide keys from rows, with zeros for what is not finite: see device/nonfinite.cuh.
-    // Called by all consumers.
+    // Returns the K that dQ takes where masks hide keys from rows: with zeros for NaN and infinity
+    // (device/nonfinite.cuh). Called by all consumers.
     FASTATTN_DEVICE const uint16_t* finite_keys() const {
         const int thread = threadIdx.x;
         const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);
@@ -196,12 +184,14 @@ struct BackwardConsumerSm90 {
             const uint32_t pair = reinterpret_cast<const uint32_t*>(shared.sK)[i];
             reinterpret_cast<uint32_t*>(shared.sFiniteK)[i] = pair & ~nonfinite_mask<kDataType>(pair);
         }
-        ptx::fence_proxy_async_shared();
-        ptx::bar_sync(kAllBackwardConsumers, Config::kConsumerThreads);  // waits until all of it is written
+        ptx::fence_proxy_async_shared();                                 // makes the zeros visible to wgmma
+        ptx::bar_sync(kAllBackwardConsumers, Config::kConsumerThreads);  // waits until the whole copy is written
         return shared.sFiniteK;
     }
 };
 
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
+// are zero. Any lengths, packed or not. backward_scores_sm90.cuh says what scores go through.
 template <int kHeadDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
@@ -222,13 +212,14 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         init_barriers(shared);
-        const int64_t* seed = params.scores.dropout_seed;  // an input, which no launch of this call writes
+        const int64_t* seed =
+            params.scores.dropout_seed;  // no kernel writes this input: it may be read before the wait
         if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
     __syncthreads();             // waits until the barriers are initialised
-    ptx::griddepcontrol_wait();  // waits for the row terms
+    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
 
-    // Producer, and what takes dQ away.
+    // Producer: one warp claims work tiles, one copies by TMA, and one for each consumer adds panels to the sums.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) {
@@ -246,7 +237,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     Consumer consumer(shared, warpgroup, warp, lane);
     const bool has_bias = kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
 
-    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    // Inlined however long it is: ptxas would serialise wgmma in a function of its own.
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) __attribute__((always_inline)) {
         typename Consumer::Gradient rdK[kKeyBlocks], rdV[kKeyBlocks];  // dK, dV
 #pragma unroll
@@ -256,12 +247,12 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
 #pragma unroll
                 for (int e = 0; e < 4; ++e) rdK[block][0][d][e] = rdV[block][0][d][e] = 0.0f;
             }
-            // Else the zeros could be written right before the first product, after its fence.
+            // Keeps the zeros from being written right before the first product, after its fence.
             ptx::written_by_wgmma(rdK[block]);
             ptx::written_by_wgmma(rdV[block]);
         }
-        // One tile of rows, whose S of the first block has been computed. Leaves dS of the last block, whose dK and dQ
-        // are due.
+        // Computes one row tile, given S of the first block of keys. Leaves dS of the last block, whose dK and dQ are
+        // still to be computed.
         const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, BlockScores& scores) {
             const auto& terms = shared.terms[consumer.stage()];
             const uint16_t *sQ = shared.sQ[consumer.stage()], *sdO = shared.sdO[consumer.stage()];
@@ -274,13 +265,13 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     consumer.template start_scores<KeyTile>(rS, shared.sK, kBlock, sQ);
                     scores.go_to_next_block();
                     scores.prepare();
-                    wait_gemm<0>(rS);
+                    wait_gemm<0>(rS);  // leaves no product in flight
                 }
                 scores.probabilities(rP16, rS, terms);
                 scores.init_gradients(rdP, terms);
                 consumer.start_gradient(rdV[kBlock], rP16, sdO);
                 consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
-                wait_gemm<0>(rdP);
+                wait_gemm<0>(rdP);  // leaves no product in flight
                 scores.gradients(rdP, rS, terms);
                 BlockScores::to_operand(rdS16, rdP);
                 consumer.store_gradients(rdS16, kBlock);
@@ -310,8 +301,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     return {};
                 }
             };
-            // With options the producer says which step it is (RowStep), and head and row_tile do not count.
-            // is_first: the step counts as masked, which is right for all tiles.
+            // With options RowStep says which step it is, without options head and row_tile do. is_first: counts as
+            // masked, which is right for all tiles.
             const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_first,
                                           const typename BlockScores::SeenThroughRanges& ranges) -> BlockScores {
                 if constexpr (kOptions) {
@@ -323,7 +314,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     return {{params, keys, first_key, {head, row_tile}, is_full, lane, 0}, ranges};
                 }
             };
-            ScoresAsA rdS16;  // of the step whose dK and dQ are due
+            ScoresAsA rdS16;  // dS of the step whose dK and dQ come next
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t row_tile = begin_row_tile, heads_left = num_heads;
             {
@@ -333,7 +324,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                                                   look_at_ranges(consumer.stage()));
                 consumer.template start_scores<KeyTile>(rS, shared.sK, 0, shared.sQ[consumer.stage()]);
                 scores.prepare();
-                wait_gemm<0>(rS);
+                wait_gemm<0>(rS);  // leaves no product in flight
                 finish_step(rS, rdS16, scores);
             }
             while (--num_left > 0) {
@@ -354,14 +345,14 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 wait_gemm<1>(rdQ);  // leaves S in flight
                 consumer.store_query_panel(rdQ);
                 scores.prepare();
-                wait_gemm<0>(rS);
+                wait_gemm<0>(rS);  // leaves no product in flight
                 consumer.release_rows();
                 finish_step(rS, rdS16, scores);
             }
             typename Consumer::QueryPanel rdQ;
             consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
             consumer.start_dq(rdQ, sKForDq);
-            wait_gemm<0>(rdQ);
+            wait_gemm<0>(rdQ);  // leaves no product in flight
             consumer.store_query_panel(rdQ);
             consumer.release_rows();
         }

@@ -1,31 +1,18 @@
-// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles. The
-// sums of 64 keys alone take half of the registers of an SM.
+// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles, as
+// the gradients of 64 keys alone take half of an SM's registers. A CTA stays on its SM and claims one tile of 64 keys,
+// or a split of its query rows, after the other. A step has 64 rows. Three warpgroups compute one chain of products
+// each:
 //
-// A CTA stays on its SM and claims one tile of 64 keys after the other, or a split of its query rows; it walks over
-// these, 64 a step. Three warpgroups compute one chain each, keep its sums in registers, and pass scores on in 16 bits:
+//   of values    S = K·Qᵀ,  P = exp(S - lse) → shared memory;  dV += P·dO
+//   of keys      dP = V·dOᵀ,  P ← shared memory,  dS = P∘(dP - delta) → shared memory;  dK += dS·Q
+//   of queries   dS ← shared memory,  dQ = dSᵀ·K, 64 dims at a time → shared memory
 //
-//   of values       S = K·Qᵀ     P = exp(S - lse)             P → shared     dV += P·dO
-//   of keys         dP = V·dOᵀ   dS = P∘(dP - delta)      P ← shared → dS    dK += dS·Q
-//   of queries                                               dS ← shared     dQ = dSᵀ·K, 64 dims at a time → shared
-//
-// All but dQ are transposed, [keys, rows], so that P and dS are operands A of dV and dK from registers. Of the fourth
-// warpgroup one warp claims work tiles (each when the last rows of the one before are under way), one brings tiles by
-// TMA, and one adds dQ to the sums in global memory. Each chain runs ahead of the others until a ring stops it: while
-// one computes exponentials or stores, the tensor cores have the products of the others.
-//
-//   ring, stages         full: its bytes have landed        empty: all who need it are done with it
-//   work         2       says which tile of keys            after its gradients
-//   keys         1       K, V; before the first product     after the last
-//   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   probabilities, gradients
-//           kPassStages  P, dS of a step (who computes it)  when the next chain has read it
-//   panels  kPanelStages  64 dims of dQ (who computes it)    when it has been read to be added
-//
-// dK of a split tile, then dV, pass through the same panels after its last dQ.
-//
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
-// num_claimed are zero. Any lengths, packed or not. With options the chain of values alone looks at them; it marks what
-// it passes on (PassedProbability).
+//   ring, stages                full: its bytes have landed         empty: all who need it are done with it
+//   work    2                   says which key tile                 after its gradients
+//   keys    1                   K, V; before the first product      after the last
+//   rows    kStages             Q, dO and row terms of a step       after its dV and dK
+//   probabilities, gradients    P, dS of a step; kPassStages        when the next chain has read it
+//   panels  kPanelStages        64 dims of dQ, then of dK and dV    when the addition has read it
 #pragma once
 
 #include <cstdint>
@@ -47,7 +34,9 @@
 
 namespace fastattn {
 
-// The chains of values (kOfValues) and of keys.
+// The chains of values (kOfValues) and of keys. Their scores are transposed, [keys, rows], so that P and dS are
+// operands A of dV and dK in registers. A chain runs ahead of the others until a ring stops it: while one computes
+// exponentials or stores, the tensor cores have products of the others.
 template <typename Config, DataType kDataType, bool kOfValues>
 struct BackwardChainSm90 {
     using KeyTile = std::conditional_t<kOfValues, typename Config::KeyTile, typename Config::ValueTile>;
@@ -64,18 +53,18 @@ struct BackwardChainSm90 {
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
     int warp, lane;
-    uint32_t num_steps = 0;       // steps that this chain is done with
-    uint32_t num_key_panels = 0;  // panels of dK and dV that all chains have left
+    uint32_t num_steps = 0;       // steps that this chain has finished
+    uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all chains
 
-    // Opaque, else what follows from it for each product takes registers in the loop.
+    // Opaque: values derived from it for each product would take registers in the loop.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
-    // The step that is computed, and the next.
+    // Returns the ring of rows at the step that is computed, or `ahead` steps later.
     FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
-    // S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
+    // Starts S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
     FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
         if constexpr (!kOfValues)
             start_score_gradients<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
@@ -86,9 +75,9 @@ struct BackwardChainSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // dV += P·dO, or dK += dS·Q.
+    // Starts dV += P·dO, or dK += dS·Q.
     FASTATTN_DEVICE void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
-        // 256 dims at once are more registers than an instruction may have in a CTA of 512 threads.
+        // 256 dims at once take more registers than an instruction may have in a CTA of 512 threads.
         constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
         const int stage = rows().stage;
         const uint32_t sRows = address_of(kOfValues ? shared.sdO[stage] : shared.sQ[stage]);
@@ -117,7 +106,7 @@ struct BackwardChainSm90 {
         }
     }
 
-    // S becomes P, in 16 bits, and is passed on.
+    // Turns S into P, in 16 bits, and passes it on.
     FASTATTN_DEVICE void finish_probabilities(StepScores& scores, Scores& rS, ScoresAsA& rP) const {
         scores.probabilities(rP, rS, shared.terms[rows().stage]);
         const Ring<Config::kPassStages> ring = passed(shared.probabilities);
@@ -129,7 +118,7 @@ struct BackwardChainSm90 {
         if (lane == 0) ring.arrive_full();
     }
 
-    // dP - delta becomes dS, in 16 bits, and is passed on.
+    // Turns dP - delta into dS, in 16 bits, and passes it on.
     FASTATTN_DEVICE void finish_gradients(const KeyWorkTile<Config>& keys, Scores& rdP, ScoresAsA& rdS,
                                           int32_t row_tile, bool is_full) const {
         Ring<Config::kPassStages> from = passed(shared.probabilities);
@@ -163,21 +152,21 @@ struct BackwardChainSm90 {
         for (int k = 0; k < kTilesK; ++k) {
             ptx::stmatrix_x4(sdS + Config::ScoreTile::offset(warp * kMmaM + lane % 16, 2 * k + lane / 16), rdS[k]);
         }
-        ptx::fence_proxy_async_shared();
-        __syncwarp();  // waits until every lane has stored its dS
+        ptx::fence_proxy_async_shared();  // makes dS visible to wgmma
+        __syncwarp();                     // waits until every lane has stored its dS
         if (lane == 0) to.arrive_full();
     }
 
-    // Waits for S or dP, and makes P or dS of it. With options row_tile does not count.
+    // Waits for S or dP, and turns it into P or dS. With options row_tile does not count.
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
         if constexpr (kOfValues) {
             StepScores scores = scores_of(keys, row_tile, is_full);
             scores.prepare();
-            wait_gemm<0>(rX);
+            wait_gemm<0>(rX);  // leaves no product in flight
             finish_probabilities(scores, rX, rA);
         } else {
-            wait_gemm<0>(rX);
+            wait_gemm<0>(rX);  // leaves no product in flight
             finish_gradients(keys, rX, rA, row_tile, is_full);
         }
     }
@@ -198,7 +187,7 @@ struct BackwardChainSm90 {
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
             if (num_left > 0) {
-                ScoresAsA rA;  // of the step whose gradient is due
+                ScoresAsA rA;  // P or dS of the step whose gradient comes next
                 int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
                 {
                     Scores rX;
@@ -217,13 +206,13 @@ struct BackwardChainSm90 {
                         --row_tile;
                         heads_left = num_heads;
                     }
-                    ptx::wgmma_wait_group<1>();  // leaves the scores in flight
+                    ptx::wgmma_wait_group<1>();  // leaves S or dP in flight
                     rows().release(lane);
                     ++num_steps;
                     finish_step(keys, rX, rA, row_tile, is_full(row_tile));
                 }
                 start_gradient(rG, rA);
-                ptx::wgmma_wait_group<0>();  // waits until all products are done
+                ptx::wgmma_wait_group<0>();  // leaves no product in flight
                 rows().release(lane);
                 ++num_steps;
             }
@@ -242,13 +231,13 @@ struct BackwardChainSm90 {
         });
     }
 
-    // Leaves dK or dV to the warp that adds panels, after the panels that come before.
+    // Passes dK or dV to the warp that adds panels, after all panels that come before.
     FASTATTN_DEVICE void store_panels(const Gradient& rG) {
         constexpr int kBefore = kOfValues ? Config::kQueryPanels : 0;
         constexpr int kPanels = kOfValues ? Config::kValuePanels : Config::kQueryPanels;
-        // Waits until the chain before has filled its last panel.
+        // Waits until the chain before has stored its last panel.
         ptx::bar_sync(kOfValues ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
-        // Opaque, else what follows from it is computed before the loop, and kept in local memory.
+        // Opaque: values derived from it would be computed before the loop, and kept in local memory.
         const int lane = ptx::opaque(this->lane);
         for_constant<kPanels>([&](auto panel) {
             const Ring<Config::kPanelStages> ring(
@@ -256,12 +245,13 @@ struct BackwardChainSm90 {
             store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel, rG, warp, lane);
         });
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
-        // The chain of values is the last: that of queries has no dS of the next tile before it has passed on P.
+        // The chain of values is the last. No barrier follows it: the next tile's dQ needs the P that it has yet to
+        // pass on.
         if constexpr (!kOfValues) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
     }
 };
 
-// The chain of queries.
+// The chain of queries: computes dQ of each step, one panel of 64 dims at a time.
 template <typename Config, DataType kDataType>
 struct BackwardQueryChainSm90 {
     using KeyTile = typename Config::KeyTile;
@@ -271,7 +261,7 @@ struct BackwardQueryChainSm90 {
     const AttentionBackwardParams& params;
     int warp, lane;
 
-    // Returns whether K has NaN or infinity where masks hide keys from rows.
+    // Returns whether masks hide keys from rows, and K has NaN or infinity.
     FASTATTN_DEVICE bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
         const bool has_bias = Config::kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
         if (keys.are_all_full() && !has_bias) return false;
@@ -280,7 +270,7 @@ struct BackwardQueryChainSm90 {
         return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
     }
 
-    // Writes a block of K, with zeros for what is not finite (device/nonfinite.cuh), to a panel, which dQ overwrites
+    // Writes a block of K, with zeros for NaN and infinity (device/nonfinite.cuh), to a panel, which dQ overwrites
     // later.
     FASTATTN_DEVICE const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
         static_assert(KeyTile::kBlockBytes <= kPanelElements * sizeof(float), "it fits");
@@ -289,8 +279,8 @@ struct BackwardQueryChainSm90 {
             const uint32_t pair = reinterpret_cast<const uint32_t*>(sBlock)[i];
             reinterpret_cast<uint32_t*>(sPanel)[i] = pair & ~nonfinite_mask<kDataType>(pair);
         }
-        ptx::fence_proxy_async_shared();
-        ptx::bar_sync(kChainOfQueries, kWarpgroupSize);  // waits until all of it is written
+        ptx::fence_proxy_async_shared();                 // makes the block visible to wgmma
+        ptx::bar_sync(kChainOfQueries, kWarpgroupSize);  // waits until the whole block is written
         return reinterpret_cast<const uint16_t*>(sPanel);
     }
 
@@ -305,7 +295,7 @@ struct BackwardQueryChainSm90 {
     FASTATTN_DEVICE void run() {
         Ring<1> key_ring(shared.keys);
         Ring<Config::kPassStages> gradients(shared.gradients);
-        uint32_t num_panels = 0;  // panels that all chains have left
+        uint32_t num_panels = 0;  // panels so far, from all chains
         for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
@@ -324,9 +314,9 @@ struct BackwardQueryChainSm90 {
                     }
                     QueryPanel rdQ;
                     start_panel(rdQ, shared.sdS[gradients.stage], sBlock);
-                    wait_gemm<0>(rdQ);
+                    wait_gemm<0>(rdQ);  // leaves no product in flight
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
-                    // Waits until no warp's product reads finite keys where dQ goes.
+                    // Waits until every warp's product has read the block of K that dQ overwrites.
                     if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
                     store_panel<0, /*kHidesLane=*/false>(ring, shared.sPanel, rdQ, warp, lane);
                 }
@@ -340,6 +330,9 @@ struct BackwardQueryChainSm90 {
     }
 };
 
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
+// num_claimed are zero. Any lengths, packed or not. With options the chain of values alone looks at them, and marks the
+// P that it passes on (kHiddenProbability).
 template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
@@ -353,11 +346,12 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         init_barriers(shared);
-        const int64_t* seed = params.scores.dropout_seed;  // an input, which no launch of this call writes
+        const int64_t* seed =
+            params.scores.dropout_seed;  // no kernel writes this input: it may be read before the wait
         if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
     __syncthreads();             // waits until the barriers are initialised
-    ptx::griddepcontrol_wait();  // waits for the row terms
+    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
 
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();

@@ -20,15 +20,15 @@
 
 namespace fastattn {
 
-// Called by one thread: adds a panel to sums in global memory, and waits until it has been read from shared memory.
+// Adds a panel to sums in global memory, and waits until it has been read from shared memory. Called by one thread.
 FASTATTN_DEVICE void start_to_add(float* sums, const float* sPanel) {
     ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPanel), kPanelElements * sizeof(float));
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read();
 }
 
-// Stores a warp's 16 rows of the panel at address sPanel: 64 columns of an accumulator from 8 * kFirstTile on, zeros
-// behind its last.
+// Stores a warp's 16 rows of the panel at address sPanel: 64 columns of an accumulator from 8 * kFirstTile on, and
+// zeros past its last column.
 template <int kFirstTile, int kNumTiles>
 FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     sPanel += accumulator_column(lane) * sizeof(float);
@@ -45,20 +45,21 @@ FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNum
     }
 }
 
-// Leaves 64 columns of a gradient in a stage of sPanels to the warp that adds panels. kHidesLane: hides the lane's
-// origin from the compiler, which otherwise keeps what follows from it in registers over the main loop.
+// Passes 64 columns of a gradient, in a stage of sPanels, to the warp that adds panels. kHidesLane: makes the lane
+// opaque, because values derived from it would take registers in the main loop.
 template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
 FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
                                  const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     ring.wait_empty();
     const int own_lane = kHidesLane ? ptx::opaque(lane) : lane;
     store_panel_rows<kFirstTile>(shared_address(sPanels[ring.stage]), rC, warp, own_lane);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();  // waits until every lane has stored its numbers
+    ptx::fence_proxy_async_shared();  // makes the panel visible to the bulk copy
+    __syncwarp();                     // waits until every lane has stored its numbers
     if (own_lane == 0) ring.arrive_full();
 }
 
-// Writes dK or dV of a warp's 16 keys, from first_key of the tile on, times factor; or adds them to `sums`.
+// Stores dK or dV of a warp's 16 keys, times factor; or adds them to `sums`. first_key: the warp's first in the key
+// tile.
 template <DataType kDataType, typename Config, int kTilesD>
 FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
                                     const KeyWorkTile<Config>& keys, float (&rC)[1][kTilesD][4], int first_key,
@@ -83,14 +84,14 @@ FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const Heads
     });
 }
 
-// Called by one warp for each consumer: adds the consumer's panels of dQ to the sums, and of a split tile those of dK
-// and dV. With semaphores the first keys are added first, and of a tile the first split; a CTA only ever waits for CTAs
-// that have claimed their work before it, and for itself.
+// Adds a consumer's panels of dQ to the sums and, of a split key tile, its panels of dK and dV. With semaphores, dQ is
+// added from the first keys to the last, and dK and dV from the first split to the last: a CTA waits only for CTAs that
+// have claimed their work before it, and for itself. Called by one warp for each consumer.
 template <typename Config>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
                                 int consumer, int lane) {
     constexpr int kPanels = Config::kQueryPanels;
-    // Each consumer has a panel of dQ, or all add to the same one after the other.
+    // Each consumer has a panel of dQ, or all add to the same panel one after the other.
     const int panel = Config::kExchangesGradients ? consumer : 0,
               others_before = Config::kExchangesGradients ? 0 : consumer;
     const bool in_order = params.semaphores != nullptr;
@@ -125,10 +126,10 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
         }
         if (in_order) semaphore_release(semaphore);
     });
-    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits for the copies, which read shared memory
 }
 
-// Does the same with more than 128 dims, where one warp adds all panels, and panels have a ring of kPanelStages.
+// Does the same with more than 128 dims: one warp adds all panels, which pass through a ring of kPanelStages.
 template <typename Config>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const bool in_order = params.semaphores != nullptr;
@@ -159,7 +160,7 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
         add(sums + Config::kQueryPanels * kPanelElements, Config::kValuePanels);
         if (in_order) semaphore_release(params.key_semaphores + keys.split_tile);
     });
-    if (lane == 0) ptx::cp_async_bulk_wait_group();  // shared memory lives until the copies are over
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits for the copies, which read shared memory
 }
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// The warps of the backward kernels for Hopper that claim work tiles, and that copy what these need.
+// The warps of the backward kernels for Hopper that claim work tiles, and that copy what work tiles need.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +27,16 @@ FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Tak
     }
 }
 
-// Called by one warp: claims work tiles, and tells all other warps of them. Claims the next one once the last rows of a
-// tile are under way, at most kStages steps before the tile is over: CTAs that are done sooner get more.
+// Claims work tiles, and passes them to all other warps. Claims the next one when the copies of a tile's last rows have
+// been issued, at most kStages steps before the tile is over, so that CTAs that finish sooner get more. Called by one
+// warp.
 template <typename Config>
 FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
         if (lane == 0) {
-            // Waits until the last rows of the tile before are under way, whose phase has the parity of the other
-            // stage. The first wait returns at once.
+            // Waits until the copies of the previous tile's last rows have been issued; their phase has the parity of
+            // the other stage. The first wait returns at once.
             ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);
             ring.wait_empty();
         }
@@ -61,7 +62,7 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
     }
 }
 
-// Called by one warp: copies what the work tiles need.
+// Copies K, V, Q, dO and row terms of the work tiles. Called by one warp.
 template <typename Config>
 FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const AttentionBackwardParamsSm90& all_params,
                              int lane) {
@@ -87,7 +88,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
         keys.for_steps([&](int32_t head, int32_t row_tile, bool ranges_hide_none) {
             const int stage = row_ring.stage;
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
-            // Behind the end of a packed sequence stands the next one's data, possibly NaN.
+            // Past the end of a packed sequence lie the next one's rows, which may be NaN.
             const bool has_others = is_packed && num_rows < kBlockM;
             constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
             if (lane == 0) {
@@ -116,12 +117,12 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
                               min(keys.num_keys - keys.first_key, Config::kBlockN), lane);
             }
             if (has_others) {
-                __syncwarp();  // waits until the barrier expects the bytes
+                __syncwarp();  // waits until `landed` expects the bytes
                 ptx::mbarrier_wait_parity(shared_address(&shared.landed), times_landed++ % 2);
                 RowTile::zero_rows(shared.sQ[stage], num_rows, lane, kWarpSize);
                 GradOutTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
-                ptx::fence_proxy_async_shared();
-                __syncwarp();  // waits until every lane has written its zeros
+                ptx::fence_proxy_async_shared();  // makes the zeros visible to wgmma
+                __syncwarp();                     // waits until every lane has written its zeros
                 if (lane == 0) row_ring.arrive_full();
             }
             row_ring.advance();

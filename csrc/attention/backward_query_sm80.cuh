@@ -1,7 +1,9 @@
-// dQ = scale · (what the CTAs of all keys have added up), rounded, or added to fp32: the end of the backward pass.
+// The end of the backward pass: dQ = scale · (the sums over all keys), rounded, or added to fp32.
 //
-// One CTA takes one tile of query rows of one head: reads the sums in the order of accumulators in which they are kept,
-// and turns them into rows through shared memory.
+// One CTA owns one row tile of one head. It reads the sums, which are in the order of accumulators
+// (attention/query_gradient.h), and turns them into rows through shared memory:
+//
+//   sums in global memory → registers → scale, round → shared memory → rows of dQ
 #pragma once
 
 #include "attention/backward.h"
@@ -19,7 +21,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
     using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
     using Grid = typename Config::QueryGrid;
     constexpr int kBlockM = Config::kBlockM;
-    constexpr int kWarpRows = kBlockM / Config::kNumWarps;                  // that a warp stores
+    constexpr int kWarpRows = kBlockM / Config::kNumWarps;                  // rows that a warp stores
     __shared__ __align__(128) uint16_t sQ[kBlockM * Config::kRowElements];  // swizzled
 
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

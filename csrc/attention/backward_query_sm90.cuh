@@ -1,8 +1,9 @@
 // The end of the backward pass on Hopper: dQ = scale · (the sums over all keys), rounded, or added to fp32; and
-// likewise dK and dV of split tiles of keys.
+// likewise dK and dV of split key tiles.
 //
-// One CTA takes one tile of query rows of one head, or after these 64 keys of dK or dV. It reads its panels
-// (attention/query_gradient.h) in order, 16 bytes a lane, and writes its rows 8 bytes a lane. Memory bandwidth binds.
+// One CTA owns one row tile of one head or, after the row tiles, 64 keys of dK or dV. Memory bandwidth binds.
+//
+//   panels (query_gradient.h), 16 bytes a lane → registers → scale, round → rows of the gradient, 8 bytes a lane
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,8 @@ namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
-// Rounds factor · sums into `gradient`, or adds it to `total`: 64 rows from first_in_memory on, of which num_rows
-// exist.
+// Rounds factor · sums into `gradient`, or adds it to `total`. The gradient has 64 rows from first_in_memory on, of
+// which num_rows exist.
 template <int kHeadDim, DataType kDataType>
 FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total, int32_t batch,
                                  int32_t head, int64_t first_in_memory, int32_t num_rows, const float* sums,
@@ -51,7 +52,7 @@ FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const Head
     }
 }
 
-// The config of the kernel whose sums are read.
+// The config of the kernel that wrote the sums.
 template <int kHeadDim>
 using SummingConfigSm90 = std::conditional_t<(kHeadDim > kMostNarrowDims), BackwardWideConfigSm90<kHeadDim, kHeadDim>,
                                              BackwardConfigSm90<kHeadDim>>;
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     using Config = SummingConfigSm90<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_panels=*/true, kBlockM, kHeadDim);
     static_assert(kBlockM == kPanelRows, "a panel has all rows of a tile");
-    ptx::griddepcontrol_wait();  // waits for the sums
+    ptx::griddepcontrol_wait();  // waits until the kernel before has written the sums
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
     const uint32_t num_query_ctas = num_tiles * params.query.heads * params.query.batch;

@@ -1,10 +1,12 @@
-// Attention backward with ranges of keys: tells which tiles of rows and keys meet, so that no others are visited.
+// Attention backward with ranges of keys: finds which row tiles see which key tiles, so that no others are visited.
 //
-// A CTA takes a tile of rows and writes two words for every 32 tiles of keys (SeenTiles): a bit for each tile of which
-// some row sees some key, and one for each that every row sees all of. A CTA of key_value then finds in a column of
-// these bits which tiles of rows see its keys, and in a line of them how many CTAs add to a tile's dQ before it.
-// Because both are the same bits, no CTA waits for one that does not come, whatever wrong offsets of packed sequences
-// leave in them. Preconditions: those of RowTileRanges.
+//   one CTA, a warp, owns a row tile:   each lane tests one of 32 key tiles → two ballots → two words of SeenTiles
+//
+// In the first word a bit says that some row sees some key of a key tile, in the second that every row sees every key.
+// The words of all row tiles form matrices of bits, [row tiles, key tiles]. A CTA of key_value reads a column to find
+// the row tiles that see its keys, and part of a row to count the CTAs that add to a tile's dQ before it. As both read
+// the same bits, no CTA waits for an addition that never comes, whatever wrong cu_seqlens leave there. Preconditions:
+// those of RowTileRanges.
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,13 @@
-// Attention backward, what it needs once per query row: delta = rowsum(dO * O) - dlse, and what normalises P. It also
-// zeroes what the kernel for dK and dV counts and adds up in.
+// Attention backward, once per query row: delta = rowsum(dO * O) - dlse, and shift and log2_sum, which normalise P.
+// Also zeroes the sums and counters of the kernels after it.
 //
-// P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
-// rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Then these rows get
-// their maximum as shift and the logarithm of their sum beside it, from one more pass over their keys.
+// P = exp(S - lse) loses its normalisation if lse is huge: with every visible key at finfo.min, finfo.min + log(n)
+// rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their
+// maximum as shift and log2 of their sum as log2_sum, from one more pass over their keys.
 //
-// One CTA owns 64 query rows of one head. delta: up to 8 lanes share a row, and each has 4 rows' loads on their way, so
-// that what binds is the memory bandwidth. The pass over keys, where some row needs it: 4 warps, each with 16 rows,
-// take 64 keys at a time, with the pipeline of device/chunked_gemm.cuh and the softmax of the forward pass.
+//   one CTA, 64 rows of one head:   dO, O → delta   (8 lanes a row, loads of 4 rows in flight: memory bandwidth binds)
+//   if some lse is huge:            Q·Kᵀ of 64 keys → scores → online softmax   (4 warps of 16 rows, chunked_gemm.cuh)
+//
 // Preconditions: those of HeadsView, head dims multiples of 8.
 #pragma once
 
@@ -28,14 +28,14 @@ namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardRowsConfigSm80 {
-    // Q·Kᵀ of 16 rows and 64 keys by each warp: a row's softmax stays in one warp. 64 dims take it 32 HMMA, 20 LDSM and
-    // 8 LDGSTS. Nothing spills but one number of the pass over keys on sm_90.
+    // Each warp computes Q·Kᵀ of 16 rows and 64 keys, so that a row's softmax stays in one warp. 64 dims take it 32
+    // HMMA, 20 LDSM and 8 LDGSTS. Nothing spills but one number of the pass over keys on sm_90.
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
     static constexpr int kMinCtasPerSm = 3;
-    static constexpr int kRowsPerThread = 4;     // of dO and O, on their way together
-    static constexpr int kMostZeros = 64 * 256;  // of a CTA: as many as its rows have of dQ's sums
+    static constexpr int kRowsPerThread = 4;     // of dO and O, whose loads are in flight together
+    static constexpr int kMostZeros = 64 * 256;  // floats that a CTA zeroes, as many as its rows have in dQ's sums
     static constexpr int kMostLanesPerRow = 8;
     static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");
     static_assert(kBlockM <= kNumThreads, "a thread for each row");
@@ -46,7 +46,7 @@ struct BackwardRowsConfigSm80 {
     FASTATTN_DEVICE static bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < kInfinity; }
 };
 
-// The sum of the products of two times 8 elements.
+// Returns the dot product of 8 elements of each.
 template <DataType kDataType>
 FASTATTN_DEVICE float dot(const uint4& a, const uint4& b) {
     float sum = 0.0f;
@@ -57,12 +57,12 @@ FASTATTN_DEVICE float dot(const uint4& a, const uint4& b) {
     return sum;
 }
 
-// sSums[row] = rowsum(dO * O), for the num_rows rows that begin at gGrad and gOut.
+// Computes sSums[row] = rowsum(dO * O) of num_rows rows, which begin at gGrad and gOut.
 template <typename Config, DataType kDataType>
 FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride, const uint16_t* gOut,
                                   int64_t out_stride, int32_t num_rows, int32_t head_dim) {
     constexpr int kRowsPerThread = Config::kRowsPerThread;
-    // A row has a power of two of lanes, at most 8: then a warp reads 128 bytes of each of 4 rows.
+    // A power of two of lanes, at most 8, shares a row: a warp reads 128 bytes of each of 4 rows then.
     const int num_chunks = head_dim / kChunkElements;
     const int log2_lanes = num_chunks > 4 ? 3 : num_chunks > 2 ? 2 : num_chunks - 1;
     const int lanes = 1 << log2_lanes, lane_of_row = threadIdx.x & (lanes - 1);
@@ -89,8 +89,8 @@ FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t g
     }
 }
 
-// A maximum of the rows' scores, and the sum of their exponentials relative to it, as the forward pass finds them.
-// rows: those of the tile, from first_row of the sequence on; keys: all.
+// Finds a maximum of each row's scores and the sum of their exponentials relative to it, as the forward pass does.
+// rows: the tile's rows, from first_row of the sequence on. keys: all keys of the sequence.
 template <typename Config, typename RangesOf>
 FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
                                    typename Config::Gemm& gemm, const HeadScores& scores, RangesOf&& ranges_of,
@@ -119,7 +119,7 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
     }
 }
 
-// Writes the terms of one row for the kernels for Hopper: see RowTermsView. Called by one thread.
+// Writes the terms of one row for the Hopper kernels: see RowTermsView. Called by one thread.
 FASTATTN_DEVICE void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
                                      int32_t first_in_memory, int32_t row, float shift, float delta, float log2_sum) {
     const bool with_options = params.row_terms.with_options;
@@ -134,7 +134,7 @@ FASTATTN_DEVICE void write_row_terms(const AttentionBackwardParams& params, int3
     if (with_options) terms[2 * block_m] = log2_sum;
 }
 
-// Called by all threads of the grid: each writes its share of the zeros.
+// Writes zeros to `memory`. Called by all threads of the grid.
 FASTATTN_DEVICE void zero(const WorkspaceMemory& memory) {
     auto* chunks = reinterpret_cast<uint4*>(memory.data);
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < memory.floats / 4;
@@ -149,12 +149,12 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     attention_backward_rows_sm80(const __grid_constant__ AttentionBackwardParams params) {
     using Config = BackwardRowsConfigSm80<kDataType>;
     constexpr int kBlockM = Config::kBlockM;
-    extern __shared__ __align__(128) char shared_bytes[];  // only where the bias is additive
+    extern __shared__ __align__(128) char shared_bytes[];  // only with an additive bias
     __shared__ float sSums[kBlockM];
 
     zero(params.to_zero);
 
-    // Prologue: which query rows of which sequence. Some CTAs have none.
+    // Prologue: finds the CTA's query rows. Some CTAs have none: they only write zeros.
     const ScoreParams& options = params.scores;
     const int32_t num_tiles = max(ceil_div(params.query.rows, kBlockM), 1);
     const int32_t first_row = blockIdx.x % num_tiles * kBlockM, head_idx = blockIdx.x / num_tiles;
@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     sum_products<Config, kDataType>(sSums, row_pointer(params.grad_out, batch, head, begin), params.grad_out.row_stride,
                                     row_pointer(params.out, batch, head, begin), params.out.row_stride, num_rows,
                                     params.out.head_dim);
-    __syncthreads();  // the sums are complete
+    __syncthreads();  // waits until the sums of all rows are in shared memory
     const bool needs_sum = is_additive && Config::is_large(lse);
     const float delta = exists ? sSums[row] - grad_lse : 0.0f;
-    // With +inf, every probability of a row that sees nothing is exp(-inf) = 0.
+    // With a shift of +inf, every probability of a row that sees nothing is exp(-inf) = 0.
     const float shift = !exists || lse == -kInfinity ? kInfinity : lse;
     if (exists) {
         number_of(params.delta, row) = delta;
@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     }
     if (!is_additive || !__syncthreads_or(needs_sum)) return;
 
-    // Some row's lse is large: one more pass over the keys of all.
+    // Some row's lse is large: one more pass over the keys, for all rows.
     const int32_t key_head = head / (params.query.heads / params.key.heads);
     const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
     const HeadScores scores(options, batch, head, rows.length, keys.length);
     const int lane = threadIdx.x % kWarpSize;
-    const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+    const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
     typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
     OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);

@@ -1,6 +1,6 @@
-// How a consumer of the backward kernel for Hopper makes Pᵀ of Sᵀ, and dSᵀ of dPᵀ, between its products: for one block
-// of 64 keys and one tile of query rows. Scores are only scaled and masked by a window, or go through every option.
-// With options a few numbers are in local memory during the loop.
+// Turns Sᵀ into Pᵀ and dPᵀ into dSᵀ, between the products of a consumer of the backward kernels for Hopper, for one
+// block of 64 keys and one row tile. Scores are only scaled and masked by a window, or go through every option. With
+// options a few numbers are in local memory during the loop.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct BackwardScoresTypes {
         tiles_to_operand<Config::kTilesM>(rA, rC[0]);
     }
 
-    // Does the same for some of the tiles.
+    // Does the same for kTiles of the tiles.
     template <int kTiles>
     FASTATTN_DEVICE static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
 #pragma unroll
@@ -34,8 +34,8 @@ struct BackwardScoresTypes {
     }
 };
 
-// The position of a warp's scores. first_key: the warp's first key in the sequence. is_full: every row sees
-// every key. dropout_seed: with options.
+// The position of a warp's scores. first_key: the warp's first key in the sequence. is_full: every row sees every key.
+// dropout_seed: with options only.
 template <typename Config>
 struct ScoresPosition {
     const AttentionBackwardParams& params;
@@ -46,11 +46,12 @@ struct ScoresPosition {
     int lane;
     int64_t dropout_seed;
 
-    // Finds which rows see this lane's keys. It is called anew for each masked tile, as registers are scarce.
+    // Finds which rows see this lane's keys. Called anew for each masked tile, as registers are scarce.
     FASTATTN_DEVICE SeenRows seen_rows() const { return keys.seen_rows(first_key, step.row_tile, lane); }
 };
 
-// Starts dP at -delta, to which its products are added. With dropout it starts at 0: its factor multiplies dP alone.
+// Starts dP at -delta, to which V·dOᵀ is added. With dropout it starts at 0, because the dropout factor multiplies dP
+// alone.
 template <bool kOptions, int kTilesM>
 FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                            const ScoreParams& params, int lane) {
@@ -62,7 +63,8 @@ FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const fl
     }
 }
 
-// A block is: prepare(), wait for S, probabilities(), init_gradients(), wait for dP, gradients().
+// Without options. Call for each block: prepare(), wait for S, probabilities(), init_gradients(), wait for dP,
+// gradients().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -81,7 +83,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     FASTATTN_DEVICE void prepare() {}
     FASTATTN_DEVICE void go_to_next_block() { position.first_key += kWarpgroupM; }
 
-    // Turns S, in rS, into P, in rS and rounded in rP16.
+    // Turns rS from S into P, and rounds P into rP16.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         const float scale_log2 = position.params.scores.scale * kLog2E;
         if (position.is_full) {
@@ -93,7 +95,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         Types::to_operand(rP16, rS);
     }
 
-    // Returns P of 16 rows as another warpgroup takes it.
+    // Returns P of 16 rows in the form in which another warpgroup takes it.
     FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA& rP16, const Scores&, int k) const {
         return {rP16[k][0], rP16[k][1], rP16[k][2], rP16[k][3]};
     }
@@ -102,7 +104,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         start_score_gradients<false>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
-    // rdP, to which the products have been added, becomes dS.
+    // Turns rdP = dP - delta into dS.
     FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
         if (position.is_full) {
             to_score_gradients<false>(rdP, rP, seen);
@@ -112,11 +114,11 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     }
 };
 
-// How a warpgroup marks P that it passes to another, with options: P is negative where dropout drops it, and these bits,
-// a NaN that no conversion makes, where a row does not see the key.
+// Marks, in P that one warpgroup passes to another with options, a key that the row does not see. The bits are a NaN
+// that no conversion makes. A negative P is one that dropout drops.
 inline constexpr uint32_t kHiddenProbability = 0xffff;
 
-// With options. prepare() draws what dropout drops and loads the bias, while S is computed.
+// With options. While S is computed, prepare() draws the dropout mask and loads the bias.
 template <typename Config, DataType kDataType>
 struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -125,12 +127,12 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     using Terms = typename Config::Terms;
     using Options = TransposedOptions<Config::kTilesM, Config::kHasRegisters>;
 
-    // The rows that see the lane's keys through their ranges, as seen_of_transposed() has them.
+    // The rows that see the lane's keys through their ranges, in the form of seen_of_transposed().
     struct SeenThroughRanges {
         static_assert(Config::kBlockM == 64, "as seen_of_transposed() takes them");
         uint32_t seen = ~0u;
 
-        // For the first block: before there are scores of the step, when registers are least scarce.
+        // Looks at the first block before the step has scores, when registers are least scarce.
         FASTATTN_DEVICE SeenThroughRanges(const AttentionBackwardParams& params, const KeyWorkTile<Config>& keys,
                                           const RowStep& step, int32_t first_key, int lane) {
             if (const int2* ranges = step.ranges) {
@@ -143,7 +145,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     ScoresPosition<Config> position;
     SeenThroughRanges through_ranges;
     SeenRows seen{};
-    uint32_t kept = 0;  // see Dropout::kept_of_transposed
+    uint32_t kept = 0;  // dropout mask: see Dropout::kept_of_transposed
     typename Options::BiasPairs bias_pairs;
 
     FASTATTN_DEVICE BackwardScoresSm90(const ScoresPosition<Config>& position, const SeenThroughRanges& through_ranges)
@@ -166,7 +168,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         }
     }
 
-    // rS = S becomes P · d score / d (scale * S); and rP16, P after dropout, but for its factor.
+    // Turns rS = S into P · d score / d (scale * S). rP16: P after dropout, without its factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
         seen.seen[0] &= through_ranges.seen;
@@ -178,7 +180,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         start_score_gradients<true>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
-    // Returns, for passed_to_score_gradients(), P of 16 rows as probabilities() leaves it.
+    // Returns P of 16 rows, as probabilities() leaves it, in the form that passed_to_score_gradients() takes.
     FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA&, const Scores& rP, int k) const {
         uint32_t packed[4];
         if (has_dropout()) {
@@ -203,7 +205,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return {packed[0], packed[1], packed[2], packed[3]};
     }
 
-    // rP: as probabilities() leaves it.
+    // Turns rdP, which init_gradients() began, into dS. rP: as probabilities() leaves it.
     FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
             const float factor = position.params.scores.dropout_factor;
@@ -225,7 +227,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 
   private:
-    // Makes P of the columns from tile kFirst on, kTilesAtOnce tiles at a time.
+    // Computes P of all tiles from kFirst on, kTilesAtOnce at a time.
     template <int kFirst = 0>
     FASTATTN_DEVICE void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         constexpr int kEnd = kFirst + Options::kTilesAtOnce;
@@ -285,7 +287,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 };
 
-// With options: rdP, which start_score_gradients() began, becomes dS. packed(k): P as passed_probabilities() returns it.
+// With options: turns rdP, which start_score_gradients() began, into dS. packed(k): P as passed_probabilities() returns
+// it.
 template <DataType kDataType, int kTilesM, typename Packed>
 FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                                const ScoreParams& params, bool is_full, int lane, Packed&& packed) {

@@ -2,9 +2,10 @@
 //
 //   grad_sinks[h] = sum over batch and rows of exp(sink - shift) / 2^log2_sum * -delta
 //
-// One CTA owns a head. Its threads take neighbouring rows of all sequences one after the other, and their sums are
-// added in one order: no atomics. Rows with an lse of -inf see nothing, not even the sink, or belong to no sequence:
-// what else stands there is not read.
+//   one CTA owns a head:   threads take adjacent rows, 4 at once → sum of a thread → of a warp → of the CTA
+//
+// Sums are added in a fixed order, without atomics. Rows with an lse of -inf see nothing, not even the sink, or belong
+// to no sequence: their shift, log2_sum and delta are not read.
 #pragma once
 
 #include "attention/backward.h"
@@ -18,7 +19,7 @@ namespace fastattn {
 
 inline constexpr int kBackwardSinksThreads = 1024;
 
-// Goes through the rows of a head that one thread takes, sequence by sequence.
+// The rows of a head that one thread takes, sequence by sequence.
 struct RowsOfThread {
     int32_t num_batches, num_rows, batch, row;
 
@@ -41,7 +42,7 @@ struct RowsOfThread {
 
 __global__ void __launch_bounds__(kBackwardSinksThreads)
     attention_backward_sinks_sm80(const __grid_constant__ AttentionBackwardParams params) {
-    constexpr int kRowsAtOnce = 4;      // whose loads are on their way together
+    constexpr int kRowsAtOnce = 4;      // rows whose loads are in flight together
     __shared__ float sSums[kWarpSize];  // of each warp
     static_assert(kBackwardSinksThreads == kWarpSize * kWarpSize, "one warp adds what all have");
     const int32_t head = blockIdx.x;

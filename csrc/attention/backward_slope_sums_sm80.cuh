@@ -1,10 +1,11 @@
-// Attention backward, the gradient of ALiBi slopes, out of what backward_slopes_sm80.cuh has left for each tile of
-// rows:
+// Attention backward, the gradient of ALiBi slopes, from the sums of row tiles that backward_slopes_sm80.cuh has
+// written:
 //
-//   grad_slopes[batch, head] = sum over the tiles of a sequence, or of all where they share their slopes
+//   grad_slopes[batch, head] = sum over the row tiles of the sequence, or of all sequences if they share their slopes
 //
-// One CTA owns one of the gradients. Each of its threads takes the sequences' tiles at a fixed distance, and their sums
-// are added in one order: no atomics.
+//   one CTA owns one gradient:   threads take row tiles, kBackwardSlopeSumsThreads apart → sum of a thread → warp → CTA
+//
+// Sums are added in a fixed order, without atomics.
 #pragma once
 
 #include "attention/backward.h"
@@ -26,9 +27,9 @@ __global__ void __launch_bounds__(kBackwardSlopeSumsThreads)
     const bool is_shared = params.grad_slopes.batch == 1, is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t end_batch = is_shared ? params.query.batch : own_batch + 1;
 
-    // Tiles are counted over all sequences, so that many short ones keep all threads busy too.
+    // Tiles are counted over all sequences, so that many short sequences keep all threads busy too.
     float sum = 0.0f;
-    int32_t next_tile = threadIdx.x;  // of this thread, counted from the sequence's first on
+    int32_t next_tile = threadIdx.x;  // this thread's next tile, counted from the sequence's first one
     for (int32_t batch = own_batch; batch < end_batch; ++batch) {
         const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, num_rows);
         const int32_t num_tiles = ceil_div(rows.length, kSlopesBlockM);

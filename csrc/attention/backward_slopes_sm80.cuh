@@ -1,15 +1,14 @@
-// Attention backward, the gradient of ALiBi slopes, of each tile of query rows:
+// Attention backward, the gradient of ALiBi slopes, of each row tile:
 //
-//   slope_sums[tile, head] = sum of -dS * |i + Sk - Sq - j|,  dS = P (dropout(dO Vᵀ) - delta)
+//   slope_sums[tile, head] = sum of -dS * |i + Sk - Sq - j|,  dS = P (dropout(dO·Vᵀ) - delta)
 //
-// One CTA owns 64 rows of a head and walks over the keys that they see, 64 at a time, in one order: no atomics, and the
-// same bits every time. 4 warps own 32 x 32 of each tile. S and dO·Vᵀ are products of the pipeline of
-// device/chunked_gemm.cuh, one after the other:
+// One CTA owns 64 rows of a head and walks over the keys that they see, 64 at a time, in a fixed order: no atomics, and
+// the same bits every time. Each of 4 warps owns 32 x 32 of a tile. device/chunked_gemm.cuh pipelines S and dO·Vᵀ:
 //
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// backward_slope_sums_sm80.cuh adds the tiles up. Preconditions: those of HeadsView, head dims multiples of 8.
+// backward_slope_sums_sm80.cuh adds the row tiles up. Preconditions: those of HeadsView, head dims multiples of 8.
 #pragma once
 
 #include "attention/backward.h"
@@ -56,8 +55,8 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm86) >= Config::kMinCtasPerSm,
                   "also where it is smallest");
 
-    // Prologue: which rows of which sequence, and where their operands are. The last rows, which see most keys under a
-    // causal mask, come first.
+    // Prologue: finds the CTA's rows and the operands in memory. The last rows, which see most keys under a causal
+    // mask, come first.
     const ScoreParams& options = params.scores;
     const int lane = threadIdx.x % kWarpSize;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
                             });
     }
 
-    // Epilogue: the sums of all lanes and warps.
+    // Epilogue: adds up the sums of all lanes and warps.
     sum = warp_reduce_sum(sum);
     if (lane == 0) shared.sSums[threadIdx.x / kWarpSize] = sum;
     __syncthreads();  // waits until every warp's sum is in shared memory

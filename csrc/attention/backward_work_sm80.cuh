@@ -11,19 +11,19 @@
 
 namespace fastattn {
 
-// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them through the window, the same
-// for each query head of that KV head; with ranges of keys, all tiles.
+// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them through the window: the same
+// tiles for each query head of that KV head. With ranges of keys, all row tiles.
 template <int kBlockM_, int kBlockN_>
 struct KeyWorkTileSm80 {
     static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
 
     int32_t batch, key_head, key_tile, first_key;
     Sequence rows, keys;
-    int32_t tile_keys;  // those of the tile that exist; none: there is nothing to do
+    int32_t tile_keys;  // how many keys of the tile exist; <= 0: the CTA has nothing to do
     int32_t first_head, end_head;
     Window window;
     int32_t begin_tile, end_tile;
-    int32_t begin_full, end_full;  // tiles whose existing rows all see all of the keys through the window
+    int32_t begin_full, end_full;  // row tiles whose existing rows all see every key of the tile through the window
 
     FASTATTN_DEVICE KeyWorkTileSm80(const AttentionBackwardParams& params, uint32_t cta, bool has_ranges = false) {
         const WorkTile tile = work_tile(cta, params.key.batch, params.key.heads, params.heads_per_group,
@@ -50,13 +50,13 @@ struct KeyWorkTileSm80 {
 
     FASTATTN_DEVICE bool is_full(int32_t row_tile) const { return row_tile >= begin_full && row_tile < end_full; }
 
-    // The first tile of the sequence in dQ's sums.
+    // Returns the sequence's first row tile in dQ's sums.
     FASTATTN_DEVICE int32_t first_sums_tile(const AttentionBackwardParams& params) const {
         return first_query_tile(batch, params.query.rows, params.packed.cu_seqlens_q != nullptr, rows.begin, kBlockM);
     }
 };
 
-// The steps of a CTA: for one query head after the other, the tiles of rows that see its keys. All lanes of a warp walk
+// The steps of a CTA: for one query head after the other, the row tiles that see its keys. All lanes of a warp walk
 // together. kOptions: there may be ranges of keys.
 template <typename WorkTile, bool kOptions>
 struct RowTileWalk {
@@ -80,13 +80,13 @@ struct RowTileWalk {
         find();
     }
 
-    // Whether no mask is needed but a bias. Without kOptions: every row that exists sees all of the keys. With
-    // kOptions, which leaves no registers to compare windows: ranges of keys, clipped to the window, hide none, and
-    // every row exists. What another row would see may be NaN, which a bias may hide from all that exist.
+    // Returns whether the tile needs no mask but a bias. Without kOptions: every existing row sees every key. With
+    // kOptions, which has no registers to compare windows: ranges of keys, clipped to the window, hide no key, and
+    // every row exists. Other rows would see NaN in keys that a bias hides from all existing rows.
     FASTATTN_DEVICE bool is_full() const { return kOptions ? seen_whole_ : tile.is_full(row_tile); }
 
-    // How many tiles of keys before this one add to dQ of the tile of rows at hand, which counts where there is an
-    // order. window: the tile's own, which the caller has found anew, as the one here would take registers.
+    // Returns how many key tiles before this one add to dQ of the row tile at hand; 0 with ranges if no order is kept.
+    // window: the tile's own, recomputed by the caller, as the one stored here would take registers.
     FASTATTN_DEVICE int32_t num_before(const Window& window) const {
         if (has_ranges()) {
             return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;
@@ -95,16 +95,16 @@ struct RowTileWalk {
     }
 
   private:
-    bool seen_whole_ = false;  // through ranges of keys
+    bool seen_whole_ = false;  // no key is hidden by ranges, and all rows exist
 
     FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
 
     FASTATTN_DEVICE RowTilesOfKeys row_tiles() const {
-        // Opaque: what follows from it would take a register over the loop.
+        // Opaque: values derived from it would take a register in the loop.
         return RowTilesOfKeys::of(params.seen_tiles, tile.batch, ptx::opaque(tile.rows.begin), tile.key_tile);
     }
 
-    // Passes over tiles that ranges of keys leave out.
+    // Skips row tiles that ranges of keys leave out.
     FASTATTN_DEVICE void find() {
         if (has_ranges()) {
             seen_whole_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head) &&
@@ -113,8 +113,9 @@ struct RowTileWalk {
     }
 };
 
-// The CTA's index: where semaphores order additions, in the order in which CTAs start. Called by all threads;
-// shared_cta lies in shared memory.
+// Returns the CTA's index. If semaphores order the additions to dQ, from the first keys to the last, CTAs claim their
+// indices as they start: a CTA then waits only for CTAs that already run. Called by all threads; shared_cta lies in
+// shared memory.
 FASTATTN_DEVICE uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
     if (params.semaphores == nullptr) return blockIdx.x;
     if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);

@@ -1,5 +1,5 @@
-// The work tiles of the backward kernels for Hopper: keys, the query rows that see them, and the order in which CTAs
-// claim them.
+// The work tiles of the backward kernels for Hopper: their keys, the query rows that see them, and the order in which
+// CTAs claim them.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +23,21 @@ struct KeyWorkTile {
     int32_t sequence_begin;       // in K and V
     Sequence rows;
     Window window;
-    int32_t begin_tile, end_tile;  // tiles of rows that see the keys through the window; with ranges all tiles
+    int32_t begin_tile, end_tile;  // row tiles that see the keys through the window; with ranges all of them
     int32_t first_sums_tile;       // the sequence's first tile in dQ's sums
     int32_t split, num_splits;
-    uint32_t split_tile;                // index in the sums of dK and dV
+    uint32_t split_tile;                // the split key tile's index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
-    int32_t begin_row_tile, num_steps;  // the split's first tile of rows, and its steps
-    bool has_ranges;                    // of keys: then row_tiles has the steps, and begin_row_tile no meaning
+    int32_t begin_row_tile, num_steps;  // the split's first row tile, and its steps
+    bool has_ranges;                    // of keys: then row_tiles has the steps, not begin_row_tile
     RowTilesOfKeys row_tiles;
-    // [i]: the tiles of rows of which some see a key of consumer i.
+    // [i]: the row tiles of which some row sees a key of consumer i.
     int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
-    // [i]: the tiles of rows that all see every key of consumer i; the last entry: every key of the tile. With ranges,
-    // which may hide keys, end_full is 0.
+    // [i]: the row tiles whose rows all see every key of consumer i; the last entry: every key of the tile. With
+    // ranges, which may hide keys, end_full is 0.
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
-    // Returns false where there are no such keys, or fewer splits.
+    // Fills in the work tile. Returns false if there are no such keys, or fewer splits.
     FASTATTN_DEVICE bool find(const AttentionBackwardParams& params, const RowSplit& row_split, const WorkTile& found) {
         constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kConsumerKeys = Config::kConsumerKeys;
         const bool is_packed = params.packed.cu_seqlens_q != nullptr;
@@ -91,12 +91,12 @@ struct KeyWorkTile {
 
     FASTATTN_DEVICE bool is_split() const { return num_splits > 1; }
 
-    // Whether some rows of a tile may see a key of the consumer; with kSkipsHidden, as the next.
+    // Returns whether some row of a tile may see a key of the consumer. Like seen_steps(), with kSkipsHidden only.
     FASTATTN_DEVICE bool sees(int32_t row_tile, int consumer) const {
         return has_ranges || (begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer]);
     }
 
-    // How many steps have rows that see a key of the consumer, and how many come before and after these.
+    // The number of steps in which some row sees a key of the consumer, and of the steps before and after them.
     struct SeenSteps {
         int32_t before, seen, after;
     };
@@ -114,7 +114,7 @@ struct KeyWorkTile {
                0;
     }
 
-    // Bit i: every row of a tile sees every key of consumer i.
+    // Returns bits: bit i says that every row of the tile sees every key of consumer i.
     FASTATTN_DEVICE uint32_t full_for(int32_t row_tile) const {
         uint32_t full = 0;
         for (int i = 0; i < Config::kKeyOwners && has_all_rows(row_tile); ++i) {
@@ -123,7 +123,7 @@ struct KeyWorkTile {
         return full;
     }
 
-    // Finds which rows of a tile see this lane's two keys of the 16 that begin at warp_key, through the window.
+    // Finds which rows of a tile see this lane's two keys, of the 16 from warp_key on, through the window.
     FASTATTN_DEVICE SeenRows seen_rows(int32_t warp_key, int32_t row_tile, int lane) const {
         RowRange seen_by[2];
 #pragma unroll
@@ -134,9 +134,10 @@ struct KeyWorkTile {
         return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
     }
 
-    // Calls function(head, row_tile, ranges_hide_none) for each step, in the consumers' order. Without ranges that is
-    // from the last rows on, so that CTAs of adjacent keys work at the same rows under a causal mask, and for each tile
-    // of rows all query heads. With ranges one head follows the other. Called by all lanes of a warp.
+    // Calls function(head, row_tile, ranges_hide_none) for each step, in the consumers' order. Without ranges it goes
+    // from the last rows to the first, so that CTAs of adjacent keys work on the same rows under a causal mask, and for
+    // each row tile through all query heads. With ranges it goes through one head after the other. Called by all lanes
+    // of a warp.
     template <typename Function>
     FASTATTN_DEVICE void for_steps(Function&& function) const {
         int32_t query_head = begin_head, row_tile = has_ranges ? 0 : begin_row_tile;
@@ -156,27 +157,27 @@ struct KeyWorkTile {
         }
     }
 
-    // Counts the steps that ranges of keys leave, for num_steps, which find() cannot tell. Called by all lanes of a
-    // warp.
+    // Counts the row tiles that ranges of keys leave, for num_steps: find() is called by one lane and cannot count
+    // them. Called by all lanes of a warp.
     FASTATTN_DEVICE int32_t count_seen_tiles() const {
         return row_tiles.count(begin_head, begin_head + num_heads, end_tile);
     }
 
-    // How many tiles of keys before this one add to dQ of a tile of rows.
+    // Returns how many key tiles before this one add to dQ of a row tile.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
         if (Config::kOptions && has_ranges) return row_tiles.num_before(head, row_tile);
         return first_key / Config::kBlockN - window.keys_of(row_tile * Config::kBlockM).begin / Config::kBlockN;
     }
 
   private:
-    // A bias may be NaN or infinity in rows that do not exist: with options, these see nothing.
+    // With options, row tiles with rows that do not exist are not full: a bias may be NaN or infinity in those rows.
     FASTATTN_DEVICE bool has_all_rows(int32_t row_tile) const {
         return (row_tile + 1) * Config::kBlockM <= rows.length;
     }
 };
 
-// The order in which tiles of keys are claimed. Tiles of packed sequences are counted, sequence after sequence, so that
-// none is claimed that does not exist. Called by all lanes of a warp.
+// The order in which key tiles are claimed. With packed sequences, tiles are counted sequence by sequence, so that only
+// tiles that exist are claimed. Called by all lanes of a warp.
 struct KeyTileOrder {
     uint32_t upto = 0;  // tiles of the sequences up to this lane's last one
 
@@ -193,7 +194,7 @@ struct KeyTileOrder {
         if (params.packed.cu_seqlens_k == nullptr) return;
         const int32_t per_lane = sequences_per_lane(params);
         const int32_t end = min((lane + 1) * per_lane, params.key.batch);
-        constexpr uint32_t kMost = 0x7fffffff;  // sequences that overlap may have more
+        constexpr uint32_t kMost = 0x7fffffff;  // overlapping sequences may have more
         for (int32_t batch = lane * per_lane; batch < end; ++batch) {
             upto = min(upto + num_tiles(params, batch, block_n), kMost);
         }

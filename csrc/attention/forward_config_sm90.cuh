@@ -1,5 +1,5 @@
-// The forward kernels for Hopper: config, shared memory, barriers and launch. See forward_sm90.cuh for how their warps
-// work together.
+// The config, shared memory, barriers and launch of the forward kernels for Hopper. forward_sm90.cuh says how their
+// warps work together.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ template <int kHeadDim_, int kValueDim_, typename Tile_ = ForwardTileSm90<kHeadD
 struct ForwardConfigSm90 : Tile_ {
     using Tile = Tile_;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-    // Whether the kernel goes by lists of tiles: the one with options, whose tile is not the plain one's.
+    // Only the kernel with options takes ranges of keys, and so lists of key tiles. Its Tile is not the plain kernel's.
     static constexpr bool kTakesRanges = !std::is_same_v<Tile, ForwardTileSm90<kHeadDim, kValueDim>>;
     static constexpr int kBlockM = Tile::kNumConsumers * kWarpgroupM;
     static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
@@ -39,7 +39,7 @@ struct ForwardConfigSm90 : Tile_ {
     static constexpr int kNumThreads = kConsumerThreads + kWarpgroupSize;
     static constexpr int kTilesN = Tile::kBlockN / kMmaN;
     static constexpr int kTilesD = kValueDim / kMmaN;
-    using QueryTile = TmaTile<kWarpgroupM, kHeadDim>;  // of one warpgroup
+    using QueryTile = TmaTile<kWarpgroupM, kHeadDim>;  // rows of one warpgroup
     using KeyTile = TmaTile<Tile::kBlockN, kHeadDim>;
     using ValueTile = TmaTile<Tile::kBlockN, kValueDim>;
     static_assert(Tile::kBlockN % kMmaK == 0, "P·V takes 16 keys at a time");
@@ -47,23 +47,22 @@ struct ForwardConfigSm90 : Tile_ {
                                     Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
-// How many of the producer's four warps gather rows where keys lie in small pages.
+// The warps of the producer that gather rows if keys lie in small pages.
 inline constexpr int kGatheringWarps = 3;
 inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 
-// A work tile, as the producer tells it to the consumers. It is in shared memory, because they have no registers for
-// it.
+// A work tile, which the producer passes to the consumers in shared memory: they have no registers for it.
 struct CtaWorkTile {
     RowsOfCta rows;
-    KeyTiles key_tiles;  // of this CTA's split, or their indices in `list`
+    KeyTiles key_tiles;  // key tiles of this CTA's split, or their indices in `list`
     TilePartials partials;
-    int32_t cta;                              // as `partials` count them
-    int32_t first_nonfinite, last_nonfinite;  // keys that make_finite() took NaN or infinity from
+    int32_t cta;                              // this CTA's number among those of `partials`
+    int32_t first_nonfinite, last_nonfinite;  // first and last key in which make_finite() zeroed something
 
-    const int32_t* list;  // of the tiles that ranges of keys leave; null: there are none
+    const int32_t* list;  // the key tiles that ranges of keys leave; null: no ranges
 
-    // The tile of keys that comes next where num_left are left. Wrong offsets of packed sequences may have left any
-    // number in the list, which then means the last tile.
+    // Returns the key tile to visit when num_left are left. With wrong cu_seqlens the list may hold any number: one out
+    // of range stands for the last tile.
     template <bool kTakesRanges>
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t tile_idx = key_tiles.tile(num_left);
@@ -87,25 +86,25 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<1> query;
     RingBarriers<Config::kStages> key, value;
     StageBarriers<Config::kStages> gathered_key, gathered_value, finite_value;
-    int32_t first_bits[Config::kStages];                    // of the tiles in the ring of keys: see ColumnBits
-    int32_t some_pages_missing[4 * Config::kNumConsumers];  // see MissingPages
+    int32_t first_bits[Config::kStages];                    // first bit (ColumnBits) of each stage's key tile
+    int32_t some_pages_missing[4 * Config::kNumConsumers];  // for each consumer warp: see MissingPages
     LargestScores<4 * Config::kNumConsumers> largest_scores;
     RingBarriers<2> work;
-    CtaSteps steps;  // the producer keeps these two here, as it has few registers
+    CtaSteps steps;  // `steps` and `walk` are the producer's, which has few registers
     WorkTileWalk walk;
-    RingBarriers<2> claims;  // for a cluster of two: tells CTA 1 what CTA 0 has claimed
+    RingBarriers<2> claims;  // in a cluster of two, CTA 0 tells CTA 1 which work tile it claimed
     uint32_t claimed[2];
-    CtaWorkTile
-        work_tiles[4];  // of the ring's two stages; from kSplitTiles on, the split tiles, which are combined at the end
-    int next_tile[2];   // for each stage: an index of `work_tiles`, or kNoMoreTiles
-    int num_split;      // split tiles of this CTA: at most that in which its steps begin, and that in which they end
+    // Two tiles for the stages of `work`; from kSplitTiles on, the split tiles, which are combined at the end.
+    CtaWorkTile work_tiles[4];
+    int next_tile[2];  // for each stage of `work`: an index into work_tiles, or kNoMoreTiles
+    int num_split;     // split tiles of this CTA: at most two, in which its steps begin and end
 };
 
-// Named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; 0 is that of __syncthreads().
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
 
-// Called by all threads: on return, the barriers of every CTA of the cluster may be used, and CTA 0 may claim work
-// tiles.
+// Initialises the barriers. On return, those of every CTA of the cluster may be used, and CTA 0 may claim work tiles.
+// Called by all threads.
 template <typename Config>
 FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params) {
     const int cluster_size = all_params.schedule.cluster_size();
@@ -115,10 +114,10 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
     if (threadIdx.x == 0) {
         constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
         const bool gathers = all_params.key_box_rows == 0;
-        shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));  // which all read the work tiles
+        shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));  // warps that read work tiles
         shared.query.init(kConsumerWarps);
         shared.key.init(kConsumerWarps * cluster_size);
-        shared.value.init(kConsumerWarps * cluster_size + 1);  // and keep_values_finite()
+        shared.value.init(kConsumerWarps * cluster_size + 1);  // + the warp of keep_values_finite()
         shared.gathered_key.init(kGatheringThreads);
         shared.gathered_value.init(kGatheringThreads);
         shared.finite_value.init(1);
@@ -126,7 +125,7 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
         ptx::fence_mbarrier_init();
     }
     __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(cluster_size);  // waits until those of the other CTA are
+    wait_for_cluster(cluster_size);  // waits until the other CTA's barriers are initialised
 }
 
 template <typename Config, DataType kDataType>
@@ -134,7 +133,7 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
                          const AttentionForwardParams& params, bool packs_heads, Stream stream) {
     const DeviceFacts facts = device_facts();
     const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
-    // Heads that are the same memory have no stride that a map of several in a box could hold.
+    // Heads with a stride of 0, which are the same memory, cannot lie side by side in a box of a tensor map.
     const bool may_pack = packs_heads && params.max_logits == nullptr && params.query.head_stride != 0;
     const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
     const bool has_boxes = box_rows(Config::kBlockN) > 0;

@@ -1,5 +1,5 @@
-// A consumer of the forward kernels for Hopper: its side of the rings, the products that it starts, and how its rows
-// leave the CTA.
+// A consumer warpgroup of the forward kernels for Hopper: waits for and releases stages of the rings, starts products,
+// and stores its rows.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace fastattn {
 
-// Locates the rows of a CTA's tile in memory: see partial_rows.cuh.
+// Locates the rows of a CTA's tile in memory: the Locator of partial_rows.cuh.
 struct CtaRowLocator {
     const RowsOfCta& rows;
 
@@ -47,7 +47,7 @@ struct ForwardConsumerSm90 {
     ForwardStorageSm90<Config>& shared;
     int warpgroup, lane, cluster_size;
     uint32_t sQ;
-    uint32_t num_done = 0;  // tiles of rows
+    uint32_t num_done = 0;  // work tiles that this consumer has finished
     Ring<Config::kStages> key_ring, value_ring;
 
     FASTATTN_DEVICE ForwardConsumerSm90(ForwardStorageSm90<Config>& shared, int warpgroup, int lane, int cluster_size)
@@ -59,7 +59,7 @@ struct ForwardConsumerSm90 {
           key_ring(shared.key),
           value_ring(shared.value) {}
 
-    // Waits for the producer, and returns the next work tile, or null after the last.
+    // Waits until the producer has passed on the next work tile, and returns it; null after the last.
     FASTATTN_DEVICE const CtaWorkTile* next_tile() const {
         const Ring<2> ring(shared.work, num_done);
         ring.wait_full();
@@ -69,7 +69,7 @@ struct ForwardConsumerSm90 {
 
     FASTATTN_DEVICE void wait_query() const { Ring<1>(shared.query, num_done).wait_full(); }
 
-    // Releases the work tile, and advances to the next. release_query() has released Q before.
+    // Releases the work tile and advances to the next. Call release_query() before.
     FASTATTN_DEVICE void release_tile() {
         __syncwarp();  // waits until every lane has read the work tile
         Ring<2>(shared.work, num_done).release(lane);
@@ -84,12 +84,12 @@ struct ForwardConsumerSm90 {
         start_gemm_qk<kDataType, Config::kHeadDim>(
             rS,
             OperandDescriptor::k_major(
-                ptx::opaque(sQ)),  // hides its origin: else what follows from it takes registers in the loops
+                ptx::opaque(sQ)),  // opaque: values derived from it would take registers in the loops
             OperandDescriptor::k_major(shared_address(shared.sK[key_ring.stage])));
         ptx::wgmma_commit_group();
     }
 
-    // The first bit of the tile of keys whose product has been started last; call it before the wait for that product.
+    // Returns the first bit (ColumnBits) of the key tile whose Q·Kᵀ was started last. Call it before the wait for Q·Kᵀ.
     FASTATTN_DEVICE int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
 
     FASTATTN_DEVICE void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
@@ -100,28 +100,28 @@ struct ForwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Leaves kInFlight products in flight: none, or P·V of the tile before.
+    // Waits for Q·Kᵀ, and releases K. Leaves kInFlight products in flight: none, or P·V of the tile before.
     template <int kInFlight>
     FASTATTN_DEVICE void wait_qk(float (&rS)[1][kTilesN][4]) {
         wait_gemm<kInFlight>(rS);
         key_ring.release_to_cluster(lane, cluster_size);
     }
 
-    FASTATTN_DEVICE void wait_pv(float (&rO)[1][kTilesD][4]) { wait_gemm<0>(rO); }
+    FASTATTN_DEVICE void wait_pv(float (&rO)[1][kTilesD][4]) { wait_gemm<0>(rO); }  // leaves no product in flight
 
     FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // Waits until the next tile of V has landed and holds no NaN and infinity of keys that some rows do not see. K may
-    // be a round ahead of the warp that takes these out, V is not: without the first wait, the second could see the
-    // phase of two rounds ago.
+    // Waits until V has landed and keep_values_finite() has zeroed NaN and infinity in it. V lands only after that warp
+    // has released the stage's previous round: without the first wait, the second could take the phase of two rounds
+    // ago, which has the same parity.
     FASTATTN_DEVICE void wait_finite_value() const {
         value_ring.wait_full();
         value_ring.wait(shared.finite_value);
     }
 
-    // Adds what make_finite() took out of V to the rows that see it, from memory: sees(row, key) says which do. So an
-    // infinity stays infinite whatever its weight (device/nonfinite.cuh says why that is right); where P·V has added a
-    // value already, adding it again changes nothing.
+    // Adds the NaN and infinity that make_finite() zeroed in V to the rows that see their keys: sees(row, key). Reads
+    // them from global memory. An infinity stays infinite whatever its weight (see device/nonfinite.cuh). Adding again
+    // what P·V has added already changes nothing.
     template <typename Sees>
     FASTATTN_DEVICE void add_nonfinite_values(const AttentionForwardParams& params, const CtaWorkTile& tile,
                                               float (&rO)[1][kTilesD][4], Sees&& sees) const {
@@ -156,14 +156,14 @@ struct ForwardConsumerSm90 {
     using PartialRowsOfTile = PartialRows<Config::kBlockM, Config::kValueDim, kDataType, /*kSlotsPerCta=*/2,
                                           /*kQuadsAtOnce=*/4, CtaRowLocator>;
 
-    // Writes a warp's rows in fp32: a partial to the workspace, or the output.
+    // Stores a warp's rows in fp32: as a partial in the workspace, or as the output.
     template <typename Softmax>
     FASTATTN_DEVICE void store_fp32(const AttentionForwardParams& params, const CtaWorkTile& tile,
                                     float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
         const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
         const int first_row = warp_in_cta() * kMmaM;
-        const int own_lane =
-            ptx::opaque(lane);  // hides its origin: what follows from it would take registers in the main loops
+        // Opaque: values derived from it would take registers in the main loops.
+        const int own_lane = ptx::opaque(lane);
         if (tile.partials.count == 1) {
             rows.store_exact_rows(first_row, rO, softmax, own_lane);
             return;
@@ -173,7 +173,7 @@ struct ForwardConsumerSm90 {
         rows.store_partial(slot_of(rows.slots_per_cta(), tile.cta, node), first_row, rO, softmax, own_lane);
     }
 
-    // Writes a warp's rows from own_row on, times `factor`: rounded, or in fp32.
+    // Stores a warp's rows from own_row on, times `factor`: rounded to 16 bits, or in fp32.
     template <typename Softmax>
     FASTATTN_DEVICE void write_rows(const AttentionForwardParams& params, const CtaWorkTile& tile, int32_t own_row,
                                     float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
@@ -185,8 +185,8 @@ struct ForwardConsumerSm90 {
         }
     }
 
-    // Called by all consumers after the last work tile: combines the split tiles of which this CTA is the last. The
-    // output is multiplied by `factor`.
+    // Combines the partials of split tiles wherever this CTA is the last to bring one. Called by all consumers after
+    // the last work tile. `factor` multiplies the output.
     FASTATTN_DEVICE void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
         using TileCombiner = Combiner<PartialRowsOfTile, ConsumerThreads>;
         using Storage = typename TileCombiner::Storage;
@@ -200,7 +200,7 @@ struct ForwardConsumerSm90 {
         }
     }
 
-    // Writes the output and the lse of a warp's rows from own_row on.
+    // Writes the 16-bit output and the lse of a warp's rows from own_row on.
     template <typename Softmax>
     FASTATTN_DEVICE void store(const AttentionForwardParams& params, const RowsOfCta& rows, int32_t own_row,
                                const float (&rO)[1][kTilesD][4], const Softmax& softmax) const {
@@ -211,7 +211,7 @@ struct ForwardConsumerSm90 {
                                rows.queries.begin + rows.row_of(own_row + row));
         });
         for_own_rows<1>(lane, [&](int, int half, int row) {
-            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
             if (!one_of_four || row >= rows_left) return;
             row_pointer(params.lse, rows.batch,
                         rows.head_of(own_row + row))[rows.queries.begin + rows.row_of(own_row + row)] =

@@ -1,12 +1,15 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
 // dropout, and either ranges of keys or keys in pages.
 //
-// CTA, warps (of 16 rows) and pipeline are those of forward_sm80.cuh; see there. In a step, besides, the scores are
-// finished before the softmax, and P is thinned after it. Which options there are is decided at run time, alike for a
-// whole CTA. Tiles that no row sees are not visited; ranges of keys bring a list of the others (key_ranges_sm80.cuh).
-// Tiles of which rows see only some keys, and all where there is a bias, are computed with masks. kPaged: a thread
-// looks up where its rows of the next tile lie while this one is computed. Preconditions: those of HeadsView, head dims
-// multiples of 8 and at most kHeadDim.
+// CTA and warps (of 16 rows) are those of forward_sm80.cuh. A step has two more parts, before and after the softmax:
+//
+//   cp.async      K2 |   V2   |                 K1                 |   V1   | …
+//   tensor cores     | Q·K2ᵀ  | scores, softmax, dropout     P·V2  | Q·K1ᵀ  | …
+//
+// Options are chosen at run time, alike for a whole CTA. Key tiles that no row sees are skipped; with ranges of keys,
+// key_ranges_sm80.cuh lists the others. Tiles of which some row does not see every key, and with a bias all tiles, are
+// masked. kPaged: while a step computes, each thread looks up its rows of the next tile in the block table.
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
 #pragma once
 
 #include "attention/forward.h"
@@ -41,7 +44,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
     KeySplit split;
-    KeyRange full_tiles;  // indices of tiles that every row sees all of; not in registers, which the loop needs
+    KeyRange full_tiles;  // tile_idx of full tiles; in shared memory, as the loop has no registers
     LargestScores<Config::kNumWarps> largest_scores;
 };
 
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     auto& shared = *reinterpret_cast<ForwardOptionsStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
 
-    // Prologue: which query rows of which sequence, and which keys they see.
+    // Prologue: finds the CTA's query rows and the keys that they see.
     const ScoreParams& options = params.scores;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const KeySplit split = own_split<kBlockM, kBlockN, kPaged>(shared.split, params, warp);
@@ -86,16 +89,16 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
-    if (options.sinks != nullptr && split.idx == 0) {  // once for all splits of a tile
+    if (options.sinks != nullptr && split.idx == 0) {  // in the first split only
         softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     const Dropout dropout(options, tile.batch * params.query.heads + tile.head);
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
 
-    // Producer: every thread copies its chunks of each tile. Tiles of keys go from the last to the first, or from the
-    // end of the list to its beginning. tile_idx is a tile's index in the list, or without one the tile itself.
-    // The first tile alone may lack keys: in a list it is the last one of those that are not full. Wrong offsets of
-    // packed sequences may have left any numbers there; they count as tiles that exist.
+    // Producer: every thread copies its chunks of each tile. Key tiles go from the last to the first, or from the end
+    // of the list to its beginning. tile_idx is a tile's index in the list or, without a list, the tile itself. Only
+    // the first tile that is visited may lack keys: in a list it is the last tile that is not full. With wrong
+    // cu_seqlens the list may hold any number: tile_at() turns it into a tile that exists.
     const int32_t num_tiles = ceil_div(keys.length, kBlockN), num_complete = keys.length / kBlockN;
     int32_t tile_idx = has_ranges ? min(list[1], num_tiles) - 1 : end_tile - 1;
     const int32_t begin_idx = has_ranges ? 0 : begin_tile;
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     auto load_k = loader_of(shared.sK, params.key, params.paged.key);
     auto load_v = loader_of(shared.sV, params.value, params.paged.value);
     const PageTable table(params.paged, tile.batch, params.key.batch, keys.length);
-    typename PagedLoader::Rows own_rows;  // of the tile that is copied next
+    typename PagedLoader::Rows own_rows;  // this thread's rows of the tile that is copied next
     const auto find_rows = [&](int32_t first_key) {
         if constexpr (kPaged) own_rows.find(table, first_key, threadIdx.x);
     };
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             loader.template load<true>(num_rows);
         }
     };
-    // Makes a loader, which has copied key_tile and goes on to the tile before it in memory, go on to `next`.
+    // Moves a loader to tile `next`. After it has copied key_tile, it stands one tile before key_tile in memory.
     const auto skip_to = [&](auto& loader, const HeadsView<const uint16_t>& view, int32_t next) {
         if constexpr (!kPaged) {
             if (has_ranges) loader.skip((next - (key_tile - 1)) * int64_t{kBlockN} * view.row_stride);
@@ -142,13 +145,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
-    // One tile of keys.
+    // Computes one key tile.
     const auto step = [&](int32_t next_tile, bool is_last) {
         const int32_t first_key = key_tile * kBlockN;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
-        ptx::cp_async_wait_group<0>();  // K, and at first Q
-        // Waits until K has landed and every warp has read the V before, which may be overwritten then.
+        ptx::cp_async_wait_group<0>();  // waits for K and, in the first step, Q
+        // Waits until K has landed, and until every warp has read the previous V, so that it may be overwritten.
         bool some_absent = false;
         if constexpr (kPaged) {
             some_absent = __syncthreads_or(own_rows.has_hole(table, first_key, threadIdx.x));
@@ -162,8 +165,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!is_last) find_rows(next_tile * kBlockN);
         gemm_qk<kDataType>(rS, sQ, sK);
 
-        ptx::cp_async_wait_group<0>();  // V
-        // Waits until V has landed and every warp has read K, which may be overwritten then.
+        ptx::cp_async_wait_group<0>();  // waits for V
+        // Waits until V has landed, and until every warp has read K, so that it may be overwritten.
         bool some_nonfinite = false;
         if (is_masked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
-        // Made anew: the loop has no registers for where the bias lies.
+        // Made anew in each step: the loop has no registers for the bias's address.
         const HeadScores scores(options, slope, ptx::opaque(tile.batch), tile.head, rows.length, keys.length);
         scores.to_scores(rS, warp_row, first_key, lane);
         const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
@@ -208,7 +211,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         key_tile = next_tile;
     }
 
-    // Epilogue. It looks again which tile this is: the loops have no registers for it.
+    // Epilogue. It finds the tile again: the loops have no registers for its indices.
     const float factor = options.dropout_factor;
     const KeySplit& own = shared.split;
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
@@ -226,13 +229,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     softmax.finish(rO, factor);
     uint16_t* sO = shared.sQ + warp * kWarpM * Config::kHeadDim;
     stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // the rows are complete
+    __syncwarp();  // waits until every lane has staged its numbers
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
     uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
     float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
         if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
     });
 }

@@ -1,17 +1,15 @@
 // Attention forward for Hopper with every option: what forward_sm90.cuh computes, with softcap, ALiBi or a bias on the
-// scores, dropout, and ranges of keys.
+// scores, dropout, and ranges of keys. Roles, rings, work tiles and shared memory are those of forward_sm90.cuh.
 //
-// Roles, rings, work and shared memory are those of forward_sm90.cuh; see there. A tile has rows of one head. Every
-// step looks for maxima, because scores come out of Q·Kᵀ unfinished: they are scaled, capped and biased, and P is
-// thinned after the softmax. All of that stands once, in a loop that starts in the middle of a step:
+// A work tile has rows of one head. Every step takes row maxima, because Q·Kᵀ is not final: scale, softcap and bias
+// follow, then the softmax, then dropout. One loop, which starts in the middle of a step, holds all of that once:
 //
 //   tensor cores   Q·K0ᵀ |                    Q·K1ᵀ | P0·V0 |                    Q·K2ᵀ | P1·V1 | …
 //   other pipes          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
-// Which options there are is decided at run time, alike for a whole CTA. Where there is a bias, every tile may hide
-// keys. Ranges of keys bring a list of the tiles to visit (key_ranges_sm80.cuh). Preconditions: those of HeadsView,
-// head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed or not, any window, sinks, any
-// finite scale.
+// Options are chosen at run time, alike for a whole CTA. A bias may hide keys in every tile. With ranges of keys,
+// key_ranges_sm80.cuh lists the key tiles to visit. Preconditions: those of HeadsView, head dims multiples of 8 and at
+// most kHeadDim and kValueDim. Any lengths, packed or not, any window, sinks, any finite scale.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +63,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
-    const float factor = options.dropout_factor;  // of the output
+    const float factor = options.dropout_factor;  // multiplies the output
     for (const CtaWorkTile* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
         const CtaWorkTile& tile = *next;
         consumer.wait_query();
@@ -74,10 +72,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         const HeadScores scores(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
-        BiasTile<kTilesN> bias(scores, own_row, lane);  // of the tile that is computed
+        BiasTile<kTilesN> bias(scores, own_row, lane);  // of the key tile that is computed
         const Dropout dropout(options, rows.batch * params.query.heads + rows.head);
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
-        if (options.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
+        if (options.sinks != nullptr && tile.is_first_split()) {  // in the first split only
             softmax.set_sink(options.sinks[rows.head], lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
@@ -90,7 +88,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
         if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
 
-        // Q·Kᵀ of a tile becomes scores in nats, -inf where a row does not see a key.
+        // Turns Q·Kᵀ of a tile into scores in nats: -inf where a row does not see a key.
         const auto to_scores = [&](int32_t first_key, bool is_masked) {
             scores.to_unbiased_scores(rS, own_row, first_key, lane);
             bias.add_to(rS, first_key);
@@ -110,9 +108,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (num_tiles > 0) {
             bias.load(key_tile(num_tiles) * kBlockN);
             consumer.start_qk(rS);
-            consumer.template wait_qk<0>(rS);
+            consumer.template wait_qk<0>(rS);  // leaves no product in flight
             for (int32_t num_left = num_tiles;; --num_left) {
-                // In flight: P·V of the tile before.
+                // In flight: P·V of the tile before, if there is one.
                 const int32_t first_key = key_tile(num_left) * kBlockN;
                 const bool is_masked = num_left > missing.num_unmasked();
                 to_scores(first_key, is_masked);
@@ -123,7 +121,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 if (grows) factor = softmax.follow(max);
                 softmax.exponentiate(rS);
                 if (options.dropout_seed != nullptr) dropout.drop(rS, own_row, first_key, lane);
-                consumer.wait_pv(rO);
+                consumer.wait_pv(rO);  // leaves no product in flight
                 if (num_left < num_tiles) consumer.release_value();
                 if (grows) rescale(rO, factor);
 #pragma unroll
@@ -133,11 +131,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 consumer.start_qk(rS);
                 consumer.start_pv(rO, rP);
                 bias.load(key_tile(num_left - 1) * kBlockN);
-                consumer.template wait_qk<1>(rS);
+                consumer.template wait_qk<1>(rS);  // leaves P·V in flight
             }
             consumer.release_query();
             consumer.start_pv(rO, rP);
-            consumer.wait_pv(rO);
+            consumer.wait_pv(rO);  // leaves no product in flight
             consumer.release_value();
         } else {
             consumer.release_query();
@@ -157,7 +155,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         consumer.write_rows(params, tile, own_row, rO, softmax, factor);
     }
     consumer.combine_split_tiles(params, factor);
-    wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
+    wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more
 }
 
 template <int kHeadDim, int kValueDim, DataType kDataType>

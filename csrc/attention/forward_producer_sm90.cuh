@@ -1,5 +1,5 @@
-// The producer of the forward kernels for Hopper: finds the work tiles of its CTA, tells the consumers, and copies Q, K
-// and V by TMA.
+// The producer of the forward kernels for Hopper: finds the work tiles of its CTA, passes them to the consumers, and
+// copies Q, K and V by TMA.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace fastattn {
 
-// Called by the producer's first warp: finds the steps that this cluster takes.
+// Finds the steps of this cluster (scheduler/key_splits.h). Called by the producer's first warp.
 template <typename Config>
 FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                 int lane) {
@@ -42,9 +42,9 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     shared.num_split = 0;
 }
 
-// Called by one thread of the producer, once the last keys of a work tile are under way: returns the next one that the
-// cluster takes as a whole. Work tiles differ in length, so clusters claim them. CTA 0 claims for both CTAs, and sends
-// CTA 1 the index. ring: where that work tile goes.
+// Returns the next work tile that the cluster takes as a whole. Clusters claim work tiles, as these differ in length.
+// CTA 0 claims for both CTAs and sends CTA 1 the index. ring: the stage of `work` that the work tile gets. Called by
+// one thread of the producer, when the copies of the last keys of a work tile have been issued.
 template <typename Config>
 FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
                                          const AttentionForwardParamsSm90& all_params, int rank, const Ring<2>& ring) {
@@ -52,7 +52,7 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
     const ForwardScheduleSm90& schedule = all_params.schedule;
     const uint32_t clusters = clusters_in_grid(schedule.cluster_size());
     if (params.claimed == nullptr) return shared.walk.tile_idx + clusters;
-    const Ring<2> claims = ring.before(shared.claims);  // the first work tile was not claimed
+    const Ring<2> claims = ring.before(shared.claims);  // one step behind: the first work tile is not claimed
     uint32_t& claimed = shared.claimed[claims.stage];
     if (rank > 0) {
         claims.expect(sizeof(claimed));
@@ -62,8 +62,8 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
         return tile_idx;
     }
     const uint32_t number = take_number(params.claimed), tile_idx = clusters + number;
-    // num_tiles numbers are taken in all: num_tiles - clusters that find a work tile, and one by each cluster that
-    // finds none. This is the last.
+    // Clusters take num_tiles numbers in all. num_tiles - clusters numbers stand for a work tile, and each cluster
+    // takes one more that stands for none. This is the last number.
     if (number == schedule.num_tiles - 1) reset_numbers(params.claimed, params.launch_id, number);
     if (schedule.cluster_size() > 1) {
         claims.wait_empty();
@@ -72,7 +72,8 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
     return tile_idx;
 }
 
-// Called by one thread of the producer: tells of the next work tile. Does not advance the ring.
+// Passes the next work tile, or kNoMoreTiles, to the other warps. Does not advance the ring. Called by one thread of
+// the producer.
 template <typename Config>
 FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                     int rank, const Ring<2>& ring) {
@@ -95,7 +96,7 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
         tile.rows = rows;
         if constexpr (Config::kTakesRanges) tile.list = rows.tile_list(all_params.attention);
         tile.key_tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
-        // CTAs of one rank combine among themselves, and are numbered in the order of their clusters.
+        // CTAs of one rank combine among themselves. They are numbered in the order of their clusters.
         const auto first_of_rank = static_cast<int32_t>(rank * clusters_in_grid(schedule.cluster_size()));
         tile.partials = {partials.count, first_of_rank + partials.first, 1};
         tile.cta = first_of_rank + static_cast<int32_t>(cluster);
@@ -106,8 +107,8 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
     ring.arrive_full();
 }
 
-// Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its tiles of keys, in the
-// consumers' order. kTells: this warp of the producer tells the others, and the consumers, of the work tiles.
+// Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its key tiles, in the
+// consumers' order. kTells: this warp of the producer passes the work tiles to all other warps.
 template <bool kTells, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int rank, int lane, Begin&& begin, Take&& take) {
@@ -120,7 +121,7 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
         __syncwarp();  // waits until all lanes see the index
         const int idx = shared.next_tile[ring.stage];
         if (idx == kNoMoreTiles) return;
-        // Reads shared memory again each time: the producer has few registers.
+        // A reference, so that its fields are read from shared memory each time: the producer has few registers.
         CtaWorkTile& tile = shared.work_tiles[idx];
         begin(tile);
         for (int32_t num_left = tile.key_tiles.num_tiles(); num_left > 0; --num_left) {
@@ -136,12 +137,12 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
     }
 }
 
-// Called by one thread: copies Q of a work tile.
+// Copies Q of a work tile. Called by one thread.
 template <typename Config>
 FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query, const CtaWorkTile& tile,
                                 Ring<1>& ring) {
     using QueryTile = typename Config::QueryTile;
-    if (tile.key_tiles.num_tiles() == 0) {  // there are no products: consumers skip Q
+    if (tile.key_tiles.num_tiles() == 0) {  // without keys consumers skip Q
         ring.wait_empty();
         ring.arrive_full();
         ring.advance();
@@ -157,8 +158,8 @@ FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const Tensor
     ring.advance();
 }
 
-// Called by one thread before it arrives at `full`: tells which tile of keys the stage gets, in the form in which masks
-// take it.
+// Tells the consumers which key tile the stage gets, in the form that masks take (ColumnBits). Called by one thread
+// before it arrives at `full`.
 template <typename Config>
 FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
                                int32_t key_tile) {
@@ -166,8 +167,9 @@ FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Co
     shared.first_bits[key_ring.stage] = key_tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
 
-// Called by one warp: its first lane copies Q, and each lane that has one a box of each tile of K and V. A tile is one
-// box, or in pages several, none of which lies in two pages. ahead(rows, key) runs before consumers come to a tile.
+// Copies Q with one lane, and each box of K and V with a lane of its own. A key tile is one box or, in pages, several,
+// none of which crosses a page. Calls ahead(rows, first_key) for each key tile before the consumers come to it. Called
+// by one warp.
 template <typename Config, typename Ahead>
 FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                    int rank, int cluster_size, int lane, Ahead&& ahead) {
@@ -204,29 +206,30 @@ FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const Att
         });
 }
 
-// Takes NaN and infinity out of a tile of V, whose first key is first_key. Seldom called, and short of registers.
+// Zeroes NaN and infinity in a tile of V whose first key is first_key, and records the first and last key that had any.
+// Called by one warp, and seldom.
 template <DataType kDataType, typename ValueTile>
 FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& tile, int lane) {
-    __syncwarp();  // waits until every lane has searched its part: they are divided anew
+    __syncwarp();  // waits until every lane has searched its elements: below, lanes change others
     constexpr int kPairsPerBlock = ValueTile::kBlockBytes / 4, kPairsPerRow = ValueTile::kRowBytes / 4;
 #pragma unroll 1
-    for (int i = lane; i < ValueTile::kBytes / 4; i += kWarpSize) {  // blocks of columns, in each row after row
+    for (int i = lane; i < ValueTile::kBytes / 4; i += kWarpSize) {  // they lie in blocks of columns, row by row
         uint32_t& pair = reinterpret_cast<uint32_t*>(sV)[i];
         const uint32_t nonfinite = nonfinite_mask<kDataType>(pair);
         if (nonfinite == 0) continue;
         pair &= ~nonfinite;
         const int32_t key = first_key + i % kPairsPerBlock / kPairsPerRow;
-        if (key >= tile.rows.keys.length) continue;  // nobody sees what lies past the last key
+        if (key >= tile.rows.keys.length) continue;  // no row sees what lies past the last key
         atomicMin(&tile.first_nonfinite, key);
         atomicMax(&tile.last_nonfinite, key);
     }
     ptx::fence_proxy_async_shared();
 }
 
-// One warp calls this for every tile of V. It takes NaN and infinity out of tiles in which a mask may hide keys, since
-// P = 0 does not silence them in P·V. ForwardConsumerSm90::add_nonfinite_values() adds them at the end, from memory, to
-// the rows that see them. Consumers do not wait for this warp at every tile. So it releases the stages of V too, and
-// the ring of V cannot go round without it.
+// Zeroes NaN and infinity in a tile of V in which a mask may hide keys: P = 0 does not silence them in P·V. At the end
+// ForwardConsumerSm90::add_nonfinite_values() adds them, from memory, to the rows that see them. Called by one warp for
+// every tile of V. Consumers do not wait for it at every tile. So it releases the stages of V too, and the ring of V
+// cannot go round without it.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
                                         Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,
@@ -235,7 +238,7 @@ FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, cons
     constexpr int kUnroll = 4;  // the producer has few registers
     value_ring.wait_full();
     uint16_t* sV = shared.sV[value_ring.stage];
-    const bool may_hide = is_masked || bias.kind != BiasView::Kind::kNone;  // a mask, or -inf, may hide any key
+    const bool may_hide = is_masked || bias.kind != BiasView::Kind::kNone;  // a bias may hide any key
     if (may_hide && __any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
         make_finite<kDataType, ValueTile>(sV, key_tile * Config::kBlockN, tile, lane);
     }

@@ -1,18 +1,16 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
-// One CTA computes kBlockM query rows of one head; each of its warps owns 32 of them (16 above 128 dims) from start to
-// end, and all lanes also copy. Keys pass in tiles of kBlockN. Tiles that some row sees in part, at either end of a
-// window or of the sequence, come first and have a loop of their own, which reads the bounds of each row from shared
-// memory: the loop of full tiles has no registers for them. K and V have one buffer each: while one is computed with,
-// the other is on its way.
+// One CTA computes kBlockM query rows of one head. Each warp owns 32 of them (16 above 128 dims) from start to end, and
+// all lanes also copy. Key tiles come as in key_tiles.cuh. Masked tiles have a loop of their own, which reads the
+// bounds of each row from shared memory: the loop of full tiles has no registers for them. K and V have one buffer
+// each: while one is multiplied, the other is copied.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
-// Where there are few tiles of rows, CTAs split the keys of a tile: they leave partials, and the last one combines
-// (key_splits.h). S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q where they last; else it is reloaded for
-// each tile. Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim. Any lengths, packed or
-// not, any window, sinks, any finite scale; other options of scores are those of forward_options_sm80.cuh.
+// S, P and O stay in registers (PTX ISA, mma.m16n8k16), and so does Q if there are enough. If row tiles are few, CTAs
+// split their keys (key_splits.h). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+// Any lengths, packed or not, any window, sinks, any finite scale; forward_options_sm80.cuh has the other options.
 #pragma once
 
 #include <type_traits>
@@ -43,7 +41,7 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    // Steps with masks read these again each time, as they have no registers for them.
+    // Masked steps read these again each time, as they have no registers for them.
     KeyRange sees[Config::kBlockM];  // the keys that each row sees
     KeyTiles tiles;
     int32_t num_keys;
@@ -57,12 +55,12 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     using Config = ForwardConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
-    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // after the softmax: before it, the loops spill
+    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: before it, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
 
-    // Prologue: which query rows of which sequence, and which keys they see.
+    // Prologue: finds the CTA's query rows and the keys that they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
     const KeySplit split = own_split<kBlockM, kBlockN, /*kPaged=*/false>(shared.split, params, warp);
     if (!split.exists) return;
@@ -84,11 +82,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 
     if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - first_row - warp * kWarpM);
 
-    // Scores are multiplied by |scale|, so that they grow with Q·Kᵀ, whose maximum softmax takes; Q gets the sign, or
-    // 0.
+    // The softmax takes maxima of Q·Kᵀ, so scores must grow with it: they are multiplied by |scale|, and Q by the sign
+    // of scale, or by 0.
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
     OnlineSoftmax<kTilesM> softmax(params.scale_log2);
-    if (params.scores.sinks != nullptr && split.idx == 0) {  // once for all splits of a tile
+    if (params.scores.sinks != nullptr && split.idx == 0) {  // in the first split only
         softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
@@ -108,16 +106,16 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp * kWarpM * kHeadDim, ldmatrix_lane(lane));  // [kWarpM, kHeadDim]
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
-    uint32_t rQ[kTilesM][kHeadDim / kMmaK][4];  // [kWarpM, kHeadDim], where it stays in registers
+    uint32_t rQ[kTilesM][kHeadDim / kMmaK][4];                            // [kWarpM, kHeadDim], if Q stays in registers
 
-    // One tile of keys. Where it is masked, it may reach beyond the last key, and rows may differ in what they see.
-    // num_left: tiles with this one.
+    // Computes one key tile. A masked tile may reach past the last key, and its rows may see different keys. num_left:
+    // how many tiles are left, with this one.
     const auto step = [&](int32_t num_left, auto masked) {
         constexpr bool kMasked = masked.value;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
-        ptx::cp_async_wait_group<0>();  // K, and at first Q
-        __syncthreads();                // waits until K has landed and every warp has read the V before
+        ptx::cp_async_wait_group<0>();  // waits for K and, in the first step, Q
+        __syncthreads();                // waits until K has landed and every warp has read the previous V
         if constexpr (kMasked) {
             load_v.template load<true>(shared.num_keys - shared.tiles.tile(num_left) * kBlockN);
             const int64_t rows_skipped = shared.tiles.tiles_skipped(num_left) * kBlockN;
@@ -133,8 +131,8 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
             gemm_qk<kDataType>(rS, sQ, sK);
         }
 
-        ptx::cp_async_wait_group<0>();  // V
-        // Waits until V has landed and every warp has read K, which may be overwritten then.
+        ptx::cp_async_wait_group<0>();  // waits for V
+        // Waits until V has landed, and until every warp has read K, so that it may be overwritten.
         bool some_nonfinite = false;
         if constexpr (kMasked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
@@ -173,11 +171,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         load_k.template load<true>(keys.length - first_tile * kBlockN);
         ptx::cp_async_commit_group();
         if (sign != 1.0f) {
-            ptx::cp_async_wait_group<0>();  // Q: a thread may change what it has copied itself
+            ptx::cp_async_wait_group<0>();  // waits for Q: a thread changes only what it copied itself
             load_q.for_own_pairs([&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
         }
         if constexpr (Config::kQueryInRegisters) {
-            ptx::cp_async_wait_group<0>();  // Q
+            ptx::cp_async_wait_group<0>();  // waits for Q
             __syncthreads();                // waits until the copies of every thread have landed
             load_operands_a(rQ, sQ);
         }
@@ -186,11 +184,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     if (num_left > tiles.num_full) {
         do {
             step(num_left, std::true_type{});
-        } while (--num_left > shared.tiles.num_full);  // has no register in the loop
+        } while (--num_left > shared.tiles.num_full);  // num_full has no register in this loop
     }
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
-    // Epilogue. It looks again which tile this is: the loops have no registers for it.
+    // Epilogue. It finds the tile again: the loops have no registers for its indices.
     const KeySplit& own = shared.split;
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(params, out_tile.batch);
@@ -207,13 +205,13 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     softmax.finish(rO);
     uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
     stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // the rows are complete
+    __syncwarp();  // waits until every lane has staged its numbers
     const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
     uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
     float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
         if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
     });
 }

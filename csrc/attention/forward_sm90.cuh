@@ -1,27 +1,18 @@
-// Attention forward for Hopper, FlashAttention-2 (Dao 2023, algorithm 1) with the roles and overlaps of
-// FlashAttention-3 (Shah et al. 2024): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
-//
-// A CTA stays on its SM and takes one tile of kBlockM rows after the other: rows of a head, or of all heads that read a
-// key head. Its last warpgroup is the producer: one warp fills shared memory by TMA and runs ahead, another one takes
-// NaN and infinity out of masked tiles of V (keep_values_finite()); the other warpgroups, to which it gives registers,
-// consume. Each of these owns 64 rows from start to end. Keys may lie in pages: see paged_tiles_sm90.cuh.
+// Attention forward for Hopper: O = softmax(scale · Q·Kᵀ + mask) · V, and the lse. FlashAttention-2 (Dao 2023,
+// algorithm 1) with the roles and overlaps of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and takes one
+// work tile of kBlockM rows after the other: rows of a head, or of all heads that read a key head. If work tiles are
+// few, CTAs split their keys (key_splits.h). One warpgroup produces and gives registers to the others. Each of these
+// consumes, for 64 rows.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
-//   work   2        says which tile of rows           after its output
-//   Q      1        before a tile's first Q·Kᵀ        after its last
+//   work   2        says which rows                   after its output
+//   Q      1        before the first Q·Kᵀ             after the last
 //   K, V   kStages  before Q·Kᵀ, before P·V           after each
 //
-// Tiles of keys come as in key_tiles.cuh, masked ones first. Two products of a consumer are in flight at a time, Q·Kᵀ
-// of a tile and P·V of the one before, each a wgmma group; while one consumer is in its softmax, the tensor cores have
-// the products of the others. S, O and P stay in registers, P as the operand A of P·V:
+// Two products of a consumer are in flight at a time, each a wgmma group. Key tiles come as in key_tiles.cuh:
 //
-//   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …
+//   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …   (gaps: products of other consumers)
 //   other pipes          | softmax → P0    |       softmax → P1      |       softmax → P2
-//
-// Where a cluster has two CTAs, both need the same tiles of keys, and each copies one half of every tile into both.
-// Where there are few tiles of rows, CTAs split the keys of a tile: they leave partials, which are combined at the end
-// (key_splits.h). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any
-// lengths, packed or not, any window, sinks, any finite scale.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +29,9 @@
 
 namespace fastattn {
 
+// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed
+// or not, any window, sinks, any finite scale. The CTAs of a cluster of two need the same key tiles: each copies one
+// half of every tile into both.
 template <int kHeadDim, int kValueDim, DataType kDataType>
 __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)
     attention_forward_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
@@ -74,14 +68,14 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
-        if (params.scores.sinks != nullptr && tile.is_first_split()) {  // once for all splits of a tile
+        if (params.scores.sinks != nullptr && tile.is_first_split()) {  // in the first split only
             const int32_t row = own_row + accumulator_row(lane);
             softmax.set_sinks(params.scores.sinks[rows.head_of(row)], params.scores.sinks[rows.head_of(row + 8)],
                               lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];     // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];     // [64, kBlockN]
-        uint32_t rP[2][kTilesK][4];  // [64, kBlockN] 16-bit, of one tile of keys and the next
+        uint32_t rP[2][kTilesK][4];  // operand A of P·V: [64, kBlockN] 16-bit, of two key tiles
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
@@ -90,17 +84,17 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                                         rows.keys_of(own_row + accumulator_row(lane) + 8), lane);
 
         const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
-        // Asked in the loops, it costs these their uniform registers.
+        // Computed before the loops: in them it would take their uniform registers.
         const int32_t num_left_unmasked = warp_uniform(missing.num_unmasked());
         if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
-        // Tiles that need neither masks nor maxima.
+        // How many of the last tiles need neither masks nor maxima.
         const int32_t num_left_fast = params.max_logits == nullptr ? num_left_unmasked : 0;
 
         const auto mask = [&](int32_t num_left, int32_t first_bit) {
             if (num_left <= num_left_unmasked) return;
             mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
         };
-        // Gives a reference to rows that get their first scores, which only the first tile and masked ones have.
+        // Gives rows their first softmax reference. They get their first scores in the first tile or in a masked one.
         const auto start_softmax = [&] {
             const bool wants_maxima = params.max_logits != nullptr;
             if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;
@@ -108,8 +102,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (wants_maxima) shared.largest_scores.update(max);
             softmax.start(max);
         };
-        // S becomes P. It looks for no maxima, which saves instructions: sums of P tell where a reference is
-        // outgrown, and S is still there then. Leaves no product in flight.
+        // Turns S into P. To save instructions it takes no maxima: the sums of P tell whether a softmax reference is
+        // outgrown, and S is still in registers then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
@@ -118,10 +112,11 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 is_outgrown = softmax.is_outgrown_by_sums(sums);
                 if (is_outgrown) factor = softmax.follow(maxima_of_lane(rS));
             };
-            // A branch before the wait keeps all exponentials beside P·V: without it ptxas moves the wait up among
-            // them. Where masks leave no registers, those of the factor would serialise the products.
+            // This branch before the wait makes all exponentials overlap P·V: without it ptxas moves the wait up among
+            // them. With kMasksInPlace, registers are short: `factor` before the wait would make ptxas serialise the
+            // products.
             if constexpr (!Config::kMasksInPlace) follow_sums();
-            consumer.wait_pv(rO);
+            consumer.wait_pv(rO);  // leaves no product in flight
             if constexpr (Config::kMasksInPlace) follow_sums();
             if (is_outgrown) {
                 rescale(rO, factor);
@@ -130,7 +125,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             softmax.add(sums);
         };
         // Does the same with one P, as no registers are left for a second. S becomes P in place, and is packed into
-        // rP[0] after the wait for the last P·V, which reads it. So maxima come before the exponentials.
+        // rP[0] after the wait for P·V, which reads rP[0]. As S is overwritten, the maxima come before the
+        // exponentials.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.update(max);
@@ -138,26 +134,26 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
             if (grows) factor = softmax.follow(max);
             softmax.exponentiate(rS);
-            consumer.wait_pv(rO);
+            consumer.wait_pv(rO);  // leaves no product in flight
             if (grows) rescale(rO, factor);
 #pragma unroll
             for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rP[0][k], rS[0][2 * k], rS[0][2 * k + 1]);
         };
-        // One tile of keys: its scores are computed beside P·V of the tile before.
+        // Computes one key tile: Q·Kᵀ overlaps P·V of the tile before.
         const auto full_step = [&](const uint32_t (&rThisP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4]) {
             consumer.start_qk(rS);
             consumer.start_pv(rO, rThisP);
-            consumer.template wait_qk<1>(rS);
+            consumer.template wait_qk<1>(rS);  // leaves P·V in flight
             to_probabilities(rNextP);
             consumer.release_value();
         };
-        // Does the same for a tile that may be masked. In place, both P are rP[0].
+        // Does the same for a tile that may be masked. With kMasksInPlace, both P are rP[0].
         const auto masked_step = [&](const uint32_t (&rThisP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
                                      int32_t num_left) {
             consumer.start_qk(rS);
             const int32_t first_bit = consumer.first_bit();
             consumer.start_pv(rO, rThisP);
-            consumer.template wait_qk<1>(rS);
+            consumer.template wait_qk<1>(rS);  // leaves P·V in flight
             mask(num_left, first_bit);
             if constexpr (Config::kMasksInPlace) {
                 to_probabilities_in_place();
@@ -171,21 +167,21 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         if (num_tiles > 0) {
             int32_t num_left = num_tiles;
-            if (sign != 1.0f) {  // scores grow with Q·Kᵀ then, whose maxima the softmax takes
+            if (sign != 1.0f) {  // the softmax takes maxima of Q·Kᵀ, so scores must grow with it
                 QueryTile::for_pairs_of(shared.sQ[warpgroup], threadIdx.x % kWarpgroupSize, kWarpgroupSize,
                                         [&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
                 ptx::fence_proxy_async_shared();
-                ptx::bar_sync(kOneConsumer + warpgroup, kWarpgroupSize);  // waits until Q is as it should be
+                ptx::bar_sync(kOneConsumer + warpgroup, kWarpgroupSize);  // waits until every thread has changed its Q
             }
             consumer.start_qk(rS);
             const int32_t first_bit = consumer.first_bit();
-            consumer.template wait_qk<0>(rS);
+            consumer.template wait_qk<0>(rS);  // leaves no product in flight
             mask(num_left, first_bit);
             start_softmax();
             to_probabilities(rP[0]);
             consumer.wait_finite_value();
             --num_left;
-            // Masked tiles, and one more where the number of others is odd.
+            // Masked tiles, and one more if the number of the others is odd.
             if constexpr (Config::kMasksInPlace) {
                 for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
             } else {
@@ -196,8 +192,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                         for (int e = 0; e < 4; ++e) rP[1][k][e] = rP[0][k][e];
                     }
                 }
-                // Two steps a round; an odd number begins with the second. A copy at the end instead serialises the
-                // products.
+                // Two steps a round. An odd number of steps begins with the second; if rP were copied at the end
+                // instead, ptxas would serialise the products.
                 for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) {
                     if (num_left % 2 == 0) masked_step(rP[0], rP[1], num_left--);
                     masked_step(rP[1], rP[0], num_left);
@@ -209,7 +205,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             }
             consumer.release_query();
             consumer.start_pv(rO, rP[0]);
-            consumer.wait_pv(rO);
+            consumer.wait_pv(rO);  // leaves no product in flight
             consumer.release_value();
         } else {
             consumer.release_query();
@@ -223,7 +219,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         consumer.write_rows(params, tile, own_row, rO, softmax);
     }
     consumer.combine_split_tiles(params);
-    wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
+    wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more
 }
 
 template <int kHeadDim, int kValueDim, DataType kDataType>

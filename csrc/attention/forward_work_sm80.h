@@ -1,5 +1,4 @@
-// The work tile of a CTA of the forward kernels for sm_80: a tile of query rows, with all keys that these see or a
-// split of them.
+// The work tile of a CTA of the forward kernels for sm_80: a row tile, with all keys that it sees or a split of them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@
 
 namespace fastattn {
 
-// Returns the parameters of a launch: without the workspace where no tile can be split.
+// Returns the parameters of a launch. They have no workspace if no tile can be split.
 inline AttentionForwardParams launched_params_sm80(const AttentionForwardParams& params, int32_t block_m,
                                                    int32_t block_n) {
     AttentionForwardParams launched = params;
@@ -39,7 +38,8 @@ struct QueryTile {
     int32_t batch, head, idx;
 };
 
-// The last tiles of all heads come first: under a causal mask these are the longest.
+// Returns the row tile of a work tile. The last row tiles of all heads come first: under a causal mask they take
+// longest. in_line: tile_idx counts in the order of key_splits.h, without groups of heads.
 FASTATTN_DEVICE QueryTile query_tile(const AttentionForwardParams& params, int32_t block_m, uint32_t tile_idx,
                                      bool in_line) {
     const int32_t num_tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
@@ -58,8 +58,8 @@ FASTATTN_DEVICE Sequence keys_of_sequence(const AttentionForwardParams& params, 
     return sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
 }
 
-// Called by a whole warp. The split goes into shared memory, where every thread reads it. It is a call, and keeps no
-// copy in registers: both would cost the main loops theirs.
+// Finds the CTA's split, and writes it to shared memory, where every thread reads it. A call that leaves no copy in
+// registers: inlined, or with a copy, it would take registers from the main loops. Called by a whole warp.
 template <int kBlockM, int kBlockN, bool kPaged>
 __device__ __noinline__ void find_split(KeySplit& split, const AttentionForwardParams& params) {
     const int lane = threadIdx.x % kWarpSize, num_tiles = ceil_div(params.query.rows, kBlockM);
@@ -77,7 +77,7 @@ __device__ __noinline__ void find_split(KeySplit& split, const AttentionForwardP
     if (lane == 0) split = found;
 }
 
-// Locates the rows of a tile in memory: see partial_rows.cuh.
+// Locates the rows of a tile in memory: the Locator of partial_rows.cuh.
 struct TileRowLocator {
     QueryTile tile;
     Sequence rows;
@@ -89,13 +89,13 @@ struct TileRowLocator {
     FASTATTN_DEVICE int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
 };
 
-// With more quads at a time, the plain kernel for 32 dims spills in its loops; the other CTAs of the SM hide the
+// Two quads at a time: with more, the plain kernel for 32 dims spills in its loops. Other CTAs of the SM hide the
 // latency.
 template <int kBlockM, int kHeadDim, DataType kDataType>
 using PartialRowsSm80 =
     PartialRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, /*kQuadsAtOnce=*/2, TileRowLocator>;
 
-// Called by all threads: finds the CTA's split, which goes into shared memory.
+// Finds the CTA's split, and writes it to shared memory. Called by all threads.
 template <int kBlockM, int kBlockN, bool kPaged>
 FASTATTN_DEVICE KeySplit own_split(KeySplit& shared_split, const AttentionForwardParams& params, int warp) {
     if (params.partials.values == nullptr) {
@@ -103,7 +103,7 @@ FASTATTN_DEVICE KeySplit own_split(KeySplit& shared_split, const AttentionForwar
     } else if (warp == 0) {
         find_split<kBlockM, kBlockN, kPaged>(shared_split, params);
     }
-    __syncthreads();  // waits until the split is known
+    __syncthreads();  // waits until the split is in shared memory
     return shared_split;
 }
 #endif

@@ -1,4 +1,4 @@
-// The work tiles of the forward kernels for Hopper: which query rows a cluster and its CTAs take.
+// The work tiles of the forward kernels for Hopper: the query rows that a cluster and its CTAs take.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@
 
 namespace fastattn {
 
-// A cluster takes one work tile after the other. Its CTAs need the same tiles of keys: two heads that read one key
-// head, or two tiles of rows, side by side. The rows of a tile are those of one head, or of all heads that read a key
-// head, row by row: row m of a head with 2^log2_packed heads packed is row m / 2^log2_packed of head m % 2^log2_packed.
+// How clusters take work tiles, one after the other. The CTAs of a cluster need the same key tiles: they take two heads
+// that read one key head, or two adjacent row tiles. A tile has rows of one head or, row by row, of all heads that read
+// a key head: row m of 2^log2_packed packed heads is row m / 2^log2_packed of head m % 2^log2_packed.
 struct ForwardScheduleSm90 {
-    int32_t heads_per_cluster, tiles_per_cluster;  // 1 and 1, 2 and 1, or 1 and 2
+    int32_t heads_per_cluster, tiles_per_cluster;  // of the cluster's CTAs: 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: a tile has rows of one head
     uint32_t num_tiles;                            // work tiles
     bool may_split;                                // clusters may split the keys of a work tile: see key_splits.h
@@ -34,39 +34,39 @@ struct AttentionForwardParamsSm90 {
     int32_t key_box_rows;  // of K and V: see key_box_rows()
 };
 
-// How many rows of K or V a box of TMA has, where a CTA copies so many rows of a tile: in pages, the most that never
-// lie in two of them. 0: boxes would begin where no pattern of the swizzle does, and rows are gathered one by one.
+// Returns how many rows of K or V a box of TMA has, if a CTA copies `rows` rows of a tile: in pages, the most that
+// never cross a page. 0: boxes would not begin where the swizzle's pattern does, and rows are gathered one by one.
 inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t rows) {
     if (paged.block_table == nullptr) return rows;
-    if (num_pages == 0) return 0;  // nor is there a tensor to make boxes of
+    if (num_pages == 0) return 0;  // there is no tensor to make boxes of
     if (paged.max_pages == 1) return rows;
     const int32_t box_rows = std::gcd(paged.page_size, rows);
     return box_rows % kSwizzleRows == 0 ? box_rows : 0;
 }
 
-// tiles_to_pair_under_mask: two tiles of rows under a mask see different keys; both then take what either sees, which
-// pays where a head has at least so many tiles. 0: sharing never pays, as the L2 cache delivers what each CTA needs, or
-// there is no TMA to copy into both. packs_heads: whether a tile may hold rows of several heads.
+// Chooses the schedule of a launch. tiles_to_pair_under_mask: two row tiles under a mask see different keys, and both
+// visit what either sees. That pays if a head has at least so many tiles. 0: clusters never pay, as the L2 cache
+// delivers what each CTA needs, or rows are gathered without TMA. packs_heads: a tile may hold rows of several heads.
 inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, const AttentionForwardParams& params,
                                                  int32_t block_m, int32_t block_n, int32_t tiles_to_pair_under_mask,
                                                  bool packs_heads, int32_t num_sms) {
     ForwardScheduleSm90 schedule{1, 1, 0, 0, false};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
-    // Where a box of TMA, 64 rows of a tile, can hold whole rows of all heads.
+    // A box of TMA, 64 rows of a tile, must hold whole rows of all heads.
     const bool can_pack = packs_heads && group > 1 && group <= 64 && (group & (group - 1)) == 0;
     const int64_t packed_tiles = ceil_div(int64_t{params.query.rows} * group, block_m);
-    constexpr int64_t kMostRows = 1 << 30;  // what 32 bits hold, with a tile to spare
+    constexpr int64_t kMostRows = 1 << 30;  // fits in 32 bits, with a tile to spare
     if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {
         while (1 << schedule.log2_packed < group) ++schedule.log2_packed;
         tiles = packed_tiles;
         heads = params.key.heads;
     }
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
-    const bool may_pair = params.scores.ranges.data == nullptr;  // the lists of two CTAs would differ
+    const bool may_pair = params.scores.ranges.data == nullptr;  // else the lists of two CTAs differ
     if (may_pair && tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.has_window();
-        constexpr int64_t kTilesOfOddCount = 16;  // one CTA too many among so many does not count
+        constexpr int64_t kTilesOfOddCount = 16;  // among so many, one idle CTA hardly matters
         if (group % 2 == 0 && schedule.log2_packed == 0) {
             schedule.heads_per_cluster = 2;
         } else if (is_masked ? tiles >= tiles_to_pair_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
@@ -88,16 +88,16 @@ FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, co
     return params.query.heads / (schedule.heads_per_cluster << schedule.log2_packed);
 }
 
-// The rows of CTA `rank` of a cluster in a work tile. They may lie past the last one.
+// The rows of CTA `rank` of a cluster in a work tile. They may lie past the last row.
 struct RowsOfCta {
     int32_t batch, kv_head;
-    int32_t head, log2_packed;           // the first head, and how many follow
-    int32_t first_row;                   // counted with packed heads, as all of these are
-    int32_t cluster_begin, cluster_end;  // of all of the cluster's CTAs
-    Sequence queries, keys;              // counted without
+    int32_t head, log2_packed;           // first head; 2^log2_packed heads are packed
+    int32_t first_row;                   // counts packed rows, like cluster_begin and cluster_end
+    int32_t cluster_begin, cluster_end;  // rows of all of the cluster's CTAs
+    Sequence queries, keys;              // counted without packed heads
     Window window;
 
-    // in_line: tile_idx counts as on the line of key_splits.h.
+    // in_line: tile_idx counts in the order of key_splits.h, without groups of heads.
     FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule,
                               uint32_t tile_idx, bool in_line, int rank, int32_t block_m)
         : log2_packed(schedule.log2_packed) {
@@ -110,7 +110,7 @@ struct RowsOfCta {
         batch = tile.batch;
         head = tile.head * heads_apart + (schedule.heads_per_cluster > 1 ? rank : 0);
         kv_head = head / (params.query.heads / params.key.heads);
-        // The last tiles come first: under a causal mask these are the longest.
+        // The last tiles come first: under a causal mask they take longest.
         cluster_begin = (num_positions - 1 - tile.position) * rows_per_cluster;
         first_row = cluster_begin + (schedule.tiles_per_cluster > 1 ? rank * block_m : 0);
         queries = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
@@ -121,19 +121,18 @@ struct RowsOfCta {
         window = window_of(params.scores, queries.length, keys.length);
     }
 
-    // Where the keys lie, if in pages.
+    // Returns where the sequence's keys lie, if in pages.
     FASTATTN_DEVICE PageTable page_table(const AttentionForwardParams& params) const {
         return {params.paged, batch, params.key.batch, keys.length};
     }
 
-    // Where K and V have a key; absent if its page is missing.
+    // Returns where K and V have a key; absent if its page is missing.
     FASTATTN_DEVICE TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
         if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
         return page_table(params).find(key);
     }
 
-    // Returns where the tensor maps have a key. An absent one lies one row past a page's last, for which TMA copies
-    // zeros.
+    // Returns where the tensor maps have a key. An absent key lies one row past a page's last: TMA copies zeros for it.
     FASTATTN_DEVICE TokenLocation mapped_location(const AttentionForwardParams& params, int32_t key) const {
         const TokenLocation location = location_of(params, key);
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
@@ -147,20 +146,20 @@ struct RowsOfCta {
 
     FASTATTN_DEVICE bool cluster_has_rows() const { return cluster_begin < num_rows(); }
 
-    // Returns the list of the tiles that ranges of keys leave; null if there are none, or no rows.
+    // Returns the list of the key tiles that ranges of keys leave; null if there are no ranges, or no rows.
     FASTATTN_DEVICE const int32_t* tile_list(const AttentionForwardParams& params) const {
         if (params.scores.ranges.data == nullptr || !cluster_has_rows()) return nullptr;
         const SeenTiles& lists = params.seen_tiles;
         return lists.of(batch, head, first_row / lists.block_m, queries.begin);
     }
 
-    // Returns the key tiles of all CTAs of the cluster; none if it has no rows.
+    // Returns the key tiles of all CTAs of the cluster; none if the cluster has no rows.
     FASTATTN_DEVICE KeyTiles key_tiles(int32_t block_n) const {
         if (!cluster_has_rows()) return {KeyRange{0, 0}, KeyRange{0, 0}, block_n};
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }
 
-    // Returns the same, or the indices of the tiles in their list.
+    // Returns the same or, with ranges of keys, indices into tile_list().
     template <bool kTakesRanges>
     FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
         if constexpr (kTakesRanges) {

@@ -1,9 +1,11 @@
-// Lists the tiles of keys that each tile of rows sees through its ranges of keys, for the forward kernels: first the
-// tiles that every row sees all of, then those of which some row sees some key, both in ascending order. Other tiles
-// are not visited.
+// For the forward kernels: lists the key tiles that each row tile sees through its ranges of keys. Full tiles, of which
+// every row sees every key, come first, then the tiles of which some row sees some key, both in ascending order.
 //
-// A CTA makes one list, 2 + num_key_tiles numbers of SeenTiles: how many tiles are full, how many there are in all, and
-// the tiles. Preconditions: those of RowTileRanges.
+// One CTA, a single warp, writes one list of SeenTiles: {number of full tiles, number of all tiles, the tiles}.
+//
+//   pass over full tiles, then over the others:   each lane tests one key tile → ballot → lanes append their tiles
+//
+// Preconditions: those of RowTileRanges.
 #pragma once
 
 #include "attention/forward.h"

@@ -1,4 +1,4 @@
-// The order in which a CTA takes the tiles of keys that its rows see.
+// The order in which a CTA visits the key tiles that its rows see.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +8,24 @@
 
 namespace fastattn {
 
-// The steps of a split, numbered by how many are left: begin, begin - 1, ..., end + 1.
+// The steps of a split: begin, begin - 1, ..., end + 1. The number of a step counts the steps of the work tile that are
+// left, itself included.
 struct Steps {
     int32_t begin, end;
 
     FASTATTN_DEVICE int32_t count() const { return begin - end; }
 };
 
-// The tiles of keys that a CTA goes through. First come the tiles that some row sees only in part, which need masks:
-// those at the end of the rows' keys, the last tile first, then those at the beginning. The others follow, the last one
+// The key tiles that a CTA visits. First come the masked tiles, of which some row does not see every key: those at the
+// end of the rows' keys, then those at the beginning. The full tiles follow. Each group goes from its last tile to its
 // first.
 struct KeyTiles {
-    int32_t begin, count;          // tiles of which some row sees a key
-    int32_t begin_full, end_full;  // tiles of which every row sees all keys
-    int32_t all_full;              // their number
-    int32_t num_full;              // their number, without those of other splits
+    int32_t begin, count;          // the tiles of which some row sees some key: the first one and their number
+    int32_t begin_full, end_full;  // the full tiles, of which every row sees every key
+    int32_t all_full;              // number of full tiles
+    int32_t num_full;              // number of full tiles of this split
 
-    // first_row, last_row: the keys that the CTA's first and last row see. Those of other rows begin and end between.
+    // first_row, last_row: the keys that the CTA's first and last row see. From row to row neither bound decreases.
     FASTATTN_DEVICE KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
         : begin(first_row.begin / block_n),
           count(max(ceil_div(last_row.end, block_n) - begin, 0)),
@@ -34,7 +35,7 @@ struct KeyTiles {
         all_full = num_full = end_full - begin_full;
     }
 
-    // Returns the indices of a list whose first num_full tiles are full, and of which some row sees `count`.
+    // Returns indices into a list of `count` tiles, of which the first num_full are full.
     FASTATTN_DEVICE static KeyTiles of_list(int32_t num_full, int32_t count) {
         KeyTiles indices({0, 0}, {0, 0}, 1);
         indices.count = count;
@@ -44,7 +45,7 @@ struct KeyTiles {
 
     FASTATTN_DEVICE int32_t num_tiles() const { return count; }
 
-    // The tiles of these steps alone: tile(num_left) of theirs is tile(num_left + steps.end) of all.
+    // Returns the tiles of these steps: tile(num_left) of the result is tile(num_left + steps.end) of this.
     FASTATTN_DEVICE KeyTiles slice(Steps steps) const {
         KeyTiles tiles = *this;
         tiles.begin += steps.end;
@@ -54,14 +55,15 @@ struct KeyTiles {
         return tiles;
     }
 
-    // The tile that comes next where num_left are left.
+    // Returns the tile to visit when num_left tiles are left.
     FASTATTN_DEVICE int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
-        const int32_t from_begin = begin - 1 + num_left;  // the tile if there were no full ones
+        const int32_t from_begin = begin - 1 + num_left;  // the tile if no tile were full
         return from_begin >= end_full ? from_begin : from_begin - all_full;
     }
 
-    // How many tiles lie from the one directly before tile(num_left) in memory to the one that is taken next.
+    // Returns how many tiles a loader skips to reach tile(num_left - 1). After tile(num_left), it stands one tile
+    // before that one in memory.
     FASTATTN_DEVICE int64_t tiles_skipped(int32_t num_left) const { return tile(num_left - 1) - (tile(num_left) - 1); }
 };
 

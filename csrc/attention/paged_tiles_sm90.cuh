@@ -1,19 +1,16 @@
-// Keys and values in pages, for the forward kernels for Hopper: the producer that finds their rows, and the tiles that
-// consumers have to mask because a page is missing. produce() stands here too, for all keys, in pages or not: it calls
-// produce_boxes() or gathers rows.
+// The producer of the forward kernels for Hopper, for contiguous keys and keys in pages: produce() copies K and V in
+// boxes of TMA (produce_boxes()) or gathers their rows. MissingPages tells the consumers which keys to mask.
 //
-// A box of TMA lies in one page. Where pages hold whole tiles, or one page holds all of a sequence, a tile is a box as
-// it is without pages; else it is several, and each lane of a warp looks up and copies one of them. Where the pages are
-// so small or so odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with
-// cp.async:
+// A box lies in one page. If pages hold whole tiles, or one page a whole sequence, a key tile is one box, as it is
+// without pages. Otherwise it is several boxes, and each lane of a warp looks up and copies one. If pages are so small
+// or odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with cp.async:
 //
-//   warps 1 to 3   wait for `empty` → look up, copy → arrive at `gathered` when the copies have landed
-//   warp 0         wait for `gathered` → fence between the proxies → arrive at `full` → take out NaN; and Q, by TMA
+//   warps 1 to 3   wait for `empty` → look up rows, start copies → arrive at `gathered` when the copies have landed
+//   warp 0         wait for `gathered` → fence between the proxies → arrive at `full` → zero NaN in V;  copies Q by TMA
 //
-// The copies run on while the threads that have started them go on to the next stage; so another thread waits for them.
-//
-// A key whose page does not exist is absent: see device/paged_rows.cuh. Zeros come from boxes that lie behind a page's
-// last row, or from copies of no bytes.
+// Warp 0 waits for the copies, so that the threads that started them can go on to the next stage. A key whose page does
+// not exist is absent (device/paged_rows.cuh): its zeros come from a box past a page's last row, or from a copy of 0
+// bytes.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +26,9 @@
 
 namespace fastattn {
 
-// Gathers the rows of a tile that a warp has, four or eight at a time: eight or four lanes copy the 128 or 64 bytes
-// that a row has in a block. Each lane looks up one of every 32 of the warp's rows, and the others have it from there.
+// Gathers a warp's rows of a tile, kRowsPerPass at a time: kLanesPerGatheredRow lanes copy the 128 or 64 bytes that a
+// row has in a block of columns. Each lane looks up one of every 32 rows, and the others get the location from it by
+// shuffle.
 template <int kBlockN, int kLanesPerGatheredRow>
 struct GatheredRows {
     static constexpr int kRowsPerPass = kWarpSize / kLanesPerGatheredRow;
@@ -38,10 +36,10 @@ struct GatheredRows {
     static constexpr int kPassesPerLookUp = kWarpSize / kRowsPerPass;
     static constexpr int kLookUps = ceil_div(kPasses, kPassesPerLookUp);
 
-    int warp, lane;  // warp: from 0 to kGatheringWarps - 1
+    int warp, lane;  // warp: 0 to kGatheringWarps - 1
     TokenLocation found[kLookUps];
 
-    // A row of the tile; it may lie past the last one.
+    // Returns a row of the tile; it may lie past the tile's last one.
     FASTATTN_DEVICE int row(int pass, int row_in_pass) const {
         return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
     }
@@ -54,16 +52,16 @@ struct GatheredRows {
         }
     }
 
-    // Starts to copy these rows of a head into a tile.
+    // Starts to copy the rows of one head that find() has located into a tile in shared memory.
     template <typename Tile>
     FASTATTN_DEVICE void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages, const PageStrides& strides,
                               int32_t head) const {
-        const int own_lane = ptx::opaque(lane);  // else what follows from it takes registers over the loop
+        const int own_lane = ptx::opaque(lane);  // opaque: values derived from it would take registers in the loop
         const int row_in_pass = own_lane / kLanesPerGatheredRow, chunk = own_lane % kLanesPerGatheredRow;
         const uint16_t* gHead = row_pointer(pages, 0, head, 0) + chunk * kChunkElements;
         const int chunks_from_here = pages.head_dim / kChunkElements - chunk;
         static_assert(Tile::kChunksPerRow == kLanesPerGatheredRow, "lanes copy a row of a block");
-        constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // a producer with few registers has no room for more
+        constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // 2: the producer has few registers
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const TokenLocation& lane_found = found[kLookUps > 1 ? pass / kPassesPerLookUp : 0];
@@ -87,7 +85,7 @@ struct GatheredRows {
     }
 };
 
-// Called by kGatheringWarps warps: copies K and V.
+// Copies K and V row by row. Called by kGatheringWarps warps.
 template <typename Config>
 FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                  int warp, int lane) {
@@ -111,7 +109,7 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
         });
 }
 
-// Called by one warp, whose first lane copies Q and tells the consumers which tiles have landed.
+// Copies Q, tells the consumers which tiles have landed, and zeroes NaN and infinity in V. Called by one warp.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int lane) {
@@ -134,7 +132,7 @@ FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const 
         });
 }
 
-// All that the producer's warpgroup does. ahead: see produce_boxes(); not called where rows are gathered.
+// Runs the producer's warpgroup. ahead: see produce_boxes(); it is not called if rows are gathered.
 template <DataType kDataType, typename Config, typename Ahead>
 FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                              int cluster_size, Ahead&& ahead) {
@@ -161,37 +159,37 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
         publish_gathered<kDataType>(shared, all_params, lane);
     }
     __syncwarp();                    // waits until all lanes are here, as the barrier takes whole warps
-    wait_for_cluster(cluster_size);  // waits until nobody arrives any more at this CTA's barriers
+    wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more
 }
 
-// Finds the keys of a work tile whose page is missing. Where one is, all tiles are computed as masked
-// ones; elsewhere the loops are those of contiguous keys.
+// Finds the keys of a work tile that lie in missing pages. If there are any, all its key tiles are masked; otherwise
+// only those that contiguous keys would mask.
 template <typename Config>
 struct MissingPages {
     PageTable table;
-    int32_t num_full;  // tiles of which every row would see all keys
-    int32_t* some;     // the warp's word in shared memory, because some loops lack a register for it
+    int32_t num_full;  // key tiles of which every row would see every key
+    int32_t* some;     // the warp's flag in shared memory, because some loops lack a register for it
 
-    // Called by all threads of a warpgroup; all warpgroups get the same.
+    // Called by all threads of a warpgroup. All warpgroups get the same result.
     FASTATTN_DEVICE MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
                                  const RowsOfCta& rows, const KeyTiles& tiles, int warpgroup)
         : table(rows.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
-            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with the tiles of other splits, and unlisted ones
+            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with those of other splits, and unlisted ones
             const bool lacks =
                 table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
                                  threadIdx.x % kWarpgroupSize, kWarpgroupSize);
             any = ptx::bar_red_or(kOneConsumer + warpgroup, kWarpgroupSize, lacks);
         }
         if (threadIdx.x % kWarpSize == 0) *some = any ? 1 : 0;
-        __syncwarp();  // waits until the first lane has written the word
+        __syncwarp();  // waits until the first lane has written the flag
     }
 
-    // How many tiles, the last ones that the CTA takes, need no mask.
+    // Returns how many of the last tiles that the CTA visits need no mask.
     FASTATTN_DEVICE int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
-    // The present columns of a masked tile, as mask_own_columns() takes them.
+    // Returns the present columns of a masked tile, in the form that mask_own_columns() takes.
     FASTATTN_DEVICE uint32_t present(int32_t first_bit, int lane) const {
         if (!is_any()) return 0xffffffff;
         using Bits = ColumnBits<Config::kTilesN>;
@@ -199,7 +197,7 @@ struct MissingPages {
         return Bits::spread(present_columns<Config::kTilesN>(table, first_key, lane));
     }
 
-    // Does the same with column i in bit i.
+    // Returns the same with column i in bit i.
     FASTATTN_DEVICE uint32_t present_in_order(int32_t first_key, int lane) const {
         return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
     }

@@ -1,5 +1,5 @@
-// The rows that a forward kernel writes in fp32: partials, combined rows (scheduler/combine.cuh), and the output where
-// it is to be exact.
+// How a forward kernel stores rows other than by plain rounding: as a partial of a split, as rows combined from
+// partials (scheduler/combine.cuh), or as fp32 output (params.exact_out).
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,16 @@
 
 namespace fastattn {
 
-// Locator: num_rows() of the tile that exist, batch(), head_of(row), and row_in_memory(row).
-// kSlotsPerCta: 1 where a CTA has a single split, else 2. kQuadsAtOnce: see scheduler/combine.cuh.
+// Locator finds the tile's rows in memory. It has num_rows(), which counts the rows of the tile that exist, batch(),
+// head_of(row) and row_in_memory(row). kSlotsPerCta: 1 if a CTA has a single split, else 2. kQuadsAtOnce: see
+// scheduler/combine.cuh.
 template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, int kQuadsAtOnce_, typename Locator>
 struct PartialRows {
     static constexpr int kBlockM = kBlockM_, kValueDim = kValueDim_, kLog2Nodes = 2, kQuadsAtOnce = kQuadsAtOnce_;
 
     const AttentionForwardParams& params;
     const Locator locator;
-    float factor = 1.0f;  // by which the output is multiplied
+    float factor = 1.0f;  // multiplies the output
 
     FASTATTN_DEVICE int num_rows() const { return min(max(locator.num_rows(), 0), kBlockM); }
 
@@ -33,7 +34,7 @@ struct PartialRows {
 
     FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, params.value.head_dim}; }
 
-    // Writes four columns of a row's result. The sink, if there is one, is in one of the partials.
+    // Writes four columns of a combined row, and its lse. One of the partials has counted the sink, if there is one.
     FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const RowResult result = finish_row(partial.max, partial.sum, -kInfinity);
         const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
@@ -48,7 +49,8 @@ struct PartialRows {
         }
     }
 
-    // Stores a warp's accumulators, of rows from first_row of the tile on, and their softmax, in a workspace slot.
+    // Stores a warp's accumulators, softmax references and sums in a workspace slot. first_row: the warp's first row in
+    // the tile.
     template <int kTilesM, int kTilesD, typename Softmax>
     FASTATTN_DEVICE void store_partial(int64_t slot, int first_row, const float (&rO)[kTilesM][kTilesD][4],
                                        const Softmax& softmax, int lane) const {
@@ -57,7 +59,7 @@ struct PartialRows {
             const int row = first_row + warp_row;
             const float sum = row_reduce_sum(softmax.row_sum[m][half]);
             if (row >= num_rows()) return;
-            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
             if (one_of_four) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
             float* gValues = own_slots.values_of(slot, row);
 #pragma unroll
@@ -69,7 +71,7 @@ struct PartialRows {
         });
     }
 
-    // Writes them to the output, where that is fp32 and the CTA has had all keys of the tile.
+    // For a tile that is not split: writes a warp's rows to the fp32 output, and their lse.
     template <int kTilesM, int kTilesD, typename Softmax>
     FASTATTN_DEVICE void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
                                           int lane) const {
@@ -78,7 +80,7 @@ struct PartialRows {
             const int row = first_row + warp_row;
             if (row >= num_rows()) return;
             const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
-            const bool one_of_four = lane % kLanesPerRow == 0;  // the lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
             if (one_of_four) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
             float* gRow = row_pointer(params.exact_out, locator.batch(), head, row_in_memory);
             store_exact(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
@@ -86,16 +88,16 @@ struct PartialRows {
     }
 };
 
-// The threads of a CTA that ends with one split. Nothing that follows from their index is kept in registers during the
-// main loops.
+// The threads of a CTA that ends with one split. The index is read anew: values derived from it would otherwise stay in
+// registers during the main loops.
 template <int kNumThreads>
 struct LateThreadsOfCta : AllThreadsOfCta {
     static constexpr int kCount = kNumThreads;
     FASTATTN_DEVICE static int index() { return ptx::tid_x(); }
 };
 
-// Called by all threads, whose warps have kWarpM rows each: writes the output where a tile has one split. Else leaves a
-// partial, and combines if this CTA is the last. sTile: shared memory that nobody reads any more.
+// Writes the output if the tile is not split. Otherwise stores a partial, and combines partials wherever this CTA is
+// the last to bring one. Called by all threads; each warp has kWarpM rows. sTile: shared memory that is free by now.
 template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
 FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split, float (&rO)[kTilesM][kTilesD][4],
                                               Softmax& softmax, Tile& sTile) {

@@ -1,4 +1,4 @@
-// Tells which tiles of keys a tile of rows sees through its ranges of keys (ScoreParams::ranges), inside of its window.
+// Finds which key tiles a row tile sees through its ranges of keys (ScoreParams::ranges) and its window.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@
 
 namespace fastattn {
 
-// Whether some row sees some key of a tile, and whether every row sees all of them.
+// some: some row sees some key of a key tile. all: every row sees every key of it.
 struct SeenKeys {
     bool some, all;
 };
 
-// A CTA is one warp and has one tile of rows; each lane looks at a tile of keys of its own. What ranges have outside of
-// the keys is absent. Precondition: a tile has at most kMostRowsWithRanges rows.
+// The ranges of one row tile. The CTA, a single warp, owns the row tile, and each lane tests a key tile of its own.
+// Ranges are clipped to the keys of the sequence. Precondition: a row tile has at most kMostRowsWithRanges rows.
 class RowTileRanges {
   public:
     using Storage = KeyRange[kMostRowsWithRanges * kMostRanges];  // [rows, num], in shared memory
 
     int32_t num_keys;
-    int32_t* numbers = nullptr;  // of the tile in SeenTiles; null: it has no rows
+    int32_t* numbers = nullptr;  // the row tile's numbers in SeenTiles; null: the tile has no rows
 
     template <typename Params>
     FASTATTN_DEVICE RowTileRanges(const Params& params, Storage& sRanges) : sRanges_(sRanges) {
@@ -39,7 +39,7 @@ class RowTileRanges {
         ranges_of_row_ = ranges.num;
         num_ranges_ = min(rows.length - first_row, tiles.block_m) * ranges.num;
 
-        // The ranges of each row, clipped to its window.
+        // Clip the ranges of each row to its window.
         const Window window = window_of(params.scores, rows.length, num_keys);
         const RowRanges row_ranges(ranges, batch, head, rows);
         for (int32_t i = threadIdx.x; i < num_ranges_; i += kWarpSize) {
@@ -50,7 +50,7 @@ class RowTileRanges {
         __syncwarp();  // waits until every lane has written its ranges
     }
 
-    // Says what the rows see of a tile: nothing, where it lies past the last one.
+    // Returns what the rows see of a key tile; nothing if it lies past the last tile.
     FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
         if (key_tile >= ceil_div(num_keys, block_n_)) return {false, false};
         const int32_t begin = key_tile * block_n_, end = begin + block_n_;
@@ -72,7 +72,7 @@ class RowTileRanges {
     int32_t block_n_, ranges_of_row_, num_ranges_;
 };
 
-// Returns the launch of a kernel with one CTA for each tile of rows whose ranges differ from others'.
+// Returns a launch with one CTA for each row tile of each batch and head that has ranges of its own.
 template <typename Params>
 Launch launch_for_row_tiles(const Params& params) {
     const KeyRangesView& ranges = params.scores.ranges;

@@ -1,5 +1,5 @@
-// dS of one tile in a warp's registers, element by element: what the gradients of a bias and of ALiBi slopes are sums
-// of.
+// Computes dS of one tile in a warp's registers, element by element. The gradients of a bias and of ALiBi slopes are
+// sums of dS.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace fastattn {
 
-// The workspace's numbers for the rows of a lane, from first_row of the sequence on.
+// shift, log2_sum and delta (AttentionBackwardParams) of a lane's rows. first_row: the warp's first row in the
+// sequence.
 template <int kTilesM>
 struct RowTermsOfLane {
     float shift[kTilesM][2], log2_sum[kTilesM][2], delta[kTilesM][2];
@@ -32,8 +33,8 @@ struct RowTermsOfLane {
     }
 };
 
-// Calls function(m, n, e, dS) for each element, from scores and dropout(dO Vᵀ) without its factor. A key that a row
-// does not see has exactly 0, also where it is NaN, and so has a row that does not exist: the first num_rows rows do.
+// Calls function(m, n, e, dS) for each element. rS: scores. rDP: dropout(dO·Vᵀ) without its factor. dS is exactly 0,
+// even if an input is NaN, for a key that the row does not see (a score of -inf) and for a row past the first num_rows.
 template <int kTilesM, int kTilesN, typename Function>
 FASTATTN_DEVICE void for_score_gradients(const float (&rS)[kTilesM][kTilesN][4],
                                          const float (&rDP)[kTilesM][kTilesN][4], const RowTermsOfLane<kTilesM>& rows,

@@ -1,4 +1,4 @@
-// Tells the backward kernels which tiles of rows see a tile of keys through ranges of keys, from what
+// Tells the backward kernels which row tiles see a key tile through ranges of keys. Reads the bits that
 // backward_ranges_sm80.cuh has written. All lanes of a warp call find() and count() together.
 #pragma once
 
@@ -10,21 +10,21 @@
 
 namespace fastattn {
 
-// Tells which tiles of a sequence's rows see one tile of its keys.
+// The row tiles of a sequence that see one of its key tiles.
 struct RowTilesOfKeys {
-    const uint2* words;  // of the first tile of rows of the first head
+    const uint2* words;  // words of the first row tile of head 0
     int64_t head_stride;
     int32_t pitch, key_tile;
 
-    // first_row: of the sequence, in the packed tensor.
+    // first_row: the sequence's first row in the packed tensor.
     FASTATTN_DEVICE static RowTilesOfKeys of(const SeenTiles& tiles, int32_t batch, int32_t first_row,
                                              int32_t key_tile) {
         return {reinterpret_cast<const uint2*>(tiles.of(batch, 0, 0, first_row)), tiles.head_stride / 2,
                 tiles.pitch / 2, key_tile};
     }
 
-    // Finds the next tile of rows that sees some key, at row_tile of `head` or after it; head is end_head where there
-    // is none. Returns whether every row sees all keys.
+    // Moves `head` and `row_tile` to the next row tile that sees some key, which may be the given one. Sets `head` to
+    // end_head if there is none. Returns whether every row of the tile sees every key.
     FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t end_tile, int32_t end_head) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
 #pragma unroll 1
@@ -43,13 +43,13 @@ struct RowTilesOfKeys {
         return false;
     }
 
-    // Counts the tiles that find() finds.
+    // Counts the row tiles that find() visits.
     FASTATTN_DEVICE int32_t count(int32_t begin_head, int32_t end_head, int32_t end_tile) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
         int32_t count = 0;
 #pragma unroll 1
         for (int32_t head = begin_head; head < end_head; ++head) {
-#pragma unroll 2  // two loads at a time
+#pragma unroll 2  // two loads in flight
             for (int32_t first = 0; first < end_tile; first += kWarpSize) {
                 count += __popc(__ballot_sync(0xffffffff, (word_of(head, first, end_tile).x & bit) != 0));
             }
@@ -57,7 +57,7 @@ struct RowTilesOfKeys {
         return count;
     }
 
-    // Counts the tiles of keys before this one that a tile of rows sees: those that add to its dQ first.
+    // Counts the key tiles before this one that a row tile sees: they add to its dQ first.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
         const uint2* line = words_of(head, row_tile);
         int32_t count = 0;
@@ -69,7 +69,7 @@ struct RowTilesOfKeys {
     }
 
   private:
-    // The words of this lane's tile of rows, of those from `first` to before `end`.
+    // Returns the words of this lane's row tile, `first` plus the lane; zeros if it is not before `end`.
     FASTATTN_DEVICE uint2 word_of(int32_t head, int32_t first, int32_t end) const {
         const int32_t own = first + threadIdx.x % kWarpSize;
         return own < end ? words_of(head, own)[key_tile / kWarpSize] : uint2{0, 0};
@@ -80,8 +80,8 @@ struct RowTilesOfKeys {
     }
 };
 
-// Whether some row of a block of rows and keys may see some key through its ranges, by the tiles that hold the block.
-// rows: of the sequence.
+// Returns whether some row of a square of `block` rows and keys may see some of its keys through ranges. Tests all
+// tiles that overlap the square. rows: the rows of the sequence in the packed tensor.
 FASTATTN_DEVICE bool may_see(const SeenTiles& tiles, int32_t batch, int32_t head, const Sequence& rows,
                              int32_t num_keys, int32_t first_row, int32_t first_key, int32_t block) {
     const int32_t last_row = min(first_row + block, rows.length) - 1, last_key = min(first_key + block, num_keys) - 1;

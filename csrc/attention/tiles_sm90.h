@@ -1,20 +1,20 @@
-// Tiles of the attention kernels for sm_90a. Adding a head dim: a row here, and its numbers in instances.json.
+// Tile sizes of the attention kernels for sm_90a. A new head dim needs entries here, and its numbers in instances.json.
 #pragma once
 
 namespace fastattn {
 
-// Registers of a consumer: O is kValueDim / 2 of them, S kBlockN / 2, and P, which is two tiles of keys at a time,
-// kBlockN / 2 more. Warpgroups exchange what the CTA starts with: 168 for each of 384 threads, 128 for each of 512.
-// tests/machine_code/test_hopper_kernels.py says how many instructions a step may have.
+// Registers of a consumer's thread: O takes kValueDim / 2, S kBlockN / 2, and P, of two key tiles at a time, another
+// kBlockN / 2. A CTA starts with 168 registers for each of 384 threads, or 128 for each of 512, and its warpgroups
+// exchange them. tests/machine_code/test_hopper_kernels.py bounds the instructions of a step.
 template <int kHeadDim, int kValueDim>
 struct ForwardTileSm90;
 
-// Three consumers use one copy, and cover each other's waits: here a softmax takes as long as the products. Two of them
-// with 128 keys would load half as much again from the L2 cache.
+// Three consumers share one copy of K and V and cover each other's waits: with 64 dims a softmax takes as long as the
+// products. Two consumers with 128 keys would load half as much again from the L2 cache.
 template <>
 struct ForwardTileSm90<64, 64> {
     static constexpr int kNumConsumers = 3;
-    static constexpr int kBlockN = 96;  // 112: products are serialised, as P and S do not fit in 160 registers
+    static constexpr int kBlockN = 96;  // 112: ptxas serialises the products, as P and S do not fit in 160 registers
     static constexpr int kStages = 3;
     static constexpr int kConsumerRegisters = 160;
     static constexpr int kProducerRegisters = 32;
@@ -22,7 +22,7 @@ struct ForwardTileSm90<64, 64> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// Blocks of 32 columns (device/tma_tile.cuh): 96 is no whole number of 64, which would pad its rows with zeros.
+// TMA tiles have blocks of 32 columns (device/tma_tile.cuh): blocks of 64 would pad rows of 96 dims with zeros.
 template <>
 struct ForwardTileSm90<96, 96> {
     static constexpr int kNumConsumers = 2;
@@ -34,7 +34,8 @@ struct ForwardTileSm90<96, 96> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// From here on CTAs come in pairs, and each copies half of a tile for both: half as many bytes leave the L2 cache.
+// From these dims on CTAs form clusters of two, and each copies half of a key tile into both: half as many bytes leave
+// the L2 cache.
 template <>
 struct ForwardTileSm90<128, 128> {
     static constexpr int kNumConsumers = 2;
@@ -46,17 +47,17 @@ struct ForwardTileSm90<128, 128> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// The dims of DeepSeek's latent attention (MLA) for prompts. Three consumers load so much less from the L2 cache than
-// two that CTAs need no pairs.
+// The dims of DeepSeek's latent attention (MLA) in prefill. Three consumers load so much less from the L2 cache than
+// two that CTAs need no clusters.
 template <>
 struct ForwardTileSm90<192, 128> {
     static constexpr int kNumConsumers = 3;
-    static constexpr int kBlockN = 80;  // 96: products are serialised, as P and S do not fit in 160 registers
+    static constexpr int kBlockN = 80;  // 96: ptxas serialises the products, as P and S do not fit in 160 registers
     static constexpr int kStages = 2;
     static constexpr int kConsumerRegisters = 160;
     static constexpr int kProducerRegisters = 32;
     static constexpr int kTilesToPairUnderMask = 0;
-    static constexpr bool kMasksInPlace = true;  // two tiles of P beside masks spill
+    static constexpr bool kMasksInPlace = true;  // P of two key tiles and masks together spill
 };
 
 template <>
@@ -70,26 +71,26 @@ struct ForwardTileSm90<192, 192> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// O alone is 128 registers. Two stages of 80 keys fill the shared memory.
+// O alone takes 128 registers. Two stages of 80 keys fill the shared memory.
 template <>
 struct ForwardTileSm90<256, 256> {
     static constexpr int kNumConsumers = 2;
     static constexpr int kBlockN = 80;
     static constexpr int kStages = 2;
-    static constexpr int kConsumerRegisters = 240;  // 232: products are serialised
+    static constexpr int kConsumerRegisters = 240;  // 232: ptxas serialises the products
     static constexpr int kProducerRegisters = 24;
     static constexpr int kTilesToPairUnderMask = 24;
     static constexpr bool kMasksInPlace = false;
 };
 
-// The kernel with every option. P is one tile of keys at a time there, and a bias kBlockN / 2 registers more. With
-// these tiles next to nothing is in local memory.
+// The forward kernel with every option. It has P of one key tile at a time, and a bias takes kBlockN / 2 more
+// registers. With these tiles almost nothing is in local memory.
 template <int kHeadDim, int kValueDim>
 struct ForwardOptionsTileSm90 : ForwardTileSm90<kHeadDim, kValueDim> {
     static constexpr int kBlockN = kHeadDim <= 96 ? 96 : 64;  // with 128 dims, 80 keys and more spill in the loop
 };
 
-// As many registers as with 128 dims: O and S are those of its tile.
+// O and S take as many registers as with 128 dims.
 template <>
 struct ForwardOptionsTileSm90<192, 128> : ForwardOptionsTileSm90<128, 128> {};
 
@@ -102,31 +103,31 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
     static constexpr int kProducerRegisters = 40;
 };
 
-// The backward kernel, whether it has options or not: kBlockM query rows a step; a consumer owns kKeyBlocks times 64
-// keys, each block with 64 registers of dK and dV for every 64 dims. Shared memory binds.
+// The backward kernel, with and without options: kBlockM query rows a step. A consumer owns kKeyBlocks blocks of 64
+// keys; dK and dV of a block take 64 registers for every 64 dims. Shared memory bandwidth is the bottleneck.
 //
-// ptxas serialises the products of 128 rows by 128 keys with 64 dims, as registers are short; of dP before dV, so that
-// dV runs beside dS; and, with 64 dims, of P beside dQ.
+// ptxas serialises the products, as registers are short, of three variants: 128 rows by 128 keys with 64 dims; dP
+// started before dV, so that dV overlaps dS; and, with 64 dims, P computed during dQ.
 template <int kHeadDim>
 struct BackwardTileSm90 {
     static constexpr int kBlockM = 64;
     static constexpr int kKeyBlocks = kHeadDim <= 64 ? 2 : 1;
     static constexpr int kNumConsumers = 2;
     static constexpr int kBlockN = 64 * kKeyBlocks * kNumConsumers;
-    static constexpr int kStages = 2;  // three do not fit in 227 KB
+    static constexpr int kStages = 2;  // three stages do not fit in 227 KB
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
     static constexpr bool kHasRegisters = true;  // for options: see TransposedOptions
 };
 
-// The same with more than 128 dims: 64 query rows by 64 keys a step. The chains of values and of keys have
-// kScoreRegisters: 128 for a gradient of 256 dims, 48 for scores. That of queries has 32 for 64 dims of dQ.
-// Shared memory binds (in a simulation of the machine code).
+// The backward kernel with more than 128 dims: 64 query rows by 64 keys a step. Warpgroups that compute scores have
+// kScoreRegisters: 128 hold a gradient of 256 dims, 48 scores. The one that computes dQ has kQueryRegisters: 32 hold 64
+// dims of dQ. Shared memory bandwidth is the bottleneck, in a simulation of the machine code.
 inline constexpr int kMostNarrowDims = 128;
 template <int kHeadDim, int kValueDim>
 struct BackwardWideTileSm90 {
     static constexpr int kStages = 2;
-    static constexpr int kPassStages = kHeadDim <= 192 ? 2 : 1;  // of P and dS; more do not fit in 227 KB
+    static constexpr int kPassStages = kHeadDim <= 192 ? 2 : 1;  // of P, and of dS; more do not fit in 227 KB
     static constexpr int kPanelStages = kHeadDim <= 192 ? 2 : 1;
     static constexpr bool kHasRegisters = kHeadDim <= 192;  // for options
     static constexpr int kScoreRegisters = 208;

@@ -1,8 +1,7 @@
-// The bias of one tile of scores, as a warp of a warpgroup holds them, with as many registers as a bias of 16 bits
-// needs. It is loaded while Q·Kᵀ is computed, from the L2 cache, where the producer has brought it, and added
-// afterwards. One of 32 bits does not fit beside Q·Kᵀ and is loaded as it is added. Tiles that lie inside of the keys
-// are loaded two neighbouring keys at a time, where the bias allows it, without any comparison. What lies outside is
-// never read.
+// The bias of one tile of scores, as a warp of a warpgroup holds them, in as many registers as a 16-bit bias needs. It
+// is loaded while Q·Kᵀ is computed, from the L2 cache, into which the producer has prefetched it, and added afterwards.
+// A 32-bit bias does not fit in registers with Q·Kᵀ, and is loaded as it is added. A tile of which all keys exist is
+// loaded two neighbouring keys at a time, where the bias allows it, without comparisons. Nothing outside is read.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +18,11 @@ struct BiasTile {
     using Kind = BiasView::Kind;
 
     const BiasView& view;
-    const char* rows[2];  // key 0 of this lane's upper and lower row; of the last row where there are no such rows
+    const char* rows[2];  // key 0 of this lane's upper and lower row, or of the last row where those do not exist
     int32_t num_keys, own_column;
     uint32_t pairs[kTilesN][2];  // bits of two keys, the first in the lower half, for the upper and the lower row
 
-    // first_row: the warp's. There is at least one row.
+    // first_row: of the warp. There must be at least one row.
     FASTATTN_DEVICE BiasTile(const HeadScores& scores, int32_t first_row, int lane)
         : view(scores.params.bias), num_keys(scores.window.num_keys), own_column(accumulator_column(lane)) {
 #pragma unroll
@@ -60,7 +59,7 @@ struct BiasTile {
     }
 
   private:
-    // -inf is a mask also where the score is NaN.
+    // A bias of -inf masks even a score that is NaN.
     template <Kind kKind>
     FASTATTN_DEVICE static void add(float& score, uint32_t bits) {
         const float added = HeadScores::bias_value<kKind>(bits);
@@ -127,8 +126,8 @@ struct BiasTile {
     }
 };
 
-// Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, ahead of those that load
-// it. Does nothing where its keys do not lie side by side in memory.
+// Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, before the warps that load
+// it. Does nothing where the elements of neighbouring keys are not adjacent.
 FASTATTN_DEVICE void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
                                    int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
     constexpr int kSectorBytes = 32;

@@ -1,5 +1,5 @@
-// A·Bᵀ for rows of 16-bit elements whose width is known only at run time, as a CTA of kWarpsM x kWarpsN warps computes
-// it: 64 dims at a time pass through shared memory, and the next 64 are on their way while these are multiplied.
+// Computes A·Bᵀ for rows of 16-bit elements whose width is known only at run time, by a CTA of kWarpsM x kWarpsN warps.
+// 64 dims at a time pass through shared memory, and the next 64 are in flight while these are multiplied.
 //
 //   copy     c0 | c1        c2        c0 of the next product …
 //   multiply    | c0        c1        c2
@@ -18,14 +18,14 @@
 
 namespace fastattn {
 
-// Rows in global memory, aligned as those of a HeadsView. Rows from num_rows on are zero, and are not read.
+// Rows in global memory, aligned as those of a HeadsView. Rows from num_rows on count as zero, and are not read.
 struct GemmRows {
     const uint16_t* data;
     int64_t row_stride;
     int32_t num_rows;
 };
 
-// A [kBlockM, head_dim], B [kBlockN, head_dim]. Without a dim there is nothing to multiply.
+// A [kBlockM, head_dim] and B [kBlockN, head_dim]. head_dim = 0: there is nothing to multiply.
 struct GemmOperands {
     GemmRows a, b;
     int32_t head_dim = 0;
@@ -47,21 +47,21 @@ class ChunkedGemm {
 
     const int warp_row, warp_column;  // where this warp's rows and columns begin in the tile
 
-    // `thread` of the CTA; a row of warps takes the same rows of the tile.
+    // thread: in the CTA. Warps follow each other along the columns of the tile, then along its rows.
     FASTATTN_DEVICE ChunkedGemm(Storage& shared, int thread)
         : warp_row(thread / kWarpSize / kWarpsN * kTilesM * kMmaM),
           warp_column(thread / kWarpSize % kWarpsN * kTilesN * kMmaN),
           shared_(shared),
           thread_(thread) {}
 
-    // Before the first multiply().
+    // Starts the first copies. Called before the first multiply().
     FASTATTN_DEVICE void start(const GemmOperands& first) {
         load(first, 0);
         ptx::cp_async_commit_group();
     }
 
-    // rS = A·Bᵀ, this warp's tiles, of the operands that were `next` before (or the first). What the storage holds
-    // after the last product may still be read by other warps.
+    // Computes rS = A·Bᵀ, this warp's tiles. `operands` is what `next` was in the call before, or the first. Other
+    // warps may still read the storage after the last product.
     FASTATTN_DEVICE void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
                                   const GemmOperands& next) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Which cluster of the grid a CTA is in, where all clusters have cluster_size CTAs, and a barrier for its threads.
+// Finds a CTA's cluster in a grid whose clusters all have cluster_size CTAs. Has a barrier for a cluster's threads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ FASTATTN_DEVICE uint32_t clusters_in_grid(int cluster_size) {
     return gridDim.x / cluster_size;
 }
 
-// Waits until all threads of the cluster are here. The lanes of a warp call it together: the barrier takes whole warps.
+// Waits until all threads of the cluster have arrived. All lanes of a warp call it together, as the barrier demands.
 FASTATTN_DEVICE void wait_for_cluster(int cluster_size) {
     if (cluster_size == 1) return;
     ptx::barrier_cluster_arrive();

@@ -1,14 +1,14 @@
-// int8 numbers as pairs of 16-bit floats, in registers and exactly: for a pair, half an exclusive or, a byte
+// Converts int8 numbers to pairs of 16-bit floats, in registers and exactly. A pair takes half an exclusive or, a byte
 // permutation and a fused multiply-add.
 //
-// The exclusive or makes b = w + 128 of a number w, 0 to 255. The permutation puts b into the low byte of a 16-bit
-// float whose high byte makes the float's value linear in b; the multiply-add takes the offset away:
+// The exclusive or makes b = w + 128, from 0 to 255, of a number w. The permutation puts b into the low byte of a
+// 16-bit float whose high byte makes the float's value linear in b. The multiply-add removes the offset:
 //
 //   fp16   0x64bb = 1024 + b         * 1       - 1152   = w
 //   bf16   0x00bb = b * 2^-133       * 2^127   - 2      = w / 64
 //
-// bf16 has seven bits of mantissa and would need eight; but its subnormal numbers and those of the first exponent lie
-// evenly, and are a line of eight bits.
+// bf16 has seven bits of mantissa, and b has eight. But bf16's subnormal numbers and those of the first exponent are
+// evenly spaced, and together have eight bits.
 #pragma once
 
 #include <cstdint>
@@ -42,12 +42,12 @@ FASTATTN_DEVICE uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
     return kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(a, b, c) : ptx::fma_rn_bf16x2(a, b, c);
 }
 
-// Four numbers w, as w + 128.
+// Returns four int8 numbers w as w + 128.
 FASTATTN_DEVICE uint32_t biased(uint32_t four) {
     return four ^ 0x80808080;
 }
 
-// Two of four biased numbers as floats that are linear in them; the first becomes the lower half of the pair.
+// Returns two of four biased numbers as floats that are linear in them. The first is the lower half of the pair.
 template <DataType kDataType, int kFirst, int kSecond>
 FASTATTN_DEVICE uint32_t linear_pair(uint32_t four_biased) {
     constexpr uint32_t kHighByte = 4;  // a byte of the permutation's second operand
@@ -62,10 +62,10 @@ FASTATTN_DEVICE uint32_t decode_pair(uint32_t four_biased) {
     return fma_pairs<kDataType>(linear, Decoding::kMultiplier, Decoding::kOffset);
 }
 
-// Two products, rounded to nearest even.
+// Multiplies two pairs of numbers. Rounds to nearest even.
 template <DataType kDataType>
 FASTATTN_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-    constexpr uint32_t kMinusZero = 0x80008000;  // adds nothing, also to -0
+    constexpr uint32_t kMinusZero = 0x80008000;  // adding it changes no product, not even -0
     return fma_pairs<kDataType>(a, b, kMinusZero);
 }
 

@@ -1,5 +1,5 @@
-// Dropout on a warp's accumulators: which probabilities are kept is a function of the seed and of their position alone.
-// Philox 4x32-10 (Salmon et al., SC 2011): counter (key / 4, row, head, 0), word key % 4. All three are counted from
+// Dropout on a warp's accumulators. The seed and the position of a probability alone decide whether it is kept: Philox
+// 4x32-10 (Salmon et al., SC 2011), counter (key / 4, row, head, 0), word key % 4. Key, row and head count from
 // params.dropout_origin.
 #pragma once
 
@@ -27,7 +27,7 @@ struct Dropout {
     uint32_t head;       // counted over batch and heads
     const DropoutOrigin& origin;
 
-    // With no seed it is not to be used.
+    // Must not be used if there is no seed.
     FASTATTN_DEVICE Dropout(const ScoreParams& params, uint32_t head)
         : seed{0, 0},
           threshold(params.dropout_threshold),
@@ -38,14 +38,14 @@ struct Dropout {
         seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
     }
 
-    // With a seed that has been read before.
+    // Takes a seed that has been read before.
     FASTATTN_DEVICE Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
         : seed{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
           threshold(params.dropout_threshold),
           head(params.dropout_origin.head + head),
           origin(params.dropout_origin) {}
 
-    // Sets what is dropped of rP, whose upper left element is [first_row][first_key], to 0. first_key % 8 == 0.
+    // Sets the dropped elements of rP to 0. Its upper left element is [first_row][first_key]; first_key % 8 == 0.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void drop(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane) const {
         for_each_word<kTilesM, kTilesN>(first_row, first_key, lane, [&](int m, int n, int e, uint32_t word) {
@@ -53,8 +53,8 @@ struct Dropout {
         });
     }
 
-    // Calls function(m, n, e, word) for each element of such a tile.
-    // Two lanes share the four keys of a counter, in two rows: each computes one row's words and gives half away.
+    // Calls function(m, n, e, word) for each element of a tile, as drop() has it. Two lanes hold the four keys of a
+    // counter, in two rows: each computes the words of one row and gives the other lane half.
     template <int kTilesM, int kTilesN, typename Function>
     FASTATTN_DEVICE void for_each_word(int32_t first_row, int32_t first_key, int lane, Function&& function) const {
         const int odd = lane & 1;
@@ -76,9 +76,9 @@ struct Dropout {
         }
     }
 
-    // Bits of the elements of a transposed tile that are kept, 16 keys by 64 rows: bit 16 * half + 2 * n + e for
-    // element [n][2 * half + e] of this lane's accumulators, whose rows are keys. Four lanes share the four keys of a
-    // counter in the same rows: each computes all four bits of a quarter of their elements, and they give them away.
+    // Returns bits of the kept elements of a transposed tile, 16 keys by 64 rows. Bit 16 * half + 2 * n + e is element
+    // [n][2 * half + e] of this lane's accumulators, whose rows are keys. Four lanes hold the four keys of a counter,
+    // in the same rows: each computes a quarter of their counters, and they exchange the bits.
     FASTATTN_DEVICE uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
         constexpr int kTilesOfQuarter = 4;
         const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;
@@ -96,7 +96,7 @@ struct Dropout {
                         (words.z >= threshold ? bit << 16 : 0) | (words.w >= threshold ? bit << 24 : 0);
             }
         }
-        // Bytes, as a matrix of lanes by keys, are transposed: within pairs of lanes, then between them.
+        // Transposes the bytes, a matrix of lanes by keys: within pairs of lanes, then between pairs.
         const uint32_t neighbour_bits = __shfl_xor_sync(0xffffffff, kept, kLanesPerRow);
         kept = __byte_perm(kept, neighbour_bits, quarter % 2 == 0 ? 0x6240 : 0x3715);
         const uint32_t other_pair_bits = __shfl_xor_sync(0xffffffff, kept, 2 * kLanesPerRow);

@@ -17,13 +17,13 @@ inline constexpr int kMmaN = 8;
 inline constexpr int kMmaK = 16;
 inline constexpr int kLanesPerRow = 4;  // lanes that share a row of an accumulator
 
-// Returns a value that is the same in all lanes. The compiler then knows that, and keeps it, and what follows from it,
-// in uniform registers.
+// Returns `value`, which must be the same in all lanes. The compiler then knows that, and keeps the value and what
+// follows from it in uniform registers.
 FASTATTN_DEVICE int32_t warp_uniform(int32_t value) {
     return static_cast<int32_t>(__reduce_or_sync(0xffffffff, static_cast<uint32_t>(value)));
 }
 
-// A warp's index in its CTA.
+// Returns a warp's index in its CTA.
 FASTATTN_DEVICE int warp_in_cta() {
     return warp_uniform(threadIdx.x / kWarpSize);
 }
@@ -39,27 +39,27 @@ FASTATTN_DEVICE int accumulator_column(int lane) {
 }
 
 // Returns how many of a lane's columns lie before `column`, which counts from the first column of accumulator tiles. A
-// column before that one gives a negative number.
+// negative column gives a negative number.
 FASTATTN_DEVICE int32_t own_columns_before(int32_t column, int lane) {
     const int32_t from_own = column - accumulator_column(lane);
-    constexpr int kShift = 3;  // of a number that may be negative: rounds down, as a division does not
+    constexpr int kShift = 3;  // a shift rounds negative numbers down, a division does not
     static_assert(1 << kShift == kMmaN);
     return (from_own >> kShift) * 2 + min(from_own & (kMmaN - 1), 2);
 }
 
-// The bits of a lane's columns from `column` on, in accumulator tiles whose first column is `first`: column i of the
-// lane is bit i. One shift clamps, so that this takes fewer instructions than a mask made of a number of columns.
+// Returns the bits of a lane's columns from `column` on, in accumulator tiles whose first column is `first`: bit i is
+// column i of the lane. The shift clamps: that takes fewer instructions than a mask made of a number of columns.
 FASTATTN_DEVICE uint32_t own_columns_from(int32_t column, int32_t first, int lane) {
     return __funnelshift_lc(0, 0xffffffff, max(own_columns_before(column - first, lane), 0));
 }
 
-// The bits of a lane's columns in a range: see own_columns_from().
+// Returns the bits of a lane's columns in a range: see own_columns_from().
 template <typename Range>
 FASTATTN_DEVICE uint32_t own_columns_of(const Range& range, int32_t first, int lane) {
     return own_columns_from(range.begin, first, lane) & ~own_columns_from(range.end, first, lane);
 }
 
-// Calls function(m, half, row) for the rows of a warp's kTilesM * 16 that a lane holds.
+// Calls function(m, half, row) for each of a warp's kTilesM * 16 rows in which this lane has elements.
 template <int kTilesM, typename Function>
 FASTATTN_DEVICE void for_own_rows(int lane, Function&& function) {
 #pragma unroll
@@ -78,19 +78,19 @@ FASTATTN_DEVICE void for_constant(Function&& function) {
     }
 }
 
-// Row, and 16-byte chunk of that row, of a 16x16 block in shared memory whose address a lane passes to ldmatrix.x4.
+// The 16-byte chunk, and its row, of a 16x16 block in shared memory whose address a lane passes to ldmatrix.x4.
 struct LdmatrixLane {
     int row, chunk;
 };
 
-// Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. From [M, K] that
-// is operand A; from [K, N], with .trans, operands B (r[0], r[1]) and (r[2], r[3]) of the block's two tiles in N.
+// Registers r[0..3] become the block's 8x8 quarters upper left, lower left, upper right, lower right. A block [M, K]
+// gives operand A. A block [K, N], with .trans, gives operands B (r[0], r[1]) and (r[2], r[3]) of its two tiles in N.
 FASTATTN_DEVICE LdmatrixLane ldmatrix_lane(int lane) {
     return {lane % 16, lane / 16};
 }
 
-// The other two quarters are exchanged: from [N, K], operands B (r[0], r[1]) and (r[2], r[3]) of the two tiles in N.
-// With the map above these would be (r[0], r[2]) and (r[1], r[3]), and mma wants them in neighbouring registers.
+// The same with lower left and upper right exchanged. A block [N, K] gives operands B (r[0], r[1]) and (r[2], r[3]) of
+// its two tiles in N. ldmatrix_lane() would give (r[0], r[2]) and (r[1], r[3]), but mma wants neighbouring registers.
 FASTATTN_DEVICE LdmatrixLane ldmatrix_lane_b(int lane) {
     return {lane / 16 * 8 + lane % 8, lane / 8 % 2};
 }
@@ -110,7 +110,7 @@ FASTATTN_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_
     }
 }
 
-// Two neighbouring elements in one register, the first in the lower half. Round to nearest even.
+// Packs two neighbouring elements into one register, the first in the lower half. Rounds to nearest even.
 template <DataType kDataType>
 FASTATTN_DEVICE uint32_t pack(float first, float second) {
     return kDataType == DataType::kFloat16 ? ptx::cvt_rn_f16x2_f32(second, first)
@@ -122,7 +122,7 @@ FASTATTN_DEVICE float unpack(uint16_t bits) {
     return kDataType == DataType::kFloat16 ? ptx::cvt_f32_f16(bits) : __uint_as_float(uint32_t{bits} << 16);
 }
 
-// Element i of 16 bytes.
+// Returns element i of 16 bytes.
 template <DataType kDataType>
 FASTATTN_DEVICE float element_of(const uint4& chunk, int i) {
     const uint32_t pair = i < 2 ? chunk.x : i < 4 ? chunk.y : i < 6 ? chunk.z : chunk.w;
@@ -135,8 +135,8 @@ FASTATTN_DEVICE uint32_t multiply(uint32_t pair, float factor) {
                            unpack<kDataType>(static_cast<uint16_t>(pair >> 16)) * factor);
 }
 
-// Accumulators of two neighbouring m16n8 tiles, as the operand A of the next product: the accumulator's columns are A's
-// k, and lanes hold the same rows and columns in both.
+// Makes operand A of the next product from the accumulators of two neighbouring m16n8 tiles: the accumulator's columns
+// are A's k, and lanes hold the same rows and columns in both.
 template <DataType kDataType>
 FASTATTN_DEVICE void accumulators_to_a(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = pack<kDataType>(left[0], left[1]);

@@ -1,4 +1,4 @@
-// Ranges of keys: those that each query row sees, in device memory, and as bits of a lane's accumulators.
+// The ranges of keys that each query row sees: in device memory, and as bits of a lane's accumulators.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,12 @@ struct RowRanges {
         return is_seen;
     }
 
-    // The bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four lanes
-    // that hold the row looks at one range, and they exchange what they find. Called by all lanes of a warp.
+    // Returns the bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four
+    // lanes that hold the row looks at one range, and they exchange their bits. Called by all lanes of a warp.
     template <int kTilesN>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, const KeyRange& window, int32_t first_key, int lane) const {
         static_assert(kMostRanges <= kLanesPerRow && 2 * kTilesN <= 32);
-        // Opaque: what follows from it would take registers over the loop.
+        // Opaque: values computed from it would otherwise stay in registers during the loop.
         const int own_lane = ptx::opaque(lane), own = own_lane % kLanesPerRow;
         KeyRange keys{0, 0};
         if (row < num_rows && own < num) {
@@ -54,7 +54,7 @@ struct RowRanges {
             uint32_t seen = keys_from(keys.begin) & ~keys_from(keys.end);
             seen |= __shfl_xor_sync(0xffffffff, seen, 1);
             seen |= __shfl_xor_sync(0xffffffff, seen, 2);
-            // The lane has two of every eight; the product has them side by side in its highest byte.
+            // The lane has two bits of every eight. The product has them next to each other in its highest byte.
             const uint32_t own_bits = (seen >> accumulator_column(own_lane) & 0x03030303) * 0x01041040;
             columns |= own_bits >> (24 - 8 * i) & 0xffu << 8 * i;
         }
@@ -62,7 +62,7 @@ struct RowRanges {
     }
 };
 
-// Bit i of lane k becomes bit k of lane i, in blocks of half the size in each round. Called by all lanes of a warp.
+// Makes bit i of lane k bit k of lane i, with blocks of half the size in each round. Called by all lanes of a warp.
 FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
 #pragma unroll
     for (int size = kWarpSize / 2; size > 0; size /= 2) {
@@ -74,9 +74,9 @@ FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
     return bits;
 }
 
-// Which of 64 rows see a lane's two keys of transposed scores, from first_key of the warp on, through their ranges:
-// bits 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower one's. Each lane looks at two rows, and the lanes
-// exchange what they have found. num_rows of the rows exist. Called by all lanes of a warp.
+// Returns which of 64 rows see a lane's two keys of transposed scores through their ranges. The warp's keys begin with
+// first_key. Bits 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower key's. Each lane looks at two rows, and
+// the lanes exchange their bits. num_rows of the rows exist. Called by all lanes of a warp.
 FASTATTN_DEVICE uint32_t seen_of_transposed(const int2* ranges, int32_t num, int32_t num_rows, int32_t first_key,
                                             int lane) {
     const auto keys_from = [&](int32_t key) {
@@ -85,7 +85,7 @@ FASTATTN_DEVICE uint32_t seen_of_transposed(const int2* ranges, int32_t num, int
     uint32_t bits = 0;  // of 16 keys for each of the two rows
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        // A lane's row is such that bits come out as SeenRows has them, first those of column 2 * half of every eight.
+        // The lane's row is chosen such that the transposed bits have the order of SeenRows.
         const int32_t row = lane % 16 / 2 * kMmaN + 2 * (2 * half + lane / 16) + lane % 2;
         uint32_t keys = 0;
 #pragma unroll 1

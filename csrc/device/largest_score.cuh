@@ -1,5 +1,5 @@
-// The largest score of each head that some row sees, where it is asked for: what training with QK-clip watches (Kimi
-// K2, 2025, section 2.1).
+// Finds the largest score of each head that some row sees, if it is wanted: QK-clip watches it in training (Kimi K2,
+// 2025, section 2.1).
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace fastattn {
 
-// Holds the largest score that each warp of a CTA has seen in its tile of rows, which are of one head. It is in shared
-// memory, and a warp asks for its number whenever it comes here, because main loops have no registers for any of this.
+// Holds the largest score that each warp of a CTA has seen in its rows, all of one head. It is in shared memory, and a
+// warp reads its thread index anew at each call, because main loops have no registers for this.
 template <int kNumWarps>
 struct LargestScores {
     struct OfWarp {
@@ -23,7 +23,7 @@ struct LargestScores {
     // Called by the whole warp. num_rows: how many of its rows exist.
     FASTATTN_DEVICE void start(int32_t num_rows) {
         if (ptx::tid_x() % kWarpSize == 0) own_warp() = {-kInfinity, num_rows};
-        __syncwarp();  // every lane can read it
+        __syncwarp();  // waits until every lane can read it
     }
 
     // Called by the whole warp with the maxima of a tile; ignores NaN.
@@ -35,7 +35,7 @@ struct LargestScores {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
             if (row < own.num_rows) largest = fmaxf(largest, max_of_lane.of[m][half]);
         });
-#pragma unroll 1  // seldom wanted: short code for it, in every main loop
+#pragma unroll 1  // seldom wanted: keeps its code short in every main loop
         for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
         }

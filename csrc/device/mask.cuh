@@ -1,4 +1,4 @@
-// Masks on the accumulators of S = Q·Kᵀ.
+// Masks the accumulators of S = Q·Kᵀ.
 #pragma once
 
 #include "device/fragment.cuh"
@@ -8,8 +8,8 @@
 
 namespace fastattn {
 
-// Makes the scores of keys that a row does not see -inf, whatever they were. seen(m, half, row) returns the bits of
-// those that the row of a warp's rows sees, as own_columns_of() has them.
+// Sets the scores of keys that a row does not see to -inf, whatever they were. seen(m, half, row) returns the bits of
+// the keys that a row of the warp sees, as own_columns_of() has them.
 template <int kTilesM, int kTilesN, typename Seen>
 FASTATTN_DEVICE void hide_unseen(float (&rS)[kTilesM][kTilesN][4], int lane, Seen&& seen) {
     static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
@@ -27,8 +27,8 @@ FASTATTN_DEVICE void hide_unseen(float (&rS)[kTilesM][kTilesN][4], int lane, See
     });
 }
 
-// The columns that a lane has in a tile of keys, as bits of a word: a fourth of them in each byte. One instruction sets
-// predicates from the lower seven bits of a byte, more often than not of all that are there.
+// Maps a lane's columns of a tile of keys to bits of a word, a fourth of them in each byte. One instruction sets
+// predicates from the lower seven bits of a byte: in most tiles, from all bits that a byte has.
 template <int kTilesN>
 struct ColumnBits {
     static constexpr int kPerByte = kTilesN / 2;
@@ -36,12 +36,12 @@ struct ColumnBits {
 
     static constexpr int kPerTile = 32;
 
-    // The bit of a column; both count over all tiles.
+    // Returns the bit of a column; both count over all tiles.
     FASTATTN_DEVICE static constexpr int32_t bit_of(int32_t column) {
         return column / kPerByte * 8 + column % kPerByte;
     }
 
-    // From a word in which column i is bit i.
+    // Converts a word in which column i is bit i.
     FASTATTN_DEVICE static uint32_t spread(uint32_t columns) {
         uint32_t bits = 0;
 #pragma unroll
@@ -52,7 +52,7 @@ struct ColumnBits {
     }
 };
 
-// The columns of a warpgroup's tiles that a lane's upper and lower row see: those whose bits stand from begin to end.
+// The columns of a warpgroup's tiles that a lane's upper and lower row see: their bits are [begin, end).
 template <int kTilesN>
 struct SeenColumns {
     int32_t begin[2], end[2];
@@ -62,18 +62,18 @@ struct SeenColumns {
           end{bit_of(upper.end, lane), bit_of(lower.end, lane)} {}
 
   private:
-    // The bit of the lane's first column that does not lie before the key.
+    // Returns the bit of the lane's first column that does not lie before the key.
     FASTATTN_DEVICE static int32_t bit_of(int32_t key, int lane) {
         return ColumnBits<kTilesN>::bit_of(own_columns_before(key, lane));
     }
 };
 
 // Does what hide_unseen() does, for a warpgroup's rows and with fewer instructions for each tile. `present` has the
-// columns that anybody may see; first_bit: of the tile.
+// bits of the columns that any row may see. first_bit: of the tile.
 template <int kTilesN>
 FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen, uint32_t present,
                                       int32_t first_bit) {
-    // The bits of the tile from `begin` on. A shift by 32 and more leaves none.
+    // Returns the bits of the tile from `begin` on. A shift by 32 or more leaves none.
     const auto bits_from = [&](int32_t begin) { return __funnelshift_lc(0, 0xffffffff, max(begin - first_bit, 0)); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,20 +1,20 @@
-// NaN and infinity in values that only some rows of a tile see. The product P·V multiplies masked values by P = 0,
-// which does not silence them: so they are taken out of the tile, and added to the rows that see them.
+// Removes NaN and infinity from values that only some rows of a tile see. The product P·V multiplies masked values by P
+// = 0, which gives NaN. So they are taken out of the tile, and added to the rows that see them.
 //
 // Why this is right:
 // - Finding them. Each thread looks at the chunks that it has copied itself, after its own wait for these copies: no
-//   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that share it.
-//   In Hopper's forward kernel, a warp of the producer looks at the whole tile instead (keep_values_finite()).
-// - Rows that do not see a key get 0 * (a finite number) from it: nothing.
-// - Rows that see it. With weights P >= 0, the numbers of a column that are not finite decide whether its sum is NaN or
-//   infinite; the weights and the finite numbers beside them have no say. Adding each of them with the weight 1
-//   gives the same, except that an infinity whose weight is 0 in 16 bits stays an infinity, and is no NaN.
+//   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that use it. In
+//   Hopper's forward kernel, a warp of the producer looks at the whole tile instead (keep_values_finite()).
+// - Rows that do not see a key get 0 times a finite number from it: 0.
+// - Rows that see it. With weights P >= 0, only the numbers of a column that are not finite decide whether its sum is
+//   NaN or infinite. Adding each of them with the weight 1 gives the same, with one exception: an infinity whose weight
+//   is 0 in 16 bits stays an infinity, and does not become NaN.
 // - Later tiles. A number in rO that is not finite never becomes finite again, whatever it is multiplied by and
 //   whatever is added to it.
-// - Where nobody has to look: in tiles of which every row sees every key, P·V itself gives the right result.
+// - No search is needed in tiles of which every row sees every key: P·V itself gives the right result.
 //
-// The backward pass has the same trouble with K: in dQ = dS·K, the 0 in dS of a key that a row does not see does not
-// silence NaN in K. What is not finite in K counts as 0 there, and nothing is added back: a row that sees such a key
+// The backward pass has the same problem with K: in dQ = dS·K, a key that a row does not see has dS = 0, which does not
+// silence NaN in K. There, what is not finite in K counts as 0, and nothing is added back: a row that sees such a key
 // has a score, and so a dS and a dQ, that is not finite, unless the score is -infinity.
 #pragma once
 
@@ -26,7 +26,7 @@
 
 namespace fastattn {
 
-// Two 16-bit elements -> 0xffff in each half that is NaN or infinite, 0 in the others.
+// Returns 0xffff in each half of two_elements that is NaN or infinite, 0 in the others.
 template <DataType kDataType>
 FASTATTN_DEVICE uint32_t nonfinite_mask(uint32_t two_elements) {
     // Adding one to an exponent of all ones, and to no other, carries into the sign, which is cleared first.
@@ -35,19 +35,19 @@ FASTATTN_DEVICE uint32_t nonfinite_mask(uint32_t two_elements) {
     return (sign_bits << 1) - (sign_bits >> 15);
 }
 
-// Finds NaN and infinity among many elements, with one instruction for two: times 0 they are NaN, which stays in a sum.
+// Finds NaN and infinity among many elements, with one instruction for two: 0 times them is NaN, which stays in a sum.
 template <DataType kDataType>
 struct SearchForNonfinite {
     uint32_t sums[4] = {};
 
-    // Additions to one sum wait for each other: i says which, and has to be known to the compiler.
+    // i chooses the sum, because additions to one sum wait for each other. The compiler has to know i.
     FASTATTN_DEVICE void look_at(uint32_t two_elements, int i) {
         uint32_t& sum = sums[i % 4];
         sum = kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(two_elements, 0, sum)
                                               : ptx::fma_rn_bf16x2(two_elements, 0, sum);
     }
 
-    // Sums are zeros, of either sign, unless something was not finite.
+    // Sums are zeros, of either sign, unless an element was not finite.
     FASTATTN_DEVICE bool has_found() const { return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fff) != 0; }
 };
 
@@ -64,9 +64,9 @@ struct CtaBarrier {
     FASTATTN_DEVICE void operator()() const { __syncthreads(); }
 };
 
-// Moves what is not finite out of sV [kNumRows, kHeadDim] and into the rows of rO that see its key: sees(m, half, n)
-// says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which wait
-// for each other in barrier().
+// Moves elements that are not finite from sV [kNumRows, kHeadDim] into the rows of rO that see their key: sees(m, half,
+// n) says whether row [m][half] of this lane sees the tile's key n. Called by all threads that load the tile, which
+// wait for each other in barrier().
 template <DataType kDataType, int kTilesM, int kTilesD, typename TileLoader, typename Sees,
           typename Barrier = CtaBarrier>
 FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const uint16_t* sV, const TileLoader& tile,

@@ -1,4 +1,4 @@
-// Keys and values in pages: where the rows of a tile lie, and a CTA's copies of such tiles into swizzled shared memory.
+// Keys and values in pages: finds the rows of a tile, and copies such tiles into swizzled shared memory.
 //
 // A key whose page does not exist is absent: it is not read, zeros replace it, and no row sees it.
 #pragma once
@@ -16,17 +16,17 @@
 
 namespace fastattn {
 
-// How many keys sequence `batch` has, whatever the offsets say: from 0 to most.
+// Returns how many keys sequence `batch` has, clamped to 0 … most, whatever the offsets say.
 FASTATTN_DEVICE int32_t paged_keys(const int32_t* cu_seqlens, int32_t batch, int32_t most) {
     const int64_t length = int64_t{cu_seqlens[batch + 1]} - cu_seqlens[batch];
     return static_cast<int32_t>(min(max(length, int64_t{0}), int64_t{most}));
 }
 
-// The keys of one sequence.
+// The pages of one sequence.
 struct PageTable {
     const PagedParams& params;
     const int32_t* pages;
-    int32_t num_pages, num_keys;  // num_pages: that exist
+    int32_t num_pages, num_keys;  // num_pages: pages that exist
 
     FASTATTN_DEVICE PageTable(const PagedParams& params, int32_t batch, int32_t num_pages, int32_t num_keys)
         : params(params),
@@ -34,8 +34,7 @@ struct PageTable {
           num_pages(num_pages),
           num_keys(num_keys) {}
 
-    // Whether a page does not exist of those that hold keys [begin, end) of the sequence, among the ones that this
-    // thread of `threads` looks at.
+    // Returns whether some page of keys [begin, end) does not exist. This thread looks at every threads-th page.
     FASTATTN_DEVICE bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
         const int32_t last_key = min(end, num_keys) - 1;
         if (last_key < begin) return false;
@@ -47,7 +46,7 @@ struct PageTable {
         return lacks;
     }
 
-    // Keys from num_keys on are absent, and the table is not read for them.
+    // Returns the location of a key. Keys from num_keys on are absent, and the table is not read for them.
     FASTATTN_DEVICE TokenLocation find(int32_t key) const {
         const int32_t page_idx = params.by_page_size.quotient(key);
         const int32_t page = key < num_keys ? __ldg(pages + page_idx) : -1;
@@ -55,8 +54,8 @@ struct PageTable {
     }
 };
 
-// Bits of the keys of a tile, from first_key on, that are present: bit 2n + e is key accumulator_column(lane) + 8n + e,
-// as a lane has the columns of accumulators. Called by a whole warp.
+// Returns the bits of the keys of a tile, from first_key on, that are present. Bit 2n + e is key
+// accumulator_column(lane) + 8n + e: a lane's columns in accumulators. Called by a whole warp.
 template <int kTilesN>
 FASTATTN_DEVICE uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
@@ -65,20 +64,20 @@ FASTATTN_DEVICE uint32_t present_columns(const PageTable& table, int32_t first_k
     for (int n = 0; n < kTilesN; n += kTilesPerWord) {
         const bool is_present = table.find(first_key + n * kMmaN + lane).is_present();
         const uint32_t own = __ballot_sync(0xffffffff, is_present) >> accumulator_column(lane) & 0x03030303;
-        // The two bits of each byte move side by side.
+        // Collects the two bits of each byte.
         present |= ((own | own >> 6 | own >> 12 | own >> 18) & 0xff) << 2 * n;
     }
     return present;
 }
 
-// The tiles of keys or values of one head, each copied into the same buffer.
+// Copies tiles of keys or values of one head, each into the same buffer.
 template <int kRows, int kHeadDim, int kThreads>
 struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1> {
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>;
     using Chunks::kChunksPerPass, Chunks::kRowsPerPass, Chunks::kRowPasses, Chunks::head_dim;
 
-    // Where this thread's rows of a tile lie, the same for keys and values. They are looked up a step before they are
-    // copied, so that nothing waits for the table.
+    // The locations of this thread's rows of a tile, the same for keys and values. They are looked up a step before
+    // they are copied, so that no copy waits for the table.
     struct Rows {
         TokenLocation rows[kRowPasses];
 
@@ -89,7 +88,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
             }
         }
 
-        // Whether one of these keys is absent although the sequence is long enough to have it.
+        // Returns whether one of these keys is absent although the sequence is long enough to have it.
         FASTATTN_DEVICE bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
             bool found = false;
 #pragma unroll
@@ -127,7 +126,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     }
 };
 
-// Sets scores of absent keys to -inf. rS: of the keys from first_key on.
+// Sets the scores of absent keys to -inf. rS has the keys from first_key on.
 template <int kTilesM, int kTilesN>
 FASTATTN_DEVICE void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
                                  int lane) {

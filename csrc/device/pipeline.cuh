@@ -1,4 +1,4 @@
-// A loop whose loads, by cp.async, run ahead of its products by as many stages of shared memory as there are but one.
+// A loop whose loads, by cp.async, run ahead of its products by all stages of shared memory but one.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fastattn {
 
-// Loads of a CTA's first steps of [begin, end): load(step, stage) starts this thread's copies.
+// Starts the loads of a CTA's first steps of [begin, end). load(step, stage) starts this thread's copies.
 template <int kNumStages, typename Load>
 FASTATTN_DEVICE void start_pipeline(int32_t begin, int32_t end, Load&& load) {
     for (int32_t step = begin; step < begin + kNumStages - 1; ++step) {
@@ -17,8 +17,8 @@ FASTATTN_DEVICE void start_pipeline(int32_t begin, int32_t end, Load&& load) {
     }
 }
 
-// The steps themselves, after start_pipeline(): multiply(step, stage) uses what all threads have copied. Nothing is on
-// its way after the last step, but warps may still be in it.
+// Runs the steps, after start_pipeline(). multiply(step, stage) uses what all threads have copied. After the last step
+// no copies are in flight, but other warps may still be multiplying.
 template <int kNumStages, typename Load, typename Multiply>
 FASTATTN_DEVICE void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
     constexpr int kAhead = kNumStages - 1;

@@ -1,4 +1,4 @@
-// Powers of two as factors, which round nothing.
+// Powers of two as factors: a product with one is exact.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace fastattn {
 
-inline constexpr uint32_t kExponentBits = 0x7f800000, kExponentStep = 0x00800000;  // of fp32; a step doubles
+inline constexpr uint32_t kExponentBits = 0x7f800000, kExponentStep = 0x00800000;  // of fp32; adding a step doubles
 
-// The inverse of a power of two, where both are normal numbers.
+// Returns the inverse of a power of two. Both must be normal numbers.
 FASTATTN_DEVICE float inverse_of_power(float power) {
     return __uint_as_float(0x7f000000 - __float_as_uint(power));
 }

@@ -1,4 +1,4 @@
-// Sums over the lanes of a warp, and what one lane tells the others.
+// Sums over the lanes of a warp, and broadcasts from one lane.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace fastattn {
 
-// All lanes receive it.
+// Returns the sum of all lanes to all of them.
 FASTATTN_DEVICE float warp_reduce_sum(float value) {
 #pragma unroll
     for (int other = kWarpSize / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffff, value, other);
     return value;
 }
 
-// All lanes receive the value of one. Pointers are passed whole: ptxas spills registers when halves are.
+// Returns the value of one lane to all. Pointers are passed whole: ptxas spills registers when halves are.
 template <typename Value>
 FASTATTN_DEVICE Value from_lane(Value value, int lane) {
     using Word = std::conditional_t<sizeof(Value) % sizeof(uint64_t) == 0, unsigned long long, unsigned>;
@@ -29,7 +29,7 @@ FASTATTN_DEVICE Value from_lane(Value value, int lane) {
     return value;
 }
 
-// Lane i receives the sum of lanes 0 … i.
+// Returns the sum of lanes 0 … i to lane i.
 FASTATTN_DEVICE int64_t warp_inclusive_sum(int64_t value, int lane) {
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {

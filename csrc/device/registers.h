@@ -1,11 +1,10 @@
-// The registers of a CTA whose warpgroups exchange them (ptx::setmaxnreg_inc()): kernels assert that it has as many as
-// they take.
+// Kernels whose warpgroups exchange registers (ptx::setmaxnreg_inc()) assert that the CTA has enough for all.
 #pragma once
 
 namespace fastattn {
 
-// Whether a CTA that has an SM for itself has so many registers. `registers`: those of a thread of each of its
-// warpgroups, added up. It starts with as many as all its threads can have alike, which comes in steps of 8.
+// Returns whether a CTA that has an SM to itself has enough registers. `registers`: those of one thread of each of its
+// warpgroups, added up. At the start all threads have equally many, a multiple of 8.
 constexpr bool has_registers_for(int num_warpgroups, int registers) {
     constexpr int kRegistersOfSm = 65536, kThreadsOfWarpgroup = 128;
     return registers <= num_warpgroups * (kRegistersOfSm / (kThreadsOfWarpgroup * num_warpgroups) / 8 * 8);

@@ -1,7 +1,7 @@
-// A ring of stages in shared memory between a producer, which fills them, by TMA as a rule, and the warps that consume
+// A ring of stages in shared memory between a producer, which fills them, usually by TMA, and the warps that consume
 // them. A stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer
-// has read it. In a cluster each CTA has the same ring, and every CTA copies some rows of each tile: so the consumers
-// of all CTAs empty a stage of all.
+// has read it. In a cluster each CTA has the same ring, and copies some rows of each tile into all CTAs. So a stage is
+// empty when the consumers of all CTAs have read it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct RingBarriers {
     uint64_t full[kStages], empty[kStages];
 
     // Called by one thread before any other uses the barriers. num_consumers: how many warps of all CTAs empty a stage.
-    // num_producers: how many arrivals say that a stage is full.
+    // num_producers: how many arrivals make a stage full.
     FASTATTN_DEVICE void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
@@ -27,8 +27,8 @@ struct RingBarriers {
     }
 };
 
-// Stands beside a ring: one more mbarrier for each stage, which completes in every round of the ring, when so many
-// threads have copied their rows with cp.async, or looked through the tile.
+// One more mbarrier for each stage of a ring. It completes in every round of the ring, when so many threads have copied
+// their rows with cp.async, or searched the tile.
 template <int kStages>
 struct StageBarriers {
     uint64_t done[kStages];
@@ -39,7 +39,7 @@ struct StageBarriers {
     }
 };
 
-// Where one side stands in the ring. The phase, the parity of the rounds, is kept here and nowhere else.
+// The position of one side in the ring: its stage, and its phase, the parity of the rounds.
 template <int kStages>
 struct Ring {
     uint32_t barriers;  // RingBarriers in shared memory
@@ -48,7 +48,7 @@ struct Ring {
 
     FASTATTN_DEVICE explicit Ring(const RingBarriers<kStages>& barriers) : barriers(shared_address(&barriers)) {}
 
-    // Where a side stands that has gone on so many times: for those that keep one number for several rings.
+    // The position of a side that has advanced so many times, for sides that keep one number for several rings.
     FASTATTN_DEVICE Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
@@ -60,7 +60,7 @@ struct Ring {
         return ring;
     }
 
-    // Returns the place before this one in another ring, for a side that goes through two one step apart.
+    // Returns the stage before this one in another ring, for a side that goes through two rings one step apart.
     FASTATTN_DEVICE Ring before(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -71,41 +71,40 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // Does the same before TMA fills the stage. It may write over what threads have read only after a proxy fence: the
-    // producer's own serves the reads of all consumers, which then need none in their loops.
+    // Does the same before TMA fills the stage. TMA may overwrite what threads have read only after a proxy fence. The
+    // producer's fence serves the reads of all consumers, which then need none in their loops.
     FASTATTN_DEVICE void wait_empty_for_tma() const {
         wait_empty();
         ptx::fence_proxy_async_shared_cluster();
     }
 
-    // Does the same for one thread. The stage then gets so many bytes, which have to arrive at the barrier that is
-    // returned.
+    // Does the same for one thread, and returns the barrier at which all `bytes` bytes of the stage have to arrive.
     FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
         wait_empty_for_tma();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
         return full();
     }
 
-    // Producer, for a stage that it has written itself.
+    // Producer: says that it has filled the stage itself.
     FASTATTN_DEVICE void arrive_full() const { ptx::mbarrier_arrive(full()); }
 
-    // acquire() for a warp whose lanes share the copies.
+    // Does what acquire() does, for a warp whose lanes divide the copies.
     FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
         wait_empty_for_tma();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
-        __syncwarp();  // the barrier expects the bytes before any that this warp copies
+        __syncwarp();  // waits until the barrier expects the bytes, before any lane copies
         return full();
     }
 
     // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage,
-    // and tells the consumers. What wgmma is to read, which threads have written, passes the fence on its way.
+    // and tells the consumers. The fence makes what threads have written visible to wgmma.
     FASTATTN_DEVICE void publish(const StageBarriers<kStages>& gathered) const {
         wait(gathered);
         ptx::fence_proxy_async_shared();
         arrive_full();
     }
 
-    // Producer: where a stage's bytes are to arrive, for copies started without acquire().
+    // Producer: returns the barrier for the bytes of a stage, for copies started without acquire().
     FASTATTN_DEVICE uint32_t full_barrier() const { return full(); }
 
     // Waits until all threads have arrived at this stage of `beside`.
@@ -120,13 +119,13 @@ struct Ring {
     // Consumer: waits until the tile has landed.
     FASTATTN_DEVICE void wait_full() const { ptx::mbarrier_wait_parity(full(), phase); }
 
-    // Consumer, a whole warp, when its reads are over.
+    // Consumer, a whole warp: releases the stage after its reads.
     FASTATTN_DEVICE void release(int lane) {
         if (lane == 0) ptx::mbarrier_arrive(empty());
         advance();
     }
 
-    // Consumer, one thread, where it alone empties the stage.
+    // Consumer, one thread: releases the stage that it alone empties.
     FASTATTN_DEVICE void release_by_thread() {
         ptx::mbarrier_arrive(empty());
         advance();
@@ -138,7 +137,8 @@ struct Ring {
         advance();
     }
 
-    // Consumer, one thread, where another CTA fills the stage: says how many bytes of it make it full, in either order.
+    // Consumer, one thread, where another CTA fills the stage: says how many bytes make it full, before or after they
+    // land.
     FASTATTN_DEVICE void expect(uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(), bytes); }
 
     // Consumer, one thread: tells a CTA of the cluster that the stage has been read.

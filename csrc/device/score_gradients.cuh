@@ -1,4 +1,4 @@
-// From S = Q·Kᵀ to P, and from P and dP = dO·Vᵀ to dS, on a warp's accumulators.
+// Computes P from S = Q·Kᵀ, and dS from P and dP = dO·Vᵀ, on a warp's accumulators.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@
 
 namespace fastattn {
 
-// The workspace's numbers for kRows query rows of one head, in shared memory. A row that does not exist has 0
-// throughout, as in Q and dO: its P is exp(0), its dS exp(0) · (0 - 0), and what it adds to dK and dV is 0.
+// The terms of kRows query rows of one head, in shared memory. A row that does not exist has 0 throughout, as in Q and
+// dO: its P is exp(0), its dS exp(0) · (0 - 0), and it adds 0 to dK and dV.
 template <int kRows>
 struct RowTerms {
     float shift[kRows], delta[kRows], log2_sum[kRows];
 
-    // All threads of the CTA start to copy num_rows rows from `offset` on.
+    // Starts to copy num_rows rows from `offset` on. Called by all threads of the CTA.
     template <int kThreads>
     FASTATTN_DEVICE void load(const AttentionBackwardParams& params, int64_t offset, int32_t num_rows) {
         static_assert(kThreads >= 2 * kRows, "a thread copies one number of shift or delta");
@@ -36,9 +36,9 @@ struct RowTerms {
     }
 };
 
-// Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]: from (first_row, first_key) on, and in the CTA's own
-// tile [kBlockM, kBlockN] from (row, column) on. Without kOptions scores are only scaled, and masked by a window.
-// is_full: nothing but a bias hides a key; see RowTileWalk.
+// Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]. They begin at (first_row, first_key), and in the CTA's tile
+// [kBlockM, kBlockN] at (row, column). Without kOptions scores are only scaled, and masked by a window. is_full:
+// nothing but a bias hides a key; see RowTileWalk.
 template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
 struct ScoreGradients {
     using Accumulators = float[kTilesM][kTilesN][4];
@@ -48,9 +48,9 @@ struct ScoreGradients {
     bool is_full, has_log2_sum;
     int32_t first_row, first_key;
     int row, column, lane;
-    uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: kOptions
+    uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: with kOptions
 
-    // Early, before there are scores: what it computes without kOptions takes registers.
+    // Called before there are scores: what it computes without kOptions takes registers.
     FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
                                    bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row, int column, int lane)
         : scores(scores),
@@ -65,9 +65,9 @@ struct ScoreGradients {
         if (!kOptions && !is_full) find_seen();
     }
 
-    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, but for its factor, in 16 bits; and rS = P · d score / d
-    // (scale · Q·Kᵀ). What a row does not see is 0 in both. Options are for eight keys at a time: that takes few
-    // registers. ranges_of(): the RowRanges of the rows.
+    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, without its factor, in 16 bits. rS becomes P · d score / d
+    // (scale · Q·Kᵀ). Both are 0 where a row does not see a key. Options are applied to eight keys at a time, which
+    // takes few registers. ranges_of(): the RowRanges of the rows.
     template <DataType kDataType, typename RangesOf>
     FASTATTN_DEVICE void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout, RangesOf&& ranges_of) {
         float shift[kTilesM][2];
@@ -95,15 +95,15 @@ struct ScoreGradients {
             }
             stage_scores<kDataType, kBlockN>(sP, rS, row, column, 0, lane);
         }
-        // Opaque, else the compiler keeps each bit it has looked at in a register of its own.
+        // Opaque, else the compiler keeps each bit that it has tested in a register of its own.
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) seen[m] = ptx::opaque(seen[m]);
 #pragma unroll
         for (int m = 0; m < kTilesM && kOptions; ++m) kept[m] = ptx::opaque(kept[m]);
     }
 
-    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits; kTiles * 8 keys of it from tile kFirst
-    // on. rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
+    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits, of kTiles * 8 keys from tile kFirst on.
+    // rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
     template <DataType kDataType, int kFirst, int kTiles>
     FASTATTN_DEVICE void from_scores(uint16_t* sdS, const Accumulators& rS, float (&rdP)[kTilesM][kTiles][4]) const {
         float delta[kTilesM][2];
@@ -140,7 +140,7 @@ struct ScoreGradients {
         }
     }
 
-    // Calls function(m, e) for what this lane has of eight keys.
+    // Calls function(m, e) for this lane's elements of eight keys.
     template <typename Function>
     FASTATTN_DEVICE static void for_each_of_eight(Function&& function) {
 #pragma unroll
@@ -150,8 +150,8 @@ struct ScoreGradients {
         }
     }
 
-    // Finds the keys seen through the window. Comparing a lane's few columns takes fewer instructions than making their
-    // bits.
+    // Finds the keys seen through the window. Comparing a lane's few columns takes fewer instructions than computing
+    // their bits.
     FASTATTN_DEVICE void find_seen() {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             if (half == 0) seen[m] = 0;
@@ -170,7 +170,7 @@ struct ScoreGradients {
         });
     }
 
-    // Through the window and ranges of keys.
+    // Finds the keys seen through the window and through ranges of keys.
     template <typename RangesOf>
     FASTATTN_DEVICE void find_seen_through(RangesOf&& ranges_of) {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
@@ -189,7 +189,7 @@ struct ScoreGradients {
         return (bits | bits << 2) & 0x33333333;
     }
 
-    // Keys n * 8 … n * 8 + 7 of the tile: rS = Q·Kᵀ -> rP and rS as probabilities() says; seen, kept.
+    // Makes rP and rS of rS = Q·Kᵀ for keys n * 8 … n * 8 + 7 of the tile: see probabilities(). Updates seen, kept.
     FASTATTN_DEVICE void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
                                       const float (&shift)[kTilesM][2], const Dropout& dropout) {
         float rScore[kTilesM][1][4], rSoftcapGradient[kTilesM][1][4], log2_sum[kTilesM][2];

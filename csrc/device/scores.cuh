@@ -1,5 +1,5 @@
-// Makes scores of Q·Kᵀ, before the softmax: scale, softcap, bias or ALiBi, mask. All of it is decided at run time, by
-// branches that a whole CTA takes alike; the order of the passes over the accumulators is the order of the steps.
+// Turns Q·Kᵀ into scores, before the softmax: scale, softcap, bias or ALiBi, mask. Branches at run time, which a whole
+// CTA takes alike, choose the options. Passes over the accumulators come in the order of these steps.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct HeadScores {
                                int32_t num_keys)
         : HeadScores(params, slope_of(params, batch, head), batch, head, num_rows, num_keys) {}
 
-    // With a slope that has been read before.
+    // Takes a slope that has been read before.
     FASTATTN_DEVICE HeadScores(const ScoreParams& params, float slope, int32_t batch, int32_t head, int32_t num_rows,
                                int32_t num_keys)
         : params(params),
@@ -39,18 +39,18 @@ struct HeadScores {
           bias(static_cast<const char*>(params.bias.data) +
                (batch * params.bias.batch_stride + head * params.bias.head_stride) * params.bias.element_bytes()) {}
 
-    // 0: no ALiBi.
+    // Returns the ALiBi slope, or 0 without ALiBi.
     FASTATTN_DEVICE static float slope_of(const ScoreParams& params, int32_t batch, int32_t head) {
         return params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[batch * params.alibi_batch_stride + head];
     }
 
-    // The bits of an element, whose type is T.
+    // Returns the bits of an element of the bias, whose type is T.
     template <typename T>
     FASTATTN_DEVICE uint32_t bias_bits(int32_t row, int32_t key) const {
         return reinterpret_cast<const T*>(bias)[row * params.bias.row_stride + key * params.bias.key_stride];
     }
 
-    // The number that these bits add to a score: -inf is a mask.
+    // Returns the number that these bits add to a score: -inf masks it.
     template <BiasKind kKind>
     FASTATTN_DEVICE static float bias_value(uint32_t bits) {
         if constexpr (kKind == BiasKind::kBool) return bits != 0 ? 0.0f : -kInfinity;
@@ -59,7 +59,7 @@ struct HeadScores {
         return __uint_as_float(bits);
     }
 
-    // Calls function(type of an element's bits{}, kind{}) for the kind of bias that there is.
+    // Calls function(T{}, kind{}) for the kind of bias that there is, where T is the type of an element's bits.
     template <typename Function>
     FASTATTN_DEVICE void with_bias_kind(Function&& function) const {
         switch (params.bias.kind) {
@@ -76,7 +76,7 @@ struct HeadScores {
         }
     }
 
-    // -inf is a mask also where the score is NaN.
+    // A bias of -inf masks even a score that is NaN.
     template <BiasKind kKind>
     FASTATTN_DEVICE static void add_bias(float& score, uint32_t bits) {
         const float added = bias_value<kKind>(bits);
@@ -108,7 +108,7 @@ struct HeadScores {
         }
     }
 
-    // The bias of a tile, as early as possible: it is needed only after Q·Kᵀ.
+    // Loads the bias of a tile. Called as early as possible: it is needed only after Q·Kᵀ.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void load_bias(uint32_t (&rB)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                    int lane) const {
@@ -125,7 +125,7 @@ struct HeadScores {
         add_alibi(rS, first_row, first_key, lane);
     }
 
-    // Does the same and adds the bias, whose -inf is a mask.
+    // Does the same and adds the bias, whose -inf masks a score.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {
@@ -133,7 +133,7 @@ struct HeadScores {
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
     }
 
-    // Does the same with a bias that is loaded only now, because it would not fit in registers beside Q·Kᵀ.
+    // Does the same with a bias that is loaded only now, because it would not fit in registers with Q·Kᵀ.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                    int lane) const {
@@ -141,9 +141,9 @@ struct HeadScores {
         load_and_add_bias(rS, first_row, first_key, lane);
     }
 
-    // The bits of the keys that a row sees, as own_columns_of() has them: through the window and, where there may be
-    // and are some, through the row's ranges of keys, the RowRanges that ranges_of() returns. A row that does not exist
-    // sees what its window has, or with ranges nothing. Called by all lanes of a warp.
+    // Returns the bits of the keys that a row sees, as own_columns_of() has them: through the window and, with
+    // kMayHaveRanges and if the call has ranges, through the row's ranges of keys. ranges_of() returns the RowRanges. A
+    // row that does not exist sees what its window has, or nothing with ranges. Called by all lanes of a warp.
     template <int kTilesN, bool kMayHaveRanges = true, typename RangesOf>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
         const KeyRange keys = window.keys_of(row);
@@ -151,7 +151,7 @@ struct HeadScores {
         return ranges_of().template own_columns<kTilesN>(row, keys, first_key, lane);
     }
 
-    // Makes the scores of keys that a row does not see -inf.
+    // Sets the scores of keys that a row does not see to -inf.
     template <bool kMayHaveRanges = true, int kTilesM, int kTilesN, typename RangesOf>
     FASTATTN_DEVICE void hide(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
                               RangesOf&& ranges_of) const {
@@ -160,9 +160,9 @@ struct HeadScores {
         });
     }
 
-    // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It has no registers to hold a
-    // bias in for long. The caller hides what a row does not see, and all of a row that does not exist: what that would
-    // see may be NaN, which goes into the keys' gradients.
+    // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It loads the bias late, for lack
+    // of registers. The caller hides what a row does not see, and all keys of a row that does not exist: its scores may
+    // be NaN, which would get into the keys' gradients.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {

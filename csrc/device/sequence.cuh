@@ -1,4 +1,4 @@
-// Which rows of packed tensors belong to a sequence, and which keys a row of it sees.
+// Finds the rows of a sequence in packed tensors, and the keys that a row sees.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Sequence {
     int32_t begin, length;
 };
 
-// Sequence `batch` of a dense tensor is whole. Offsets on the device may be anything: they are clamped to the tensor.
+// Returns sequence `batch`: all rows of a dense tensor. Offsets on the device may be anything: they are clamped.
 FASTATTN_HOST_DEVICE Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
     if (cu_seqlens == nullptr) return {0, most};
     const int32_t begin = min(max(cu_seqlens[batch], 0), total);
@@ -38,10 +38,10 @@ struct RowRange {
     int32_t begin, end;
 };
 
-// Row i stands at key i + offset, and sees `left` keys before and `right` keys after that.
+// The keys that rows see: row i stands at key i + offset, and sees `left` keys before and `right` keys after that one.
 //
-// 32 bits suffice. A whole call has at most 2^31 - 1 rows, and as many keys, so that the distance of a row and a key
-// fits. Its sum with a side of the window need not, so that the distance is bounded before the side is added.
+// 32 bits suffice. A call has at most 2^31 - 1 rows, and as many keys, so that the distance of a row and a key fits.
+// Its sum with a side of the window may not fit, so the distance is bounded before the side is added.
 struct Window {
     int32_t num_keys, offset, left, right;
 
@@ -50,14 +50,14 @@ struct Window {
         return {from(position, left), until(position, right, num_keys)};
     }
 
-    // Which of num_rows rows see a key.
+    // Returns which of num_rows rows see a key.
     FASTATTN_HOST_DEVICE RowRange rows_of(int32_t key, int32_t num_rows) const {
         const int32_t position = sum(key, -offset);
         return {min(from(position, right), num_rows), until(position, left, num_rows)};
     }
 
   private:
-    // Wraps around only for rows and keys that do not exist, which lie past the last ones of a tile.
+    // Wraps around only for rows and keys past the last ones, which do not exist.
     FASTATTN_HOST_DEVICE static int32_t sum(int32_t a, int32_t b) {
         return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
     }

@@ -6,8 +6,8 @@
 
 namespace fastattn {
 
-// tanh(x) = (1 - e) / (1 + e), e = exp(-2 |x|), with x's sign: 1 for an infinity, NaN for NaN. Below 0.3, where 1 - e
-// cancels, its series up to x^9, whose next term is 6e-8 of it there. Either is within 4e-7 of the result.
+// Returns tanh(x) = (1 - e) / (1 + e), e = exp(-2 |x|), with x's sign: 1 for an infinity, NaN for NaN. Below 0.3, where
+// 1 - e cancels, it is the series up to x^9, whose next term is 6e-8 of it there. Both are within 4e-7 of the result.
 FASTATTN_DEVICE float tanh_of(float x) {
     constexpr float kSmall = 0.3f;
     const float e = ptx::ex2_approx_ftz_f32(fabsf(x) * (-2.0f * kLog2E));

@@ -12,7 +12,7 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// Maximum and sum over the lanes that share an accumulator row.
+// Returns the maximum over the lanes that hold the same accumulator row. row_reduce_sum() returns the sum.
 FASTATTN_DEVICE float row_reduce_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
     return fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
@@ -23,14 +23,14 @@ FASTATTN_DEVICE float row_reduce_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum. Of a hidden key it is 0 also where another key
-// makes the shift NaN.
+// Returns P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum. P of a hidden key is 0 even where
+// another key makes the shift NaN.
 FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum, bool is_hidden = false) {
     const float exponent = fmaf(score - shift, kLog2E, -log2_sum);
     return ptx::ex2_approx_ftz_f32(is_hidden ? -kInfinity : exponent);
 }
 
-// A number for each row of a lane. Indices [m][half]: a lane has an upper and a lower row in each m16 tile.
+// A number for each row that a lane has elements of. Indices [m][half]: an m16 tile has an upper and a lower row.
 template <int kTilesM>
 struct RowNumbers {
     float of[kTilesM][2];
@@ -48,7 +48,7 @@ FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowNumbers<
     }
 }
 
-// The maxima of a lane's own columns, not of whole rows; NaN counts only where there is nothing else.
+// Returns the maxima of a lane's own columns, not of whole rows. NaN counts only where there is nothing else.
 template <int kTilesM, int kTilesN>
 FASTATTN_DEVICE RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
     RowNumbers<kTilesM> max;
@@ -68,12 +68,12 @@ FASTATTN_DEVICE RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kT
 
 // A step is:  max = maxima_of_lane(S);  if (is_outgrown_by(max)) rescale(O, follow(max));  exponentiate(S);  O += P·V.
 //
-// Scores are S = Q·Kᵀ; probabilities are relative to a reference, P = 2^(scale_log2 * S - reference), with scale_log2 >
-// 0. The reference of a row is a maximum that it had: it follows the running maximum where that has grown by more than
-// 8 (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. What other rows do has no influence on it.
+// Scores are S = Q·Kᵀ. Probabilities are relative to a reference: P = 2^(scale_log2 * S - reference), scale_log2 > 0.
+// The reference of a row is a maximum that the row had. It follows the running maximum when that has grown by more than
+// 8 (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. Other rows have no influence on it.
 //
-// kInNats: S is final, scale_log2 is log2(e), and S may be as large as a float can be (a bias of finfo.min): the
-// reference, which is in nats then, is subtracted before it is scaled. Else both are one FMA.
+// kInNats: S is final, scale_log2 is log2(e), and S may be as large as a float can be (a bias of finfo.min). The
+// reference is then in nats, and is subtracted before the difference is scaled. Otherwise one FMA does both.
 template <int kTilesM, bool kInNats = false>
 struct OnlineSoftmax {
     static constexpr float kLargestGrowth = 8.0f;       // binary logarithm: fp16 holds P up to 2^16
@@ -92,8 +92,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // Starts the rows with a score, in nats, that has no value. one_of_four: true in one of the lanes that share a row,
-    // which counts the score.
+    // Starts the rows with a sink: a score in nats that has no value. one_of_four: true in one of the four lanes of a
+    // row, which counts the score.
     FASTATTN_DEVICE void set_sink(float sink, bool one_of_four) {
         const float score = fmaxf(kInNats ? sink : sink * kLog2E, kLowest);
 #pragma unroll
@@ -103,7 +103,7 @@ struct OnlineSoftmax {
         }
     }
 
-    // Starts a lane's upper and lower rows with different scores.
+    // Starts a lane's upper and lower rows with different sinks.
     FASTATTN_DEVICE void set_sinks(float upper, float lower, bool one_of_four) {
         static_assert(kTilesM == 1, "two rows of a lane");
         set_sink(lower, one_of_four);
@@ -113,8 +113,8 @@ struct OnlineSoftmax {
         row_sum[0][1] = sum_below;
     }
 
-    // Whether some row of the warp needs another reference; the same for all lanes. Only then do the lanes have to
-    // combine their maxima.
+    // Returns whether some row of the warp needs another reference, the same to all lanes. Only then do the lanes have
+    // to combine their maxima.
     FASTATTN_DEVICE bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {
         bool grows = false;
 #pragma unroll
@@ -127,7 +127,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    // Returns whether some row of the warp has not had a score yet, or `anyway`; all lanes get the same.
+    // Returns whether some row of the warp has had no score yet, or `anyway`. All lanes get the same.
     FASTATTN_DEVICE bool lacks_references(bool anyway) const {
         bool lacks = anyway;
 #pragma unroll
@@ -144,12 +144,12 @@ struct OnlineSoftmax {
                 const float max = row_reduce_max(max_of_lane.of[m][half]);
                 if (reference[m][half] != kLowest || !(above_reference(max, kLowest) > kLargestGrowth)) continue;
                 reference[m][half] = in_unit(max);
-                row_sum[m][half] = 0.0f;  // a sink that is as low has made it more
+                row_sum[m][half] = 0.0f;  // a sink as low as kLowest has made it larger
             }
         }
     }
 
-    // Moves the references after the maxima, and scales the sums of P to them. Returns the factors that O needs.
+    // Moves the references up to the maxima, and scales the sums of P to them. Returns the factors that O needs.
     FASTATTN_DEVICE RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
         RowNumbers<kTilesM> factor;
 #pragma unroll
@@ -165,10 +165,10 @@ struct OnlineSoftmax {
         return factor;
     }
 
-    // Turns rS, whose maxima the references have followed, into P, and adds it up. P keeps S's NaN.
+    // Turns rS, whose maxima the references have followed, into P, and adds P to the sums. P keeps S's NaN.
     template <int kTilesN>
     FASTATTN_DEVICE void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
-        RowNumbers<kTilesM> tile_sum;  // apart from those so far, which need not be at hand then
+        RowNumbers<kTilesM> tile_sum;  // apart from row_sum, which then needs no registers in the loop
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
 #pragma unroll
@@ -185,7 +185,7 @@ struct OnlineSoftmax {
         add(tile_sum);
     }
 
-    // Writes P to rP with the references that there are, keeps S, and returns the sums of P. P is right only if
+    // Writes P to rP with the present references, keeps S, and returns the sums of P. P is valid only if
     // is_outgrown_by_sums() says false of them.
     template <DataType kDataType, int kTilesN>
     FASTATTN_DEVICE RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
@@ -207,8 +207,8 @@ struct OnlineSoftmax {
         return tile_sum;
     }
 
-    // Whether a lane's probabilities, from their sums, may be too large for 16 bits or for their sums; NaN counts as
-    // that. The same for all lanes of the warp.
+    // Returns whether a lane's probabilities, judged by their sums, may be too large for 16 bits or for the sums. NaN
+    // counts as too large. All lanes of the warp get the same.
     FASTATTN_DEVICE bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
         constexpr float kLargestSum = 16384.0f;
         bool grows = false;
@@ -231,7 +231,7 @@ struct OnlineSoftmax {
         return kInNats ? reference[m][half] : reference[m][half] * kLn2;
     }
 
-    // Divides rO by the sums, times `factor`, and takes their logarithms. A row without a key gets 0 and -inf.
+    // Divides rO by the sums, times `factor`, and sets row_lse. A row without a key gets 0 and -inf.
     template <int kTilesD>
     FASTATTN_DEVICE void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
         RowNumbers<kTilesM> quotient;
@@ -249,18 +249,18 @@ struct OnlineSoftmax {
     }
 
   private:
-    // A score in the unit of references. The product is rounded by itself, never fused into what follows: P, the
-    // correction and the logarithm then refer to the same number, and its rounding cancels. It makes P larger by a
-    // factor of at most 2^4 for scores below 2^27 (binary logarithms); fp32 scores above have an error of the same size
-    // in themselves.
+    // Converts a score to the unit of references. The product is rounded by itself, never fused into what follows. P,
+    // the correction and the logarithm then refer to the same number, and its rounding cancels. It makes P larger by a
+    // factor of at most 2^4 for scores below 2^27 (binary logarithms). Larger fp32 scores have an error of the same
+    // size in themselves.
     FASTATTN_DEVICE float in_unit(float score) const { return kInNats ? score : __fmul_rn(score, scale_log2); }
 
-    // The binary logarithm of P.
+    // Returns the binary logarithm of P.
     FASTATTN_DEVICE float above_reference(float score, float reference) const {
         return kInNats ? (score - reference) * scale_log2 : fmaf(score, scale_log2, -reference);
     }
 
-    // Two to the power of a difference of references.
+    // Returns two to the power of a difference of references.
     FASTATTN_DEVICE float power_of(float difference) const {
         return ptx::ex2_approx_ftz_f32(kInNats ? difference * scale_log2 : difference);
     }

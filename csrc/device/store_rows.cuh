@@ -1,4 +1,4 @@
-// Accumulators from registers to global memory: rounded to 16 bits, or in fp32.
+// Stores accumulators in global memory: rounded to 16 bits, or in fp32.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace fastattn {
 
-// The four lanes of a row exchange registers: lane i then holds what all four had in pairs[i], in the order of the
-// lanes.
+// Exchanges registers between the four lanes of a row: lane i then holds what all four had in pairs[i], in the order of
+// the lanes.
 FASTATTN_DEVICE void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
@@ -23,8 +23,8 @@ FASTATTN_DEVICE void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
     }
 }
 
-// A warp's rows [16, 8 * kTilesD], of each head_dim elements, a multiple of 8. row_at(row): where a row goes, or null.
-// A lane stores 16 bytes at a time, and the four lanes of a row 64 bytes that lie side by side.
+// Stores a warp's rows [16, 8 * kTilesD], of head_dim elements each, a multiple of 8. row_at(row): where a row goes, or
+// null. A lane stores 16 bytes at a time, and the four lanes of a row 64 adjacent bytes.
 template <DataType kDataType, int kTilesD, typename RowAt>
 FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int lane, int head_dim, RowAt&& row_at) {
     static_assert(kTilesD % 4 == 0, "four tiles are one chunk of 16 bytes for each lane of a row");
@@ -46,7 +46,7 @@ FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int la
     });
 }
 
-// A lane's elements of one of its rows, [8 * kTilesD] of head_dim elements, in fp32. half: see for_own_rows.
+// Stores a lane's elements of one of its rows, [8 * kTilesD] of which head_dim exist, in fp32. half: see for_own_rows.
 // store(pair, first, second) takes two neighbouring elements.
 template <int kTilesD, typename Store>
 FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane, int head_dim,
@@ -59,7 +59,7 @@ FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int
     }
 }
 
-// Where no other thread stores.
+// WritePair and AddPair assume that no other thread stores at the same time.
 struct WritePair {
     FASTATTN_DEVICE void operator()(float* pair, float first, float second) const {
         *reinterpret_cast<float2*>(pair) = {first, second};

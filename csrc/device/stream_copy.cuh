@@ -1,4 +1,4 @@
-// A CTA's copies of the tiles that lie along a matrix, one after the other, into the stages of a pipeline.
+// Copies the tiles along a matrix, one after the other, into the stages of a pipeline, by all threads of a CTA.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct TileStream {
     static_assert(kRowsPerPass % Layout::kPeriodRows == 0, "a thread's chunks must share one swizzled column");
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
 
-    int row, column;     // of the tile, of this thread's first chunk; the column in bytes
+    int row, column;     // of this thread's first chunk in the tile; the column in bytes
     uint32_t offset;     // where that chunk goes
     const char* global;  // where it comes from, in the tile to load next
     int64_t row_bytes;   // from one row to the next
@@ -31,7 +31,7 @@ struct TileStream {
         global = static_cast<const char*>(first_tile) + row * row_bytes + column;
     }
 
-    // Starts to copy a tile whose first num_rows rows exist, and of these the first num_bytes bytes. The rest becomes
+    // Starts to copy a tile of which the first num_rows rows, and their first num_bytes bytes, exist. The rest becomes
     // zero, and is not read. The next tile lies `advance` bytes further on.
     FASTATTN_DEVICE void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
         load_beside(stage, num_rows, num_bytes, 0);

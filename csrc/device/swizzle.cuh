@@ -1,7 +1,7 @@
-// Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte
-// copies meet a bank conflict. In rows of whole 128 bytes, chunk c of row r stands where chunk c ^ (r % 8) would: eight
-// rows at one c, as ldmatrix reads them, and eight neighbouring chunks of one row, as copies touch them, cover all 32
-// banks once. Rows of 64 bytes more start at bank 0 and 16 alternately; there c ^ (r / 2 % 4) does the same.
+// Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte copies
+// meet a bank conflict. In rows of whole 128 bytes, chunk c of row r is stored as chunk c ^ (r % 8). Eight rows at one
+// c, as ldmatrix reads them, then cover all 32 banks once. So do eight neighbouring chunks of one row, as copies touch
+// them. Rows with 64 bytes more start at banks 0 and 16 in turn; c ^ (r / 2 % 4) does the same for them.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@ struct Swizzle {
     static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // chunks that are exchanged with each other
     static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
-    // Offset in bytes of a chunk from the start of the tile.
+    // Returns the offset of a chunk, in bytes from the start of the tile.
     FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return row * kRowBytes + (chunk ^ (row * kPeriod / kSwizzleRows % kPeriod)) * kChunkBytes;
     }
 };
 
-// The addresses that a lane passes to ldmatrix, for the 16x16 blocks of such a tile. As the pattern is an exclusive or,
+// The addresses that a lane passes to ldmatrix, for the 16x16 blocks of such a tile. The pattern is an exclusive or. So
 // moving by chunks inside a period is one too, on an offset that tiles may share; all else is a compile-time constant.
 // A lane that starts further right (at_column) may only move by columns that share no bit with its own.
 template <int kHeadDim>
@@ -53,15 +53,15 @@ struct SwizzledBlocks {
         return blocks;
     }
 
-    // Does the same where the distance is known only at run time: it then goes into the lane's own offset, to which
-    // compile-time distances are added where the address is used.
+    // Does the same for a distance that is known only at run time. It goes into the lane's own offset, to which each
+    // use adds compile-time distances.
     FASTATTN_DEVICE SwizzledBlocks below(int num_rows) const {
         SwizzledBlocks blocks = *this;
         blocks.lane_offset += num_rows * Layout::kRowBytes;
         return blocks;
     }
 
-    // The lane's address in the block whose upper left element is [row][column], both multiples of 16.
+    // Returns the lane's address in the block whose upper left element is [row][column], both multiples of 16.
     FASTATTN_DEVICE uint32_t address(int row, int column) const {
         const int chunk = column / kChunkElements;
         const uint32_t in_period = lane_offset ^ (chunk % Layout::kPeriod * kChunkBytes);

@@ -1,4 +1,4 @@
-// Copies tiles [kRows, kHeadDim] of 16-bit elements: a CTA into swizzled shared memory, and a warp out of it.
+// Copies tiles [kRows, kHeadDim] of 16-bit elements: into swizzled shared memory by a CTA, and out of it by a warp.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,13 @@ FASTATTN_DEVICE float* row_pointer(const RowsView& view, int32_t batch, int32_t 
 }
 
 // A thread's chunks of a tile [kRows, kHeadDim]. A pass copies a rectangle, one chunk a thread and neighbouring chunks
-// by neighbouring threads. A thread always has the same chunks of a tile, and may look at them before the barrier that
-// shares the tile. kDirection: whether the passes go down (1) or up (-1) the rows.
+// by neighbouring threads. A thread always has the same chunks of a tile, and may read them before the barrier that
+// makes the tile visible to all. kDirection: whether the passes go down (1) or up (-1) the rows.
 template <int kRows, int kHeadDim, int kThreads, int kDirection>
 struct TileChunks {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
-    // One period of a row, 64 or 128 bytes, or more where the tile has fewer rows than would go with that.
+    // One period of a row, 64 or 128 bytes, or more where the tile has too few rows for all threads.
     static constexpr int kChunksPerPass = Layout::kPeriod * std::max(1, kThreads / Layout::kPeriod / kRows);
     static constexpr int kRowsPerPass = kThreads / kChunksPerPass;
     static constexpr int kRowPasses = kRows / kRowsPerPass;
@@ -59,7 +59,7 @@ struct TileChunks {
   protected:
     FASTATTN_DEVICE static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
 
-    // Calls function(first row, first chunk of the pass, where this thread's chunk is in shared memory).
+    // Calls function(first row of the pass, first chunk of the pass, this thread's chunk in shared memory).
     template <typename Function>
     FASTATTN_DEVICE void for_own_chunks(Function&& function) const {
 #pragma unroll
@@ -84,7 +84,7 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     const uint16_t* gChunk;  // where this thread's chunk comes from in the next pass
     int64_t pass_stride;
 
-    // The first tile to load starts at gTile. Its rows have head_dim elements; what is beyond becomes zero.
+    // The first tile to load starts at gTile. Its rows have head_dim elements; the rest of kHeadDim becomes zero.
     FASTATTN_DEVICE TileLoader(uint16_t* sTile, const uint16_t* gTile, int64_t row_stride, int thread,
                                int head_dim = kHeadDim)
         : Chunks(sTile, thread, head_dim), pass_stride(kRowsPerPass * row_stride) {
@@ -92,11 +92,11 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
         gChunk = gTile + row * row_stride + Chunks::row_pass(0) * pass_stride + chunk * kChunkElements;
     }
 
-    // The tile to load next starts so many elements further on.
+    // Moves the tile to load next so many elements further on.
     FASTATTN_DEVICE void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read. The tile goes so many bytes after the first one.
+    // zero, and are not read. The tile goes bytes_behind bytes after the first one.
     template <bool kPartial>
     FASTATTN_DEVICE void load(int num_rows, uint32_t bytes_behind = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
@@ -125,8 +125,8 @@ FASTATTN_DEVICE void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTil
     });
 }
 
-// Rounds scores to 16 bits and writes them to a tile [*, kColumns]. `offset` is the accumulator_offset of a warp's
-// tiles there, of which rS holds those from first_tile on. No column of them may share a bit with the first one's.
+// Rounds scores to 16 bits and writes them to a tile [*, kColumns]. `offset` is the accumulator_offset() of a warp's
+// tiles, of which rS holds those from first_tile on. Their columns may share no bit with the first tile's.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const float (&rS)[kTilesM][kTilesN][4],
                                      int first_tile) {
@@ -140,7 +140,7 @@ FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const flo
     }
 }
 
-// The offset in a tile [*, kColumns], in bytes, of a lane's first accumulator of the warp's tiles that start at
+// Returns the offset in bytes, in a tile [*, kColumns], of a lane's first accumulator in a warp's tiles that start at
 // [first_row][first_column].
 template <int kColumns>
 FASTATTN_DEVICE uint32_t accumulator_offset(int first_row, int first_column, int lane) {
@@ -148,16 +148,16 @@ FASTATTN_DEVICE uint32_t accumulator_offset(int first_row, int first_column, int
            lane % kLanesPerRow * static_cast<int>(sizeof(uint32_t));
 }
 
-// Does the same for a warp's tiles that start at [first_row][first_column].
+// Does what stage_scores_at() does, for a warp's tiles that start at [first_row][first_column].
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kTilesN][4], int first_row,
                                   int first_column, int first_tile, int lane) {
-    // Keeps one register for all addresses: the compiler then derives those of other tiles from it each time.
+    // Opaque: one register holds the offset, from which the compiler then derives the addresses of all tiles.
     const uint32_t offset = ptx::opaque(accumulator_offset<kColumns>(first_row, first_column, lane));
     stage_scores_at<kDataType, kColumns>(sTile, offset, rS, first_tile);
 }
 
-// Copies a warp's own [kRows, kHeadDim] rows from shared memory to global memory; those that exist.
+// Copies a warp's rows [kRows, kHeadDim], those that exist, from shared memory to global memory.
 template <int kRows, int kHeadDim>
 FASTATTN_DEVICE void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows, int lane,
                                 int head_dim) {

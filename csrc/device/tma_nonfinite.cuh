@@ -1,4 +1,4 @@
-// Tiles that TMA has copied, for device/nonfinite.cuh.
+// Searches tiles that TMA has copied for NaN and infinity: see device/nonfinite.cuh.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace fastattn {
 
-// Returns whether one of kThreads threads finds NaN or infinity among its elements. kUnroll: how many chunks of 16
-// bytes it reads at once, if not all of its own.
+// Returns whether this thread of kThreads finds NaN or infinity among its elements. kUnroll: how many of its chunks of
+// 16 bytes it reads at once, by default all.
 template <DataType kDataType, typename Tile, int kThreads, int kUnroll = Tile::kBytes / kChunkBytes>
 FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;

@@ -11,9 +11,8 @@
 
 namespace fastattn {
 
-// Returns the columns of the widest block that divides so many columns. A product that reads columns as its N takes
-// whole blocks: matrices are made up of whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a
-// block.
+// Returns the columns of the widest block that divides `columns`. A product whose N is the columns reads whole blocks:
+// matrices consist of whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a block.
 constexpr int widest_block_columns(int columns) {
     return columns % 64 == 0 ? 64 : 32;
 }
@@ -30,14 +29,14 @@ struct TmaTile {
     static constexpr int kElements = kBytes / 2;
     static_assert(kRows % 8 == 0, "blocks begin where the swizzle's pattern does");
 
-    // In bytes from the start of the tile; a chunk is 16 bytes.
+    // Returns the offset of a 16-byte chunk, in bytes from the start of the tile.
     FASTATTN_DEVICE static uint32_t offset(int row, int chunk) {
         return chunk / kChunksPerRow * kBlockBytes + row * kRowBytes +
                (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
 
-    // Called by one thread: starts to copy a box, the rows of a group of heads that start at `row`, to rows_of_tile. A
-    // box may have fewer rows than the tile. Elements outside of the tensor become zero, and their bytes count too.
+    // Called by one thread. Starts to copy a box, the rows of a group of heads from `row` on, to rows_of_tile. A box
+    // may have fewer rows than the tile. Elements outside of the tensor become zero; the barrier counts them too.
     FASTATTN_DEVICE static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch, int32_t group,
                                      int32_t row, uint32_t barrier) {
 #pragma unroll
@@ -47,7 +46,7 @@ struct TmaTile {
         }
     }
 
-    // Does the same to two CTAs of a cluster, to the same rows of their tiles. Each of them copies a half of the rows.
+    // Does the same into two CTAs of a cluster, to the same rows of both tiles. Each CTA copies half of the rows.
     FASTATTN_DEVICE static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
@@ -59,7 +58,7 @@ struct TmaTile {
         }
     }
 
-    // Writes zeros from first_row to the end; each of `threads` threads writes some.
+    // Writes zeros from first_row to the end of the tile. Each of `threads` threads writes some.
     FASTATTN_DEVICE static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
         const int chunks_per_block = (kRows - first_row) * (kRowBytes / kChunkBytes);
         for (int block = 0; block < kNumBlocks; ++block) {

@@ -1,7 +1,7 @@
-// Applies options to Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh has them, on the accumulators of a
-// warpgroup whose rows are keys and whose columns are query rows. A pass is over kTilesAtOnce * 8 of the columns,
-// from tile kFirst on: over all, the softcap's slopes would not fit in registers; over fewer, it would be asked more
-// often what options there are.
+// Applies options to Sᵀ = K·Qᵀ: softcap, ALiBi and bias, as device/scores.cuh does, on the accumulators of a warpgroup
+// whose rows are keys and whose columns are query rows. A pass covers kTilesAtOnce * 8 of the columns, from tile kFirst
+// on. With more columns, the softcap's gradients would not fit in registers. With fewer, the options would be tested
+// more often.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace fastattn {
 
 // A warp's scores of one head: 16 keys from first_key on, and 8 * kTilesM query rows from first_row on. kHasRegisters:
-// a bias of 16 or 8 bits has 2 * kTilesM of them while S is computed, and a pass 16; else it is loaded when it is added,
-// and a pass has 8.
+// a bias of 16 or 8 bits has 2 * kTilesM registers while S is computed, and a pass has 16. Otherwise the bias is loaded
+// when it is added, and a pass has 8.
 template <int kTilesM, bool kHasRegisters>
 struct TransposedOptions {
     static constexpr int kTilesAtOnce = kHasRegisters ? 4 : 2;
@@ -30,8 +30,8 @@ struct TransposedOptions {
     FASTATTN_DEVICE TransposedOptions(const HeadScores& scores, int32_t first_row, int32_t first_key, int lane)
         : scores(scores), own_row(first_row + accumulator_column(lane)), own_key(first_key + accumulator_row(lane)) {}
 
-    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. One of 32 bits has no
-    // room.
+    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. Biases of 32 bits do not
+    // fit.
     using BiasPairs = uint32_t[kTilesM][2];
 
     template <typename T>
@@ -50,7 +50,7 @@ struct TransposedOptions {
         });
     }
 
-    // rS = S becomes scores before the bias. rSoftcapGradient: d score / d (scale * S), where there is a softcap.
+    // Makes scores before the bias of rS = S. rSoftcapGradient: d score / d (scale * S), where there is a softcap.
     template <int kFirst>
     FASTATTN_DEVICE void scale(Accumulators& rS, SoftcapGradients& rSoftcapGradient) const {
         const ScoreParams& params = scores.params;
@@ -69,7 +69,7 @@ struct TransposedOptions {
         add_alibi<kFirst>(rS);
     }
 
-    // Adds the bias. What it masks is no longer among the seen.
+    // Adds the bias, and removes what it masks from `seen`.
     template <int kFirst>
     FASTATTN_DEVICE void add_bias(Accumulators& rS, SeenRows& seen, const BiasPairs& pairs) const {
         scores.with_bias_kind([&](auto bits, auto kind) {
@@ -102,7 +102,7 @@ struct TransposedOptions {
     }
 
   private:
-    // Calls function(n, half, bits, bits) for each two neighbouring rows of a key.
+    // Calls function(n, half, bits, bits) for every two neighbouring rows of a key.
     template <typename T, int kFirst, int kTiles, typename Function>
     FASTATTN_DEVICE void for_bias(Function&& function) const {
         const BiasView& view = scores.params.bias;
@@ -134,7 +134,7 @@ struct TransposedOptions {
         HeadScores::add_bias<kKind>(rS[0][n][e], bits);
     }
 
-    // Distances are counted in floats, which is exact up to 2^24.
+    // Counts distances in floats, which is exact up to 2^24.
     template <int kFirst>
     FASTATTN_DEVICE void add_alibi(Accumulators& rS) const {
         if (scores.slope == 0) return;

@@ -1,5 +1,5 @@
-// From Sᵀ = K·Qᵀ to Pᵀ, and from Pᵀ and dPᵀ = V·dOᵀ to dSᵀ, on the accumulators of a warpgroup: keys are its rows, and
-// query rows its columns.
+// Computes Pᵀ from Sᵀ = K·Qᵀ, and dSᵀ from Pᵀ and dPᵀ = V·dOᵀ, on the accumulators of a warpgroup: keys are its rows,
+// and query rows its columns.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct alignas(16) TransposedOptionsTerms {
     float shift[kRows], minus_delta[kRows], log2_sum[kRows];
 };
 
-// Which of the query rows from first_row on, its columns, this lane's two keys are seen by. Bit 2 * n + e of seen[half]
-// is column 8 * n + e from the lane's first.
+// Which query rows, from first_row on, see this lane's two keys. The rows are columns: bit 2 * n + e of seen[half] is
+// column 8 * n + e from the lane's first.
 struct SeenRows {
     uint32_t seen[2];
 
@@ -47,7 +47,7 @@ struct SeenRows {
     FASTATTN_DEVICE bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
 };
 
-// rS = Sᵀ becomes Pᵀ. With kMasked, keys that a row does not see get 0, whatever they had.
+// Turns rS = Sᵀ into Pᵀ. With kMasked, P is 0 where a row does not see a key, whatever S was.
 template <bool kMasked, int kTilesM>
 FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* shift_log2, float scale_log2,
                                       const SeenRows& columns, int lane) {
@@ -62,7 +62,7 @@ FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* s
     }
 }
 
-// Starts dPᵀ at -delta, to which V·dOᵀ is added: so no instructions are needed after the products.
+// Starts dPᵀ at -delta, to which V·dOᵀ is added, so that no instructions are needed after the products.
 template <int kTilesM>
 FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
 #pragma unroll
@@ -73,7 +73,7 @@ FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* 
     }
 }
 
-// rdP = dPᵀ - delta becomes dSᵀ, of rP = Pᵀ. dP may be NaN where a row does not see a key.
+// Turns rdP = dPᵀ - delta into dSᵀ, with rP = Pᵀ. dP may be NaN where a row does not see a key.
 template <bool kMasked, int kTilesM>
 FASTATTN_DEVICE void to_score_gradients(float (&rdP)[1][kTilesM][4], const float (&rP)[1][kTilesM][4],
                                         const SeenRows& columns) {
@@ -87,7 +87,7 @@ FASTATTN_DEVICE void to_score_gradients(float (&rdP)[1][kTilesM][4], const float
     }
 }
 
-// P as another warpgroup has packed it with accumulators_to_a(): two neighbouring tiles.
+// Unpacks P, two neighbouring tiles, as another warpgroup has packed it with accumulators_to_a().
 template <DataType kDataType>
 FASTATTN_DEVICE void a_to_accumulators(float (&left)[4], float (&right)[4], const uint32_t (&a)[4]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The products of attention, computed by one warp.
+// Computes the products of attention, by one warp.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace fastattn {
 
-// A warp's rows of Q as operands A, for products with all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
+// Loads a warp's rows of Q as operands A, for all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <int kTilesM, int kTilesK, int kHeadDim>
 FASTATTN_DEVICE void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4], const SwizzledBlocks<kHeadDim>& sQ) {
 #pragma unroll
@@ -19,9 +19,9 @@ FASTATTN_DEVICE void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4], const 
     }
 }
 
-// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Neighbours
-// in this order share an operand, which then need not be read from the register file again: B where the row of tiles
-// changes, else A, also from one pair of tiles to the next.
+// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Consecutive
+// MMAs share an operand, which need not be read from the register file again: B where the row of tiles changes, else A,
+// also from one pair of tiles to the next.
 template <DataType kDataType, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
                                    const uint32_t (&rB)[4], int n) {
@@ -48,7 +48,7 @@ FASTATTN_DEVICE void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
     }
 }
 
-// rS += Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) sets the operand A of a block.
+// rS += Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) loads the operand A of a block.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
 FASTATTN_DEVICE void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,
                                           LoadQ&& load_q) {
@@ -66,7 +66,7 @@ FASTATTN_DEVICE void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4], cons
     }
 }
 
-// rS += Q·Kᵀ. sQ [kTilesM * 16, kHeadDim] begins at the address of the lane's ldmatrix.
+// rS += Q·Kᵀ, with sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
 FASTATTN_DEVICE void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                    const SwizzledBlocks<kHeadDim>& sK) {
@@ -75,7 +75,7 @@ FASTATTN_DEVICE void accumulate_qk(float (&rS)[kTilesM][kTilesN][4], const Swizz
     });
 }
 
-// rS = Q · sKᵀ, likewise.
+// rS = Q·Kᵀ, with operands as in accumulate_qk().
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim>
 FASTATTN_DEVICE void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                              const SwizzledBlocks<kHeadDim>& sK) {
@@ -83,7 +83,7 @@ FASTATTN_DEVICE void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlo
     accumulate_qk<kDataType>(rS, sQ, sK);
 }
 
-// With Q's operands in registers.
+// rS = Q·Kᵀ, with Q's operands in registers.
 template <DataType kDataType, int kTilesM, int kTilesN, int kTilesK, int kHeadDim>
 FASTATTN_DEVICE void gemm_qk(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rQ)[kTilesM][kTilesK][4],
                              const SwizzledBlocks<kHeadDim>& sK) {
@@ -112,9 +112,9 @@ FASTATTN_DEVICE void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4], const fl
     }
 }
 
-// Both operands from shared memory, for the backward pass, where a warp has some of the columns only: it takes blocks
-// of 16, kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB. sA [kTilesM * 16, kSumK]
-// at ldmatrix_lane, or transposed [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB [kSumK, kTilesN * 8] at ldmatrix_lane.
+// Multiplies operands in shared memory, for the backward pass, where a warp has only some of the columns: blocks of 16,
+// kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB. sA [kTilesM * 16, kSumK] at
+// ldmatrix_lane, or transposed [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB [kSumK, kTilesN * 8] at ldmatrix_lane.
 template <DataType kDataType, bool kTransposeA, int kSumK, int kColumnStep, int kFirstColumn = 0, int kTilesM,
           int kTilesN, int kColumnsA, int kColumnsB>
 FASTATTN_DEVICE void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,

@@ -1,5 +1,5 @@
-// From Sᵀ = K·Qᵀ to Pᵀ, and from Pᵀ and dPᵀ = V·dOᵀ to dSᵀ, on the accumulators of a warp whose rows are keys: Pᵀ is
-// then the operand A of dV = Pᵀ·dO as it stands in registers. Scores are only scaled, and masked by a window.
+// Computes Pᵀ from Sᵀ = K·Qᵀ, and dSᵀ from Pᵀ and dPᵀ = V·dOᵀ, on the accumulators of a warp whose rows are keys. Pᵀ in
+// registers is then the operand A of dV = Pᵀ·dO. Scores are only scaled, and masked by a window.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace fastattn {
 
-// The workspace's numbers for kRows query rows of one head, in shared memory, as accumulators need it: the columns of
-// a lane are neighbouring rows, the same two in both halves.
+// The terms of kRows query rows of one head, in shared memory, as accumulators need them: the columns of a lane are
+// neighbouring rows, the same two in both halves.
 template <int kRows>
 struct alignas(16) ColumnTerms {
-    float4 minus_delta[kRows / 2];  // of two rows, then of the same two again: the operand C
+    float4 minus_delta[kRows / 2];  // of two rows, then of the same two again: the products start from it
     float minus_shift_log2[kRows];
 };
 
 // Loads a thread's one number of these terms for each tile, into a register while the tile before is in use. A row that
-// does not exist has 0 throughout, as in Q and dO: its P is 1, its dS is 1 · (0 - 0), and what it adds is 0.
+// does not exist has 0 throughout, as in Q and dO: its P is 1, its dS is 1 · (0 - 0), and it adds 0.
 template <int kRows>
 struct ColumnTermsLoader {
     static constexpr int kThreads = 2 * kRows;
@@ -29,12 +29,12 @@ struct ColumnTermsLoader {
     const float* gNext;
     float number;
 
-    // The first row to load is the first one of `head`, further on by first_row.
+    // The first row to load is row first_row of `head`.
     FASTATTN_DEVICE ColumnTermsLoader(const AttentionBackwardParams& params, int32_t batch, int32_t head,
                                       int32_t first_row)
         : gNext(row_pointer(is_shift() ? params.shift : params.delta, batch, head) + first_row + own_row()) {}
 
-    // The tile to load next starts so many numbers further on.
+    // Moves the tile to load next so many numbers further on.
     FASTATTN_DEVICE void skip(int64_t numbers) { gNext += numbers; }
 
     FASTATTN_DEVICE void load(int32_t num_rows) {
@@ -60,8 +60,8 @@ struct ColumnTermsLoader {
     FASTATTN_DEVICE static int own_row() { return threadIdx.x % kRows; }
 };
 
-// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. Rows that do not
-// exist may see any: they add 0.
+// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. Rows that do not exist
+// may see any: they add 0.
 struct KeyBand {
     static constexpr int32_t kNone = -(1 << 20);  // less than any distance in a tile
 
@@ -85,7 +85,7 @@ template <int kTilesM, int kTilesN>
 struct TransposedScores {
     using Accumulators = float[kTilesM][kTilesN][4];
 
-    // rdPᵀ = -delta, so that V·dOᵀ on top of it is dPᵀ - delta.
+    // Starts rdPᵀ at -delta, so that adding V·dOᵀ to it gives dPᵀ - delta.
     FASTATTN_DEVICE static void init_gradients(Accumulators& rdP, const float4* minus_delta, int lane) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
@@ -118,7 +118,7 @@ struct TransposedScores {
         }
     }
 
-    // Zeros in both where a row does not see a key: there, either may be anything.
+    // Sets both to 0 where a row does not see a key: there, either may be anything.
     FASTATTN_DEVICE static void mask(Accumulators& rP, Accumulators& rdP, const KeyBand& seen, int lane) {
         const int32_t ahead = accumulator_row(lane) - accumulator_column(lane);
         const int32_t first = seen.first - ahead, keys_from_here = seen.num_keys - accumulator_row(lane);

@@ -1,4 +1,4 @@
-// Starts the products of attention, 64 rows to a warpgroup. They run on until wait_gemm().
+// Starts the products of attention, 64 rows to a warpgroup. They run asynchronously until wait_gemm().
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@ namespace fastattn {
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kWarpgroupM = 64;
 
-// Where wgmma finds an operand in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides count 16
-// bytes.
+// Describes to wgmma where an operand lies in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides
+// count 16 bytes.
 struct OperandDescriptor {
     uint32_t low;  // address, and from bit 16 on the stride between blocks
 
-    // K contiguous: a block holds 64 or 32 of K, and products reach no further.
+    // K contiguous: a block holds 64 or 32 of K, and no product crosses blocks.
     FASTATTN_DEVICE static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
 
-    // N contiguous: a block holds 64 or 32 of N, and the next ones are in the next block.
+    // N contiguous: a block holds 64 or 32 of N, and the next block the next ones.
     FASTATTN_DEVICE static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
     // Describes what lies so many bytes further on, in a block whose rows have kRowBytes. The address has bits to
-    // spare, so that adding to it carries into nothing else.
+    // spare, so that adding to it carries into no other field.
     template <int kRowBytes = 128>
     FASTATTN_DEVICE uint64_t at(int bytes) const {
         static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that tiles have");
@@ -36,19 +36,19 @@ struct OperandDescriptor {
     }
 };
 
-// Waits until no more than kInFlight groups of products are in flight, and so until rC has the sums of an earlier one.
+// Waits until at most kInFlight groups of products are in flight. rC then has the sums of a group before those.
 template <int kInFlight, typename Sums>
 FASTATTN_DEVICE void wait_gemm(Sums& rC) {
     ptx::wgmma_wait_group<kInFlight>();
     ptx::written_by_wgmma(rC);
 }
 
-// A row of m16 tiles as the flat array that wgmma takes.
+// Returns a row of m16 tiles as the flat array that wgmma takes.
 template <int kTiles>
 FASTATTN_DEVICE float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
 
-// Where the columns from this one on are, whose tile has K contiguous.
+// Describes the columns from `column` on of rows whose tile has K contiguous.
 template <typename Tile>
 FASTATTN_DEVICE uint64_t at_column(OperandDescriptor rows, int column) {
     return rows.at<Tile::kRowBytes>(column / Tile::kBlockColumns * Tile::kBlockBytes +

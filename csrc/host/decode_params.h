@@ -1,4 +1,4 @@
-// The parameters of the kernels of flash-decoding. Strides count elements unless they say otherwise.
+// The parameters of the flash-decoding kernels. Strides count elements unless a comment says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -8,29 +8,29 @@
 
 namespace fastattn {
 
-// The format of a cache: elements of the queries' dtype; int8; or fp8, torch's float8_e4m3fn. An element of 8 bits
-// times its scale is what it stands for.
+// The format of a cache's elements: the queries' 16-bit dtype, int8, or fp8 (torch's float8_e4m3fn). An 8-bit element
+// stands for itself times its scale.
 enum class CacheFormat : int32_t { k16Bit, kInt8, kFp8 };
 
 constexpr bool is_8bit(CacheFormat format) {
     return format != CacheFormat::k16Bit;
 }
 
-// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim], of 16-bit elements or of 8-bit ones. A
-// contiguous cache has a block for each sequence, a paged one for each page. Rows lie as those of a HeadsView. Blocks
-// and rows are looked up at every step: their strides have 32 bits, so that an address is two products.
+// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim]. A block is a page, or in a contiguous cache a
+// sequence. Rows are aligned as those of a HeadsView. Strides of blocks and rows have 32 bits, because every step needs
+// them: an address then takes two products.
 struct CacheView {
     void* data;
     int32_t head_dim;
-    int64_t head_bytes;                 // from one head to the next
-    uint32_t block_chunks, row_chunks;  // likewise, in chunks of 16 bytes
-    float* scales;  // [blocks, kv_heads, block_rows]; null: all are 1, or elements of 16 bits have none
+    int64_t head_bytes;                 // stride of a head
+    uint32_t block_chunks, row_chunks;  // strides of a block and of a row, in chunks of 16 bytes
+    float* scales;                      // [blocks, kv_heads, block_rows]; null where all are 1 or elements have 16 bits
     int64_t scale_head_stride;
     uint32_t scale_block_stride, scale_row_stride;
-    bool scales_are_given;  // one for all tokens of a head: read, while those of single tokens are found and written
+    bool scales_are_given;  // true: read, one for all tokens of a head; false: written, one for each token
 };
 
-// Where the tokens of a sequence lie. Neither lengths nor tables are trusted: see decode/cache_tokens.cuh.
+// Where the tokens of a sequence lie. Kernels trust neither lengths nor tables: see decode/cache_tokens.cuh.
 struct CacheLayout {
     int32_t num_blocks, block_rows;
     Divisor by_block_rows;
@@ -38,7 +38,7 @@ struct CacheLayout {
     int64_t table_batch_stride, table_page_stride;
 };
 
-// Facts of all sequences, which the host knows.
+// What the host knows about all sequences of a call.
 struct SequenceShape {
     int32_t capacity;     // tokens, at most 2^30
     int32_t num_new;      // tokens that this call appends
@@ -46,23 +46,23 @@ struct SequenceShape {
     int32_t window_left;  // as in ScoreParams
 };
 
-// Which of a sequence's last num_queries tokens each query sees: bytes [batch, num_queries, num_queries], 0 or 1. Null:
-// what the window says.
+// The tree mask: [batch, queries, tokens] bytes, 1 where a query sees a token, over the last num_queries tokens of a
+// sequence. Null: the window alone decides.
 struct TreeMaskView {
     const uint8_t* data;
     int64_t batch_stride, query_stride, token_stride;
 };
 
-// Which keys of all sequences each CTA takes: see scheduler/decode_splits.h.
+// How the keys of all sequences are divided among the CTAs: see scheduler/decode_splits.h.
 struct SplitSchedule {
     int32_t num_ctas;
     int32_t tiles_per_sequence;  // KV heads times tiles of rows
-    int32_t splits_per_tile;     // > 0: a tile has at most so many splits
-    int32_t blocks_per_split;    // else a split has so many blocks of keys
+    int32_t splits_per_tile;     // > 0: the most splits of a tile; 0: splits have a fixed size
+    int32_t blocks_per_split;    // the size of a split where splits_per_tile is 0
     Divisor by_blocks_per_split;
-    int32_t min_splits_per_cta;  // but see choose_splits_per_cta()
+    int32_t min_splits_per_cta;  // but 1 where choose_splits_per_cta() says so
     int64_t num_tiles;           // of all sequences
-    bool splits_are_partials;    // each split leaves a partial; else all splits that a CTA has of a tile leave one
+    bool splits_are_partials;    // every split leaves a partial; else a CTA leaves one for all its splits of a tile
     int32_t slots_per_cta;       // workspace slots
 };
 
@@ -75,8 +75,8 @@ struct RotaryParams {
     bool interleaved;
 };
 
-// Where appended tokens go: token i to the slot that data[i * stride] names, row slot % page_size of page slot /
-// page_size. Neither is trusted: a slot that does not exist drops its token, as a negative one does.
+// The slots that appended tokens go to. Token i goes to row slot % page_size of page slot / page_size, where slot is
+// data[i * stride]. A token whose slot is negative or does not exist is dropped.
 struct SlotsView {
     const void* data;
     bool is_int64;  // else int32
@@ -85,7 +85,7 @@ struct SlotsView {
     Divisor by_page_size;
 };
 
-// decode/append_sm80.cuh.
+// The parameters of decode/append_sm80.cuh.
 struct AppendParams {
     HeadsView<const uint16_t> k_new, v_new;  // [tokens, Hkv, D or Dv], the tokens as rows of one batch
     int32_t num_rows;                        // tokens times KV heads
@@ -93,7 +93,7 @@ struct AppendParams {
     SlotsView slots;
 };
 
-// decode/dequantize_sm80.cuh.
+// The parameters of decode/dequantize_sm80.cuh.
 struct DequantizeCacheParams {
     CacheView k_cache, v_cache;
     CacheLayout layout;
@@ -102,7 +102,7 @@ struct DequantizeCacheParams {
     int32_t batch, kv_heads, blocks_per_sequence, capacity;
 };
 
-// decode/split_sm80.cuh.
+// The parameters of decode/split_sm80.cuh.
 struct DecodeParams {
     HeadsView<const uint16_t> query;  // [B, Hq, Sq, D]
     HeadsView<uint16_t> out;          // [B, Hq, Sq, Dv]
@@ -115,11 +115,10 @@ struct DecodeParams {
     SequenceShape sequence;
     int32_t kv_heads, group, row_tiles;  // group: query heads of a KV head
     Divisor by_group, by_row_tiles;
-    ScoreParams scores;  // without bias and dropout; beside a tree mask also without window and ALiBi
+    ScoreParams scores;  // no bias, no dropout; with a tree mask also no window and no ALiBi
     TreeMaskView tree_mask;
     SplitSchedule schedule;
-    PartialWorkspace
-        partials;  // num_slots() and num_counters() of scheduler/decode_splits.h; also null where no tile has rows
+    PartialWorkspace partials;  // sizes: num_slots(), num_counters() of scheduler/decode_splits.h; may be null
 };
 
 }  // namespace fastattn

@@ -15,7 +15,7 @@ DeviceFacts look_up_device_facts(int device) {
         int value = 0;
         const cudaError_t error = cudaDeviceGetAttribute(&value, which, device);
         if (error == cudaSuccess) return value;
-        cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
+        cudaGetLastError();  // clears the error, which the next call of the runtime would report again
         throw std::runtime_error("fastattn: cannot read attribute " + std::to_string(which) + " of CUDA device " +
                                  std::to_string(device) + ": " + cudaGetErrorString(error));
     };
@@ -32,7 +32,7 @@ DeviceFacts device_facts() {
     int device = 0;
     const cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) {
-        cudaGetLastError();  // as above
+        cudaGetLastError();  // clears the error, as above
         throw std::runtime_error(std::string("fastattn: there is no current CUDA device: ") +
                                  cudaGetErrorString(error));
     }

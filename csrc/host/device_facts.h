@@ -1,4 +1,4 @@
-// Facts of a GPU by which the host schedules work, asked once for each device.
+// The facts about a GPU from which the host schedules work.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +6,14 @@
 namespace fastattn {
 
 struct DeviceFacts {
-    int32_t compute_capability;  // times ten
+    int32_t compute_capability;  // 10 * major + minor
     int32_t num_sms;
     int64_t l2_bytes;
     int32_t shared_bytes_per_cta;  // the most that a CTA can ask for
 };
 
-// Returns the facts of the current device. Facts of the first devices are kept for the life of the process; those of
-// others are asked each time. Any thread may call it.
+// Returns the facts of the current device. Any thread may call it. Facts of the first 16 devices are kept for the life
+// of the process; those of others are queried at each call.
 DeviceFacts device_facts();
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// Division of numbers from 0 to 2^31 - 1 by one that stays the same: a multiplication and a shift.
+// Divides numbers from 0 to 2^31 - 1 by a fixed divisor with a multiplication and a shift.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace fastattn {
 
 // With s = ceil(log2 d) and m = ceil(2^(31 + s) / d), which has 32 bits, n / d is n * m >> 31 + s (Granlund and
-// Montgomery, "Division by invariant integers using multiplication", 1994, theorem 4.2). Of 2n, the upper word of the
-// product is a single instruction.
+// Montgomery, "Division by invariant integers using multiplication", 1994, theorem 4.2). The code multiplies 2n, so
+// that one instruction gives the upper word of the product.
 struct Divisor {
     uint32_t multiplier, shift;
 

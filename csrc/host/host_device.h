@@ -1,4 +1,4 @@
-// Functions of kernels, and those that the host and kernels both call.
+// Macros for functions of kernels, and for functions that both the host and kernels call.
 #pragma once
 
 #include <cstdint>

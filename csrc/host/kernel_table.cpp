@@ -8,7 +8,7 @@
 namespace fastattn {
 namespace {
 
-// Tables are filled while the library is being loaded, in no certain order: this list exists before all of them.
+// Tables are filled in no certain order while the library is loaded: the first one to be filled creates this list.
 std::vector<ListedKernel>& all_kernels() {
     static auto& list = *new std::vector<ListedKernel>;
     return list;

@@ -1,4 +1,4 @@
-// The kernels of this library, as the host finds and starts them. Every instance (a .cu file, compiled for one
+// Tables in which the host finds and launches the kernels of this library. Every instance (a .cu file, compiled for one
 // combination of values in instances.json) adds rows to its kernel's table when the library is loaded.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fastattn {
 
-// The tile of a CTA's step, and how many CTAs an SM is to hold; 0 for what a kernel does not have.
+// The tile of a CTA's step, and how many CTAs an SM should hold. A number that means nothing for a kernel is 0.
 struct TileFacts {
     int32_t block_m, block_n, block_k, num_warps, ctas_per_sm;
 };
@@ -22,8 +22,8 @@ constexpr TileFacts tile_facts() {
     return {Tile::kBlockM, Tile::kBlockN, 0, Tile::kNumWarps, Tile::kMinCtasPerSm};
 }
 
-// The head dims that a kernel has room for, or that a call has: of queries and keys, and of values. Of a matmul both
-// are the rows of a tile. 0: any.
+// The head dims of queries and keys, and of values: the largest that a kernel takes, or those of a call. For a matmul,
+// both are the rows of a tile. 0: the kernel has no size.
 struct KernelSize {
     int32_t head_dim, value_dim;
 
@@ -34,19 +34,18 @@ struct KernelSize {
         return head_dim >= call.head_dim && value_dim >= call.value_dim;
     }
 
-    constexpr int32_t cost() const { return head_dim + value_dim; }  // as the products of attention grow with them
+    constexpr int32_t cost() const { return head_dim + value_dim; }  // proportional to the products of attention
 };
 
-// For what a kernel is compiled.
+// The properties for which a kernel is compiled.
 struct KernelKey {
-    int32_t architecture;  // that it is written for
+    int32_t architecture;  // 80 or 90: see runs_on()
     KernelSize size;
     std::optional<DataType> dtype;  // none: any
-    std::optional<bool> variant;    // each table says what is meant; none: both
-    int32_t shared_bytes = 0;       // that a CTA must be able to have; 0: what any GPU of the architecture has
+    std::optional<bool> variant;    // each table defines it; none: both
+    int32_t shared_bytes = 0;       // that a CTA must be able to have; 0: any GPU of the architecture has enough
 
-    // The order of a table's rows: the newest architecture first, then the cheapest, then the one that uses the most
-    // of a CTA's shared memory.
+    // Orders a table's rows: newest architecture first, then lowest cost(), then most shared memory of a CTA.
     constexpr bool comes_before(const KernelKey& other) const {
         if (architecture != other.architecture) return architecture > other.architecture;
         if (size.cost() != other.size.cost()) return size.cost() < other.size.cost();
@@ -71,10 +70,10 @@ struct NameArgument {
     NameArgument(int32_t number, const char* unit = "") : word(unit), size(number) {}
 };
 
-// Returns "kernel<64, bfloat16>", for the life of the process.
+// Returns a name such as "kernel<64, bfloat16>", which lives as long as the process.
 const char* kernel_name(const char* kernel, std::initializer_list<NameArgument> arguments);
 
-// Adds to the kernels that listed_kernels() returns (listed_kernels.h).
+// Adds a kernel to those that listed_kernels() returns (listed_kernels.h).
 void list_kernel(const char* name, const TileFacts& tile);
 
 [[noreturn]] void throw_no_kernel(const char* operation, const KernelSize& size, std::optional<DataType> dtype,
@@ -96,7 +95,7 @@ class KernelTable {
         void launch(const Params& params, Stream stream) { launcher(kernel, params, stream); }
     };
 
-    // `operation`: what errors call what these kernels do.
+    // operation: the name of what these kernels compute, for error messages.
     explicit KernelTable(const char* operation) : operation_(operation) {}
 
     void add(const KernelKey& key, const char* name, const Tile& tile, Launcher launcher) {
@@ -106,8 +105,8 @@ class KernelTable {
         *place = new Row{key, tile, LaunchedKernel(name, key.architecture), launcher, *place};
     }
 
-    // The first row for a GPU on which a CTA can have so much shared memory that holds a call of this size. Null where
-    // there is none.
+    // Returns the first row that holds a call of this size on a GPU that gives a CTA shared_bytes of shared memory.
+    // Null if there is none.
     Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
                       int32_t shared_bytes = kAnySharedBytes) {
         for (Row* row = first_; row != nullptr; row = row->next) {
@@ -127,7 +126,7 @@ class KernelTable {
         throw_no_kernel(operation_, size, dtype, compute_capability);
     }
 
-    // Calls function(row) with the rows among which a planner chooses for a GPU, in the order of the table.
+    // Calls function(row), in the order of the table, for the rows of this dtype and variant that run on a GPU.
     template <typename Function>
     void for_each_row(int32_t compute_capability, DataType dtype, bool variant, Function&& function) {
         for (Row* row = first_; row != nullptr; row = row->next) {
@@ -148,7 +147,7 @@ class KernelTable {
     }
 
   private:
-    static constexpr int32_t kAnySharedBytes = 0x7fffffff;  // the table has no key with more
+    static constexpr int32_t kAnySharedBytes = 0x7fffffff;  // at least what any key has
 
     const char* operation_;
     Row* first_ = nullptr;  // rows are never removed
@@ -162,12 +161,12 @@ struct Registration {
     }
 };
 
-// Lists the values of one name for which a source is compiled at once.
+// Lists the values of one macro for which one translation unit compiles a source.
 template <auto... kValues>
 struct Values {};
 
-// Adds the rows of a source that is compiled at once for both dtypes, and for several values of one name: the headers
-// of a translation unit take seconds. Calls add(dtype) or add(dtype, value) for each, with std::integral_constants.
+// Adds the rows of a source that one translation unit compiles for both dtypes, and for several values of one macro,
+// because its headers take seconds. Calls add(dtype) or add(dtype, value) for each, with std::integral_constants.
 struct Registrations {
     template <typename Add>
     explicit Registrations(Add&& add) {

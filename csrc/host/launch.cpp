@@ -49,8 +49,8 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
     check(launch, cudaLaunchKernelExC(&config, function, arguments));
 }
 
-// Asks once per device: what a kernel needs above kSharedBytesByDefault is the same at every launch. Threads that come
-// at the same time may both ask.
+// Raises the kernel's limit of shared memory, once per device: a kernel needs the same at every launch. Threads that
+// come at the same time may both raise it.
 void LaunchedKernel::allow_shared_memory(const void* function, const Launch& launch) {
     int device = 0;
     check(launch, cudaGetDevice(&device));
@@ -61,7 +61,7 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
     }
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(launch.shared_bytes)));
-    // CTAs that share an SM need the memory of all of them. L1 serves little else: such kernels copy past it.
+    // Gives shared memory as much of L1 as possible, for all CTAs of an SM. Such kernels copy past L1.
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                        cudaSharedmemCarveoutMaxShared));
     if (is_remembered) {
@@ -71,7 +71,7 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
 
 void LaunchedKernel::check(const Launch& launch, cudaError_t error) const {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // the error is reported here, not again at the next call of the runtime
+    cudaGetLastError();  // clears the error, which the next call of the runtime would report again
     std::string reason = cudaGetErrorString(error);
     int device = 0, major = 0, minor = 0;
     if (cudaGetDevice(&device) == cudaSuccess &&

@@ -1,7 +1,7 @@
 // Launches kernels. Errors name the kernel, its grid and its shared memory.
 //
-// Every instance of a kernel includes this header: it takes none of the standard library's large ones (<string>,
-// <stdexcept>, <atomic>), which would take most of the time in which the host's side of an instance compiles.
+// Every instance of a kernel includes this header. It includes none of the standard library's large headers (<string>,
+// <stdexcept>, <atomic>), which would take most of the time in which the host code of an instance compiles.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,14 +17,14 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
-    // Whether CTAs may begin when those of the launch before end, not only when its last write is done. Every thread
-    // waits before it reads what that launch writes, or writes what that reads or writes (ptx::griddepcontrol_wait()).
-    // Kernels for earlier GPUs than sm_90 begin as usual.
+    // Lets CTAs begin when the CTAs of the previous launch end, before its last write is done. Every thread must call
+    // ptx::griddepcontrol_wait() before it reads what that launch writes, or writes what that launch reads or writes.
+    // Kernels for architectures before sm_90 ignore it.
     bool is_dependent = false;
 };
 
-// One kernel with its template arguments, for the life of the process: what errors call it, and on which devices it may
-// already have its shared memory.
+// One kernel with its template arguments, for the life of the process. Knows the name for error messages, and on which
+// devices the kernel may already use its shared memory.
 class LaunchedKernel {
   public:
     LaunchedKernel(const char* name, int32_t compute_capability)
@@ -39,11 +39,11 @@ class LaunchedKernel {
         start(reinterpret_cast<const void*>(function), launch, const_cast<Params*>(&params), stream);
     }
 
-    // Throws std::runtime_error where a call has more work tiles than a launch can have. tiles: what they are.
+    // Throws std::runtime_error where a call has more work tiles than a grid can have CTAs. `tiles` names them.
     void check_work_tiles(int64_t count, const char* tiles) const;
 
   private:
-    static constexpr int kRememberedDevices = 16;  // on others the kernel asks for its memory at every launch
+    static constexpr int kRememberedDevices = 16;  // on later devices the kernel asks for its memory at every launch
 
     void start(const void* function, const Launch& launch, void* params, Stream stream);
     void allow_shared_memory(const void* function, const Launch& launch);
@@ -52,7 +52,7 @@ class LaunchedKernel {
 
     const char* name_;
     int32_t compute_capability_;
-    size_t allowed_shared_bytes_[kRememberedDevices] = {};  // several threads read and write them
+    size_t allowed_shared_bytes_[kRememberedDevices] = {};  // accessed atomically, by several threads
 };
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// The names and tiles of all kernels, for those who ask what the library has.
+// The names and tiles of all kernels of the library.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@ struct ListedKernel {
     TileFacts tile;
 };
 
-// Returns them in the order in which they were added.
+// Returns all kernels in the order in which they were added.
 const std::vector<ListedKernel>& listed_kernels();
 
 }  // namespace fastattn

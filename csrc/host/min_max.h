@@ -1,4 +1,4 @@
-// std::min and std::max. All of <algorithm> takes a tenth of the time in which a kernel compiles.
+// Provides std::min and std::max. All of <algorithm> would take a tenth of the time in which a kernel compiles.
 #pragma once
 
 #include <cstddef>  // says whose standard library this is

@@ -9,17 +9,17 @@
 namespace fastattn {
 namespace {
 
-// The driver's function, looked up once. It exists wherever there is a GPU with TMA.
+// Returns the driver's function, looked up once. Every driver of a GPU with TMA has it.
 auto* encode_tiled_function() {
     using Function = decltype(cuTensorMapEncodeTiled);
     static Function* const function = [] {
-        constexpr unsigned kCudaVersion = 12000;  // that the function came with
+        constexpr unsigned kCudaVersion = 12000;  // the first version that has the function
         void* found = nullptr;
         cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
         const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kCudaVersion,
                                                                    cudaEnableDefault, &status);
         if (error != cudaSuccess || status != cudaDriverEntryPointSuccess) {
-            cudaGetLastError();  // the error is reported here, not again by whoever calls the runtime next
+            cudaGetLastError();  // clears the error, which the next call of the runtime would report again
             throw std::runtime_error("fastattn: the CUDA driver has no cuTensorMapEncodeTiled; it needs CUDA 12.0");
         }
         return reinterpret_cast<Function*>(found);
@@ -27,14 +27,14 @@ auto* encode_tiled_function() {
     return function;
 }
 
-// A dimension's stride as the driver is told it. Where there is one element it means nothing, but may have to be as
-// long as what the dimension spans: inner_bytes, a multiple of 16.
+// Returns the stride of a dimension for the driver. With one element the stride has no effect, but the driver may
+// demand that it spans the dimensions inside: inner_bytes, a multiple of 16.
 cuuint64_t map_stride(cuuint64_t size, int64_t bytes, int64_t inner_bytes) {
     constexpr int64_t kMostBytes = (int64_t{1} << 40) - 16;
     return static_cast<cuuint64_t>(size > 1 ? bytes : std::min(inner_bytes, kMostBytes));
 }
 
-// The swizzle of boxes whose rows have so many bytes.
+// Returns the swizzle of boxes whose rows have row_bytes bytes.
 CUtensorMapSwizzle swizzle_of(int32_t row_bytes) {
     if (row_bytes == 128) return CU_TENSOR_MAP_SWIZZLE_128B;
     if (row_bytes == 64) return CU_TENSOR_MAP_SWIZZLE_64B;
@@ -66,7 +66,7 @@ MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int3
 TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                      int32_t box_columns, DataType dtype) {
     TensorMap map{};
-    if (rows == 0) return map;  // there may be no memory, and nobody copies any of it
+    if (rows == 0) return map;  // nothing is copied, and there may be no memory
     map.has_groups = view.head_stride != 0 && view.heads > group;
     map.has_batch = view.batch_stride != 0 && view.batch > 1;
     const auto size_of = [](int32_t size, bool counts = true) { return counts ? static_cast<cuuint64_t>(size) : 1; };

@@ -1,9 +1,9 @@
-// The common code of the Hopper kernels of the int8 matmul: a cluster of two CTAs, the ring that brings its operands,
-// and how sums in registers become the result.
+// Common code of the Hopper kernels of the int8 matmul: a cluster of two CTAs, the ring that brings its operands, and
+// how sums in registers become the result.
 //
-// Threads of a CTA: two consumers, a warpgroup each with 64 of the CTA's 128 columns of N, and a producer warpgroup, of
-// which one thread copies by TMA and others may read what has landed. Each CTA copies its own weights, and half of the
-// input's rows into both CTAs; so a stage is empty when the consumers of both have read it.
+// Threads of a CTA: two consumers, which are warpgroups with 64 of the CTA's 128 columns of N each, and a producer
+// warpgroup, of which one thread copies by TMA and others may read what has landed. Each CTA copies its own weights,
+// and half of the input's rows into both CTAs. So a stage is empty when the consumers of both have read it.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +51,7 @@ FASTATTN_DEVICE int32_t own_cluster() {
     return static_cast<int32_t>(cluster_in_grid(kClusterSize));
 }
 
-// Called by all threads before anybody uses the ring. In each CTA num_readers warps release a stage, and num_writers
+// Called by all threads before any uses the ring. In each CTA num_readers warps release a stage, and num_writers
 // threads arrive when they have filled it.
 template <typename Tile>
 FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
@@ -61,7 +61,7 @@ FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers
         ptx::fence_mbarrier_init();
     }
     __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(kClusterSize);  // waits until those of the other CTA are
+    wait_for_cluster(kClusterSize);  // waits until the other CTA's are
 }
 
 // Called by all threads at their end: waits until the other CTA's warps have arrived at this one's barriers for the
@@ -93,8 +93,8 @@ struct CtaTile {
     }
 };
 
-// Called by one thread, the producer: calls load_weights(tile, step, destination, barrier) for each step of each work
-// tile, which starts the copies of the weights, and copies this CTA's half of the input's rows into both CTAs.
+// Produces the stages of all work tiles; called by one thread. load_weights(tile, step, destination, barrier) starts
+// the copies of a step's weights. Copies this CTA's half of the input's rows into both CTAs.
 template <typename Tile, typename LoadWeights>
 FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
                                          int input_columns, LoadWeights&& load_weights) {
@@ -122,17 +122,17 @@ struct ConsumerPosition {
 
     FASTATTN_DEVICE int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
 
-    // The CTA's column of N that register half h of an accumulator has: see device/ptx/wgmma.cuh.
+    // Returns the CTA's column of N for the upper or lower half of an accumulator's rows: see device/ptx/wgmma.cuh.
     FASTATTN_DEVICE int output(int half) const {
         return first_of_warp() + accumulator_row(lane) + kHalfDistance * half;
     }
 };
 
-// Operands A of a step, which a consumer decodes into registers: rW[k] for each 16 of the sum.
+// Operands A of a step, which a consumer decodes into registers: rW[k] is for the k-th 16 of the sum.
 template <typename Tile>
 using StepWeights = uint32_t[Tile::kBlockK / kMmaK][4];
 
-// rY += W · Xᵀ over kSumK of K from first_k on, or rY = W · Xᵀ; the products run on.
+// Starts rY += W · Xᵀ over kSumK of K from first_k on, or without kAdds rY = W · Xᵀ. The products run asynchronously.
 template <DataType kDataType, int kSumK, bool kAdds, typename Tile>
 FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW, OperandDescriptor sX,
                                     int first_k = 0) {
@@ -144,8 +144,8 @@ FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWe
     ptx::wgmma_commit_group();
 }
 
-// One consumer's side of the ring, where it decodes operands A. ahead: the stage that it decodes next; ring: that it
-// releases next.
+// One consumer's side of the ring, where it decodes operands A. ahead: the stage to decode next. ring: the stage to
+// release next.
 template <DataType kDataType, typename Tile>
 struct DecodingConsumer {
     ClusterStorage<Tile>& shared;
@@ -159,8 +159,8 @@ struct DecodingConsumer {
 
     FASTATTN_DEVICE void release() { ring.release_to_cluster(lane, kClusterSize); }
 
-    // Adds the products of a work tile to rY. Those of two steps are in flight, but for a moment between them.
-    // decode(rW) waits for stage `ahead` and makes operands of it.
+    // Adds the products of a work tile to rY. At most two steps have products in flight. decode(rW) waits for stage
+    // `ahead` and makes operands of it.
     template <typename Decode>
     FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
         StepWeights<Tile> rW[2];
@@ -168,7 +168,7 @@ struct DecodingConsumer {
             start_products<kDataType, Tile::kBlockK, true, Tile>(rY, rW, input(ahead.stage));
             ahead.advance();
         };
-        // Decodes the weights of one more step into the registers of the step before.
+        // Starts a step's products, and decodes the next weights into the registers of the step before.
         const auto step = [&](const StepWeights<Tile>& rW, StepWeights<Tile>& rBefore) {
             start(rW);
             ptx::wgmma_wait_group<1>();  // leaves the products of this step in flight
@@ -216,14 +216,14 @@ struct ClusterPartials {
         first = epilogue.partial + rank * block_m * kCtaN + threadIdx.x * 4;
     }
 
-    // The workspace slot of a partial. Adjacent threads have adjacent numbers, 16 bytes each.
+    // Returns this thread's numbers in the slot of a partial. Adjacent threads have adjacent numbers, 16 bytes each.
     template <int kBlockM>
     FASTATTN_DEVICE FourSums<Sum>* slot(int partial) const {
         return reinterpret_cast<FourSums<Sum>*>(first + int64_t{partials.slot(partial)} * kBlockM * kClusterN);
     }
 
-    // Returns whether this cluster is the last of the tile's clusters. Otherwise it leaves its partial, registers as
-    // they are; the last one leaves none if all others have arrived before.
+    // Returns whether this cluster is the last of the tile's clusters. The others leave their partials, in the order of
+    // their registers. The last one leaves none if all others have arrived before.
     template <int kBlockM>
     FASTATTN_DEVICE bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile, int rank,
                                   int rows_here) const {
@@ -244,8 +244,8 @@ struct ClusterPartials {
         return ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last);
     }
 
-    // Adds up kTiles times 8 rows of M from tile `first_tile` on, in the order of the partials, so that bits repeat.
-    // Loads of one partial are all in flight at a time.
+    // Adds up the partials of kTiles times 8 rows of M from tile `first_tile` on, in their order, so that bits repeat.
+    // All loads of one partial are in flight together.
     template <int kBlockM, int kTiles>
     FASTATTN_DEVICE void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
                              int rows_here) const {
@@ -270,9 +270,9 @@ struct ClusterPartials {
     }
 };
 
-// Writes a CTA's sums to the result, in the cluster that is the last of the tile's. scaled(half, row, sum) scales a sum
-// of one of the thread's two columns of N; `row` counts in the tile. Position: ConsumerPosition, or another mapping of
-// threads to columns.
+// Writes a CTA's sums to the result, in the last cluster of the tile. scaled(half, row, sum) scales a sum of one of the
+// thread's two columns of N; `row` counts in the tile. Position: ConsumerPosition, or another mapping of threads to
+// columns.
 template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Scaled>
 FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
                                       const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
@@ -319,7 +319,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
     }
 }
 
-// The tile of a CTA, as the library lists it. is_gradient: the result has columns of K, and a step takes some of N.
+// Returns the tile of a CTA for the library's list. is_gradient: the result has columns of K, and a step some of N.
 template <typename Tile>
 constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
     const MatmulTile tile = Tile::kMatmulTile;
@@ -327,7 +327,7 @@ constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
     return {{tile.block_m, block_n, block_k, Tile::kNumWarps, tile.ctas_per_sm}, tile};
 }
 
-// Launches as many clusters as run at a time, and no more than have work.
+// Launches as many clusters as can run at a time, but no more than have work.
 template <typename Tile, typename Storage = ClusterStorage<Tile>>
 void launch_clusters(LaunchedKernel& kernel, void (*function)(ClusterParams), const ClusterParams& params,
                      int32_t num_sms, Stream stream, bool is_dependent = false) {

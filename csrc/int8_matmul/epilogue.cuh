@@ -1,4 +1,4 @@
-// From the sums of a matmul to its result: scale → bias → activation → residual, and the one rounding.
+// Turns the sums of a matmul into its result: scale → bias → activation → residual, and one rounding.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace fastattn {
 
-// A CTA's tile of sums [tokens, kColumns] in shared memory: accumulators are stored, and rows are loaded 16 bytes a
-// thread, without bank conflicts.
+// A CTA's tile of sums [tokens, kColumns] in shared memory. Storing accumulators, and loading rows 16 bytes a thread,
+// have no bank conflicts.
 template <int kColumns>
 struct SumsLayout {
     static constexpr int kRowElements = kColumns + 4;
@@ -26,7 +26,7 @@ FASTATTN_DEVICE void for_each_value(float (&values)[kEpilogueColumns], Function&
     for (int e = 0; e < kEpilogueColumns; ++e) values[e] = function(values[e]);
 }
 
-// NaN stays NaN.
+// Applies the activation. NaN stays NaN.
 FASTATTN_DEVICE void activate(Activation activation, float (&values)[kEpilogueColumns]) {
     constexpr float kSqrtHalf = 0.707106781186547524f, kSqrt2OverPi = 0.797884560802865356f;
     switch (activation) {
@@ -43,14 +43,14 @@ FASTATTN_DEVICE void activate(Activation activation, float (&values)[kEpilogueCo
                 values, [](float x) { return 0.5f * x * (1.0f + tanhf((x + 0.044715f * x * x * x) * kSqrt2OverPi)); });
             break;
         case Activation::kSilu:
-        case Activation::kSwiglu:  // of the gates
+        case Activation::kSwiglu:  // applied to the gates
             for_each_value(values, [](float x) { return x / (1.0f + expf(-x)); });
             break;
     }
 }
 
-// Whether a chunk of which `count` elements exist is whole, and can be read or written at once. In a result whose width
-// is not a multiple of 4, few rows are aligned.
+// Returns whether a chunk of which `count` elements exist is whole, and can be read or written at once. In a result
+// whose width is not a multiple of 4, few rows are aligned.
 FASTATTN_DEVICE bool is_whole_vector(const uint16_t* elements, int count) {
     return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
 }
@@ -85,13 +85,13 @@ FASTATTN_DEVICE void store_elements(uint16_t* elements, const float (&values)[kE
     }
 }
 
-// Sums of a thread: of four neighbouring elements of the result or, of SwiGLU, of their gates; and then also of the
+// A thread's sums for four neighbouring elements of the result. With SwiGLU, `first` are their gates and `up` their
 // ups.
 struct ChunkSums {
     float4 first, up;
 };
 
-// scale * sum + bias of four neighbouring columns of sums, of which `column` is the first and `count` exist.
+// Computes scale * sum + bias of four neighbouring columns of sums. `column` is the first; `count` of them exist.
 template <DataType kDataType>
 FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
                                         const float4& sums, int32_t column, int count) {
@@ -105,7 +105,7 @@ FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&
     if (epilogue.bias != nullptr) add_elements<kDataType>(values, epilogue.bias + column, count);
 }
 
-// Four neighbouring elements of the result, of which `column` is the first; those that exist.
+// Writes those of four neighbouring elements of the result that exist. `column` is the first.
 template <DataType kDataType>
 FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row, int32_t column) {
     const int count = min(kEpilogueColumns, epilogue.out.columns - column);
@@ -124,8 +124,8 @@ FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sum
     store_elements<kDataType>(epilogue.out.data + row * epilogue.out.row_stride + column, values, count);
 }
 
-// Calls function(sums, row, column) for those chunks of a tile that a thread finishes and that the result has.
-// Of SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
+// Calls function(sums, row, column) for each chunk of a tile that this thread finishes and the result has. With SwiGLU,
+// the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
 FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums, const TilePosition& position,
                                     Function&& function) {
@@ -145,7 +145,7 @@ FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float*
     }
 }
 
-// The chunks of a tile of sums that a thread carries to others and back: a few rows in each pass of the CTA, and only
+// The chunks of a tile of sums that a thread exchanges with other CTAs: a few rows in each pass of the CTA, and only
 // rows that the result has.
 template <int kRows, int kColumns, int kThreads>
 struct OwnSums {
@@ -154,7 +154,7 @@ struct OwnSums {
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
 
     float* first;   // in shared memory
-    int rows_left;  // from its row on
+    int rows_left;  // of the result, from this thread's first row on
 
     FASTATTN_DEVICE OwnSums(float* sSums, int rows_here) {
         const int row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kEpilogueColumns;
@@ -168,7 +168,7 @@ struct OwnSums {
         return *reinterpret_cast<float4*>(first + pass * kRowsPerPass * SumsLayout<kColumns>::kRowElements);
     }
 
-    // In a tile of the workspace neighbouring threads have neighbouring chunks.
+    // In a workspace slot, neighbouring threads have neighbouring chunks.
     FASTATTN_DEVICE float4& partial(float* slot, int pass) const {
         return reinterpret_cast<float4*>(slot)[pass * kThreads + threadIdx.x];
     }
@@ -176,7 +176,7 @@ struct OwnSums {
 
 // Adds up the partials of a tile in their order, so that bits repeat. This CTA's own partial is in shared memory, where
 // the whole sum replaces it. Registers, free of accumulators now, hold 36 chunks: kPassesAtOnce sums, and as many
-// partials for each as fit.
+// partials of each as fit.
 template <int kPassesAtOnce, typename Own>
 FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
                                             const SumPartials& partials, int own_partial) {
@@ -203,7 +203,7 @@ FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_
                     if (is_there && own.exists(pass)) more[p][i] = __ldcg(&own.partial(slot, pass));
                 }
             }
-            __syncwarp();  // else nvcc starts five loads, and adds what they bring before it goes on
+            __syncwarp();  // without it nvcc starts five loads, and adds their results before it starts more
 #pragma unroll
             for (int p = 0; p < kPartialsAtOnce; ++p) {
                 const bool is_own = first_partial + p == own_partial;
@@ -242,9 +242,9 @@ FASTATTN_DEVICE void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkT
     }
 }
 
-// Returns true for the last CTA of a split tile, which then has the whole sums; the others leave their partials in the
-// workspace. A large tile is not left there where all others have arrived before, which is usual where splits are long;
-// with few rows, splits have one length and partials a few KB, which cost less than the trip to ask.
+// Returns true to the last CTA of a split tile, which then has the whole sums. The others leave their partials in the
+// workspace. If all others have arrived before, which is usual where splits are long, the last one leaves none, but
+// only of large tiles: partials of few rows have a few KB, which cost less than the trip to ask.
 template <int kRows, int kColumns, int kThreads>
 FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sSums, int32_t tile, int rows_here) {
     constexpr int64_t kSlotElements = kRows * kColumns;
@@ -266,11 +266,11 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
         if (!__syncthreads_or(is_last)) return false;
     }
     add_partials(own, epilogue.partial, kSlotElements, partials, own_partial, rows_here);
-    __syncthreads();  // waits for the whole tile: of SwiGLU a thread finishes what others have added up
+    __syncthreads();  // waits for the whole tile: with SwiGLU a thread finishes sums that others have added up
     return true;
 }
 
-// Writes a tile's result, in its last CTA, and returns true there alone. All threads are done with sSums afterwards.
+// Writes a tile's result in its last CTA, and returns true to that alone. All threads are done with sSums afterwards.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
 FASTATTN_DEVICE bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
     const TilePosition position = tile_position(epilogue.schedule, work.tile);

@@ -1,20 +1,20 @@
 // Matmul with int8 weights and int8 activations: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K] rounded
 // to int8 with a scale per token, and W = scale * int8[N, K] in its plain layout.
 //
-// As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ, one CTA computes kBlockN columns and kBlockM rows of
-// the result over its split of K, the last CTA of a tile adds up the partials, and a step takes kBlockK of K. Here both
-// operands pass from shared memory to the tensor cores as they are: 16 int8 numbers are a row of ldmatrix's matrices.
+// As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ. One CTA computes kBlockN columns and kBlockM rows of
+// the result over its split of K, kBlockK in a step, and the last CTA of a tile adds up the partials. Here both
+// operands pass from shared memory to the tensor cores as they are: a row of ldmatrix's matrices is 16 int8 numbers.
 //
 //   cp.async      W of steps 0, 1, 2       | X of 0, 1, 2 |   3    |   4    |
 //   all threads   quantise | wait for X                   | step 0 | step 1 |
 //
-// The tokens are quantised in the same launch, while the first weights come: few by every CTA for itself, which makes
-// the numbers of a step instead of copying them (tokens_of_cta.cuh), more once for all CTAs (quantize_tokens.cuh).
-// Sums are int32, exact up to kMaxInt8SumK of K. With scales per group along K, the sum of 32 or 64 k starts from
-// the bits of a float whose unit in the last place is 1: so the bits are those of that float plus the sum, and become
-// fp32 by one FADD, without a conversion.
-// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumK;
-// no SwiGLU, whose gates and ups would have to lie in one tile.
+// The tokens are quantised in the same launch, while the first weights are in flight. Every CTA quantises few tokens
+// for itself, and makes the numbers of a step instead of copying them (tokens_of_cta.cuh). More tokens are quantised
+// once for all CTAs (quantize_tokens.cuh). Sums are int32, exact up to kMaxInt8SumK of K. With scales per group along
+// K, the sum of 32 or 64 k starts from the bits of a float whose unit in the last place is 1. Its bits are then those
+// of that float plus the sum, and one FADD makes it fp32, without a conversion. Preconditions: those of Int8WeightView
+// and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumK; no SwiGLU, whose gates and ups would have to lie
+// in one tile.
 #pragma once
 
 #include <type_traits>
@@ -49,7 +49,7 @@ struct Int8MatmulS8ConfigSm80 : Int8MatmulS8TileSm80<kBlockM_> {
     static_assert(Tile::kBlockN == kNumThreads && Tile::kBlockM <= kNumThreads, "a thread copies each scale");
 };
 
-// [rows, kBlockK] int8: to ldmatrix and the swizzle, pairs of numbers are elements of 16 bits.
+// [rows, kBlockK] int8. To ldmatrix and the swizzle, a pair of numbers is one element of 16 bits.
 template <int kBlockK>
 struct S8Layout : Swizzle<kBlockK / 2> {
     static constexpr int kPeriodRows = kSwizzleRows;
@@ -75,7 +75,7 @@ struct alignas(128) Int8MatmulS8StorageSm80 {
     };
 };
 
-// A warp's position in the tile. Sums are int32, in the grid of warps that loads the fewest operands. With groups they
+// A warp's position in the tile. For int32 sums, warps form the grid that loads the fewest operands. With groups sums
 // are fp32, and a warp has all of M: with more of N it would need more scales and operands at once, which spill.
 template <typename Config, typename Sum>
 struct S8Warp {
@@ -95,7 +95,7 @@ struct S8Warp {
         first_m = warp / kWarpsN * kWarpM;
     }
 
-    // The column of N and the row of M in the tile of register e of a fragment.
+    // Return the column of N and the row of M, in the tile, of register e of a fragment.
     FASTATTN_DEVICE int output(int n, int e) const { return first_n + n * kMmaM + accumulator_row(lane) + 8 * (e / 2); }
     FASTATTN_DEVICE int token(int m, int e) const { return first_m + m * kMmaN + accumulator_column(lane) + e % 2; }
 };
@@ -121,7 +121,7 @@ struct S8Operands {
     }
 
     // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInPairs: two m
-    // at a time. Otherwise nvcc starts many and may run out of registers.
+    // at a time. Without that nvcc starts many, and may run out of registers.
     template <bool kInPairs, typename Function>
     FASTATTN_DEVICE void for_each_tile(Function&& function) const {
 #pragma unroll
@@ -168,7 +168,7 @@ FASTATTN_DEVICE void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
     });
 }
 
-// Does the same with scales per group; sums kBlocks times 32 k, which have one scale, in int32.
+// Does the same with scales per group. The sum of kBlocks times 32 k, which have one scale, is int32.
 template <int kBlocks, typename Config>
 FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
                                               const Int8MatmulS8StageSm80<Config>& stage,
@@ -196,8 +196,8 @@ FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Su
     });
 }
 
-// Stores a warp's sums, times its weights' scales (null: they have been multiplied) and its tokens', to its elements of
-// the tile. The weights' scales come first: those of tokens may be so large that the sums would overflow.
+// Stores a warp's sums in its elements of the tile, times the scales of its weights (null: already multiplied) and of
+// its tokens. The weights' scales come first: those of tokens may be so large that the sums would overflow.
 template <typename Config, typename Sum>
 FASTATTN_DEVICE void stage_sums(Int8MatmulS8StorageSm80<Config>& shared, const typename S8Warp<Config, Sum>::Sums& rY,
                                 const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride, int32_t N) {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, N = weight.rows, K = weight.columns;
-    const auto own_work = [&] {  // computed where it is needed, instead of held in registers
+    const auto own_work = [&] {  // computed where it is needed, not held in registers
         return first_work_tile(params.epilogue.schedule, ptx::opaque(blockIdx.x));
     };
     const MatmulWorkTile work = own_work();
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
         }
     };
     using OwnTokens = TokensOfCta<kDataType, S8Layout<kBlockK>, kBlockM, kBlockK, kNumThreads>;
-    OwnTokens own_tokens;  // in the smallest tile
+    OwnTokens own_tokens;  // used only with the smallest tile
     const bool has_own_tokens = OwnTokens::kMayBe && params.quantized.data == nullptr;
     const auto load_x = [&](int32_t step, int stage_idx) {
         auto& sX = shared.stages[stage_idx].sX;

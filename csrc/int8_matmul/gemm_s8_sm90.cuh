@@ -1,19 +1,19 @@
-// Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M,
-// K] rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh), and W = scale *
-// int8[N, K] in its plain layout.
+// Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual. Xq is X[M, K]
+// rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh). W = scale * int8[N,
+// K] in its plain layout.
 //
-// As in gemm_sm90.cuh a cluster computes W · Xqᵀ, one tile of 256 columns and kBlockM rows of the result after the
-// other, or its split of one; one thread produces, and two warpgroups consume. Here both operands pass from shared
+// As in gemm_sm90.cuh a cluster computes W · Xqᵀ: tiles of 256 columns and kBlockM rows of the result one after the
+// other, or its split of one. One thread produces, and two warpgroups consume. Here both operands pass from shared
 // memory to wgmma as they are:
 //
 //   ring, stages    full: its bytes have landed    empty: the consumers of both CTAs have multiplied it
 //   W, Xq  kStages  before its products            after them
 //
-// The products of two steps are in flight: while the tensor cores have those of one, the next are started. Sums are
-// int32, exact up to kMaxInt8SumK of K, so it is all the same how a tile is cut. With scales per group along K the sums
-// of each group are scaled and added in fp32, in a second set of accumulators; they have the tensor cores of the other
-// consumer meanwhile. Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most kMaxInt8SumK; no
-// SwiGLU.
+// The products of two steps are in flight: the next ones start while the tensor cores compute those of this step. Sums
+// are int32, exact up to kMaxInt8SumK of K, so that splits of a tile do not change the result. With scales per group
+// along K, the sums of each group are scaled and added in fp32, in a second set of accumulators. Meanwhile the tensor
+// cores work for the other consumer. Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most
+// kMaxInt8SumK; no SwiGLU.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,7 @@ struct S8ClusterStorage : ClusterStorage<Tile> {
     float token_scales[Tile::kBlockM];
 };
 
-// One consumer's side of the ring. ahead: the stage whose products it starts next; ring: the stage that it releases
-// next.
+// One consumer's side of the ring. ahead: the stage whose products start next. ring: the stage to release next.
 template <typename Tile>
 struct S8Consumer {
     using Sums = int32_t[Tile::kBlockM / 2];
@@ -48,7 +47,7 @@ struct S8Consumer {
     FASTATTN_DEVICE S8Consumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : shared(shared), position(position), ring(shared.ring), ahead(shared.ring) {}
 
-    // rY += W · Xqᵀ over kSumK of a step from first_k on, or rY = W · Xqᵀ; the products run on.
+    // Starts rY += W · Xqᵀ over kSumK of a step from first_k on, or without kAdds rY = W · Xqᵀ. It runs asynchronously.
     template <int kSumK, bool kAdds>
     FASTATTN_DEVICE void start(Sums& rY, int stage, int first_k = 0) const {
         const int own_rows = position.warpgroup * kWarpgroupM * Tile::kBlockK;
@@ -64,7 +63,7 @@ struct S8Consumer {
 
     FASTATTN_DEVICE void release() { ring.release_to_cluster(position.lane, kClusterSize); }
 
-    // Adds the products of a work tile, which has a step at least, to rY.
+    // Adds the products of a work tile to rY. The work tile has at least one step.
     FASTATTN_DEVICE void sum(Sums& rY, int32_t num_steps) {
         const auto start_next = [&] {
             ahead.wait_full();
@@ -82,8 +81,8 @@ struct S8Consumer {
         release();
     }
 
-    // Does the same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k): that of one of the
-    // thread's columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k) returns the scale for one
+    // of the thread's columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
         float token_scale = 0.0f;
         if (threadIdx.x < kBlockM && token < epilogue.out.rows)
             token_scale = params.matmul.quantized.scale[token];  // no __ldg: it is written while this kernel runs
-        const float* gScale[2];  // of the thread's columns of N; of those that do not exist, any
+        const float* gScale[2];  // of the thread's columns of N; any scale for a column that does not exist
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int32_t row = min(tile.n_tile * kCtaN + position.output(half), weight.rows - 1);

@@ -1,24 +1,24 @@
 // Matmul with int8 weights: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its plain layout.
 //
 // The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA, so that one token costs n = 8 and not m =
-// 16. One CTA computes kBlockN columns and kBlockM rows of Y over its split of K. Each warp owns 32 of the columns: it
-// reads their int8 weights from shared memory, makes 16-bit floats of them in registers (device/dequantize.cuh), each
-// once, and multiplies them with all tokens.
+// 16. One CTA computes kBlockN columns and kBlockM rows of Y over its split of K. Each warp owns 32 of the columns. It
+// reads their int8 weights from shared memory, converts each once to a 16-bit float in registers
+// (device/dequantize.cuh), and multiplies them with all tokens.
 //
 // A step takes kBlockK of K. With kNumStages of 4:
 //
 //   cp.async      W, X of step 0 | 1 | 2 |   3    |   4    |   5    |
 //   tensor cores                         | step 0 | step 1 | step 2 | step 3
 //
-// No packed copy of the weights is needed for that. The sum over k may take its terms in any order, as long as W and X
-// agree: within 32 k, lane t of a quad takes 8t … 8t + 7, of W as 8 bytes and of X as 16, two MMAs' worth. Copies take
-// 16 bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2; if they were packed with a bias of
-// 128, the LOP3 would go, and a second copy of all weights or a conversion at each state dict would come. Scales per
-// tensor or channel multiply the finished sums. Per group along K they multiply the sums of 32 k. SwiGLU takes 64 gates
-// and the 64 ups of the same columns of Y into a tile; sums meet in the epilogue, when they are whole. CTAs split K of
-// tiles that do not fill the GPU (stream_k.h); the last of them to finish adds up the partials. So the steps above are
-// those of one work tile: then a CTA may go on to another. Preconditions: those of Int8WeightView and MatrixView. N and
-// K may be any: copies end with a row, to the byte.
+// No packed copy of the weights is needed. The sum over k may take its terms in any order, as long as W and X agree: in
+// every 32 k, lane t of a quad takes 8t … 8t + 7, which are 8 bytes of W and 16 of X, for two MMAs. Copies take 16
+// bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2. Packing with a bias of 128 would save
+// the LOP3, but cost a second copy of all weights or a conversion at each state dict. Scales per tensor or channel
+// multiply the finished sums. Scales per group along K multiply the sums of 32 k. With SwiGLU a tile has 64 gates and
+// the 64 ups of the same columns of Y; their sums meet in the epilogue, when they are whole. CTAs split K of tiles that
+// do not fill the GPU (stream_k.h); the last of them to finish adds up the partials. So the steps above are those of
+// one work tile, and a CTA may then go on to another. Preconditions: those of Int8WeightView and MatrixView. N and K
+// may be any: copies end with a row, to the byte.
 #pragma once
 
 #include <type_traits>
@@ -46,7 +46,7 @@ template <int kBlockM_>
 struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     using Tile = Int8MatmulTileSm80<kBlockM_>;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
-    static constexpr int kHalfN = Tile::kBlockN / 2;  // of SwiGLU: gates, and then as many ups
+    static constexpr int kHalfN = Tile::kBlockN / 2;  // with SwiGLU: gates, and then as many ups
     static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
     static constexpr int kTilesN = kWarpN / kMmaM;         // N is the MMA's M
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // M is its N
@@ -55,8 +55,8 @@ struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     static_assert(Tile::kBlockN == kNumThreads, "each thread copies the scales of one output");
 };
 
-// [kBlockN, kBlockK] int8, its 16-byte chunks permuted: the 16 lanes that read at once 8 bytes of 4 neighbouring rows
-// cover all 32 banks.
+// [kBlockN, kBlockK] int8, with its 16-byte chunks permuted: the 16 lanes that read 8 bytes each, of 4 neighbouring
+// rows, at once then cover all 32 banks.
 template <int kBlockK>
 struct WeightLayout {
     static constexpr int kRowBytes = kBlockK;
@@ -69,8 +69,8 @@ struct WeightLayout {
     }
 };
 
-// [kBlockM, kBlockK] of 16 bits: odd rows exchange the halves of each 128 bytes, so that the 8 lanes that read at once
-// 64 bytes of 2 neighbouring rows cover all banks.
+// [kBlockM, kBlockK] of 16 bits. Odd rows exchange the halves of each 128 bytes: the 8 lanes that read 64 bytes each of
+// 2 neighbouring rows at once then cover all banks.
 template <int kBlockK>
 struct TokenLayout {
     static constexpr int kRowBytes = kBlockK * 2;
@@ -95,7 +95,7 @@ struct alignas(128) Int8MatmulStorageSm80 {
         Int8MatmulStageSm80<Config> stages[Config::kNumStages];
         float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
     };
-    MatmulWorkTile work;  // while registers are scarce
+    MatmulWorkTile work;  // kept here while registers are scarce
 };
 
 // rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose columns of N start at warp_n.
@@ -106,7 +106,7 @@ FASTATTN_DEVICE void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM
     using Weights = WeightLayout<kBlockK>;
     using Tokens = TokenLayout<kBlockK>;
     const int row = accumulator_row(lane), quad_lane = lane % kLanesPerRow;
-    // Offsets of the first 32 k; as the pattern is an exclusive or, so is moving by 32 k.
+    // Offsets of the first 32 k. The pattern is an exclusive or, so moving by 32 k is one too.
     const uint32_t w_offset = Weights::offset(warp_n + row, quad_lane / 2) + quad_lane % 2 * 8;
     const uint32_t x_offset = Tokens::offset(row, quad_lane);
     const char* sW = reinterpret_cast<const char*>(stage.sW);
@@ -156,7 +156,7 @@ FASTATTN_DEVICE void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM
     }
 }
 
-// A warp's sums into its columns of the tile.
+// Stores a warp's sums in its columns of the tile.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rY)[Config::kTilesN][Config::kTilesM][4], int warp_n,
                                 int lane) {
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         const TilePosition position = tile_position(params.epilogue.schedule, work.tile);
         const int32_t first_m = position.m_tile * kBlockM;
         const int32_t first_n = position.n_tile * params.epilogue.result_columns(kBlockN);
-        const int thread = ptx::opaque(threadIdx.x);  // nothing that follows from it is kept from tile to tile
+        const int thread = ptx::opaque(threadIdx.x);  // values that follow from it are not kept from tile to tile
         const int warp_n = thread / kWarpSize * Config::kWarpN, lane = thread % kWarpSize;
         float rY[kTilesN][kTilesM][4] = {};  // [32 of N, kBlockM]
         if (thread == 0) shared.work = work;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         const auto load = [&](int32_t step, int stage_idx) {
             auto& stage = shared.stages[stage_idx];
             const int32_t left = K - step * kBlockK;
-            const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // the first up
+            const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // rows to the second half, or the ups
             const int32_t first_row = ptx::opaque(first_n), second_row = first_row + to_second;
             load_w.load_beside(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
                                to_second * weight.row_stride);

@@ -2,26 +2,26 @@
 // plain layout.
 //
 // The tile is computed transposed, W · Xᵀ, as on sm_80: weights are operand A of wgmma, from registers, and tokens
-// operand B, from shared memory. A cluster of two CTAs stays on its SMs and computes one tile of 256 columns and
-// kBlockM rows of Y after the other, or its split of one (stream_k.h). In a CTA, one thread produces and two warpgroups
-// consume; a consumer has 64 columns and all rows:
+// operand B, from shared memory. A cluster of two CTAs is persistent: it computes tiles of 256 columns and kBlockM rows
+// of Y one after the other, or its split of one (stream_k.h). In a CTA, one thread produces and two warpgroups consume.
+// A consumer has 64 columns and all rows:
 //
 //   ring, stages    full: its bytes have landed       empty: the consumers of both CTAs have read it
 //   W, X  kStages   before W becomes 16-bit floats    after the products
 //
-// A step takes kBlockK of K. A consumer reads its weights of the next step and makes 16-bit floats of them while the
-// tensor cores work on this one; they have the products of the other consumer while it waits for its own:
+// A step takes kBlockK of K. A consumer converts its weights of the next step to 16-bit floats while the tensor cores
+// compute this one. While it waits for its own products, the tensor cores compute those of the other consumer:
 //
 //   tensor cores   W0·X0ᵀ          | W1·X1ᵀ          | W2·X2ᵀ          |
 //   other pipes    | decode W1     | decode W2       | decode W3       |
 //
-// A lane of wgmma's operand A has elements {2t, 2t+1} of every 8 of K (t: its index among the four of a row), which are
-// 2 bytes of a row: 16-bit loads fetch them from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2. If the
-// weights' bytes were stored permuted and with a bias of 128, PRMT and HFMA2 would remain; but those of a pair are
-// shared by all tokens of a tile, and every reader of weights would have to know a second layout. Scales per tensor or
-// channel multiply the finished sums. Per group along K they multiply the sums of 32 or 64 k, which are a second set of
-// accumulators. Preconditions: those of Int8WeightView and MatrixView. N and K may be any: TMA reads zeros outside of a
-// matrix.
+// A lane's operand A of wgmma has elements {2t, 2t+1} of every 8 of K (t: the lane's index among the four of a row).
+// They are 2 bytes of a row, which a 16-bit load fetches from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2.
+// If the weights were stored permuted and with a bias of 128, PRMT and HFMA2 would remain. But the instructions for a
+// pair serve all tokens of a tile, and every reader of weights would have to know a second layout. Scales per tensor or
+// channel multiply the finished sums. Scales per group along K multiply the sums of 32 or 64 k, which are a second set
+// of accumulators. Preconditions: those of Int8WeightView and MatrixView. N and K may be any: TMA reads zeros outside
+// of a matrix.
 #pragma once
 
 #include <cstdint>
@@ -36,28 +36,28 @@
 
 namespace fastattn {
 
-// [rows, 64] int8 as TMA leaves it with the 64-byte swizzle: chunk c of row r stands where c ^ (r / 2 % 4) would. A
+// [rows, 64] int8 as TMA leaves it with the 64-byte swizzle: chunk c of row r is stored as chunk c ^ (r / 2 % 4). A
 // warp reads 2 bytes a lane, 8 of each of 8 rows, which are in different banks.
 struct WeightTileSm90 {
     static constexpr int kRowBytes = 64;
     static constexpr int kBoxRows = 64;
     static constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
-    // The offset of elements {2t, 2t+1} of the first 16 k. The pattern is an exclusive or, so
-    // offset ^ k * kChunkBytes lies 16 k elements further along K.
+    // Returns the offset of elements {2t, 2t+1} of the first 16 of K. The pattern is an exclusive or: the offset for
+    // the k-th 16 is offset ^ k * kChunkBytes.
     FASTATTN_DEVICE static uint32_t offset(int row, int lane) {
         return row * kRowBytes + row / 2 % 4 * kChunkBytes + accumulator_column(lane);
     }
 };
 
-// The row of W that makes a column of the CTA's 128. With SwiGLU the first 64 are gates, and the others the ups of the
-// same columns of Y.
+// Returns the row of W for one of the CTA's 128 columns. With SwiGLU the first 64 are gates, and the others the ups of
+// the same columns of Y.
 FASTATTN_DEVICE int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
     constexpr int32_t kHalf = WeightTileSm90::kBoxRows;
     return first_n + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
 }
 
-// sW: a step's weights; offset: of the lane's upper row.
+// Decodes a lane's weights of a step. sW: the step's weights. offset: of the lane's upper row.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset) {
 #pragma unroll
@@ -93,9 +93,9 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
 
-    // Does the same with a scale for each group of K: every product of kGroupK, 32 or 64, is multiplied by that of its
-    // group and then added. scale(half, first_k): that of one of the thread's columns of N; first_k counts from the
-    // first step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each group of K: the products over kGroupK, 32 or 64, are multiplied by their
+    // group's scale and then added. scale(half, first_k) returns the scale for one of the thread's columns of N;
+    // first_k counts from the first step. Scales of a step are loaded a step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;

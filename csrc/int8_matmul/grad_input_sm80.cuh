@@ -1,16 +1,15 @@
 // Input gradient of the matmul with int8 weights: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its plain layout.
 //
 // The tile is computed transposed, Wᵀ · dYᵀ. One CTA computes kBlockK columns and kBlockM rows of dX over its split of
-// N. Each warp owns 32 of the columns: ldmatrix.trans takes their int8 weights from shared memory as if two neighbours
-// were one element of 16 bits, so that a lane gets two columns at two n, which are neighbours in the sum. They become
-// 16-bit floats in registers (device/dequantize.cuh), each once. The pipeline is that of gemm_sm80.cuh.
+// N. Each warp owns 32 of the columns. ldmatrix.trans takes their int8 weights from shared memory as if two neighbours
+// were one element of 16 bits: a lane gets two columns at two n, which are neighbours in the sum. It converts each
+// weight once, in registers (device/dequantize.cuh). The pipeline is that of gemm_sm80.cuh.
 //
 // The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as they would
 // in materialised weights: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason
-// fp16 has them in a range that follows the largest so far (factor_range.cuh).
-// Per pair of weights: 0.5 LOP3, 1 PRMT, 2 HFMA2, one of them for the scale.
-// A bias's gradient, dY summed over the tokens, comes from the same stages: token_sums.cuh.
-// Preconditions: those of gemm_sm80.cuh.
+// factors in fp16 are relative to the largest scale so far (factor_range.cuh). A pair of weights costs 0.5 LOP3, 1 PRMT
+// and 2 HFMA2, one of them for the scale. A bias's gradient, dY summed over the tokens, comes from the same stages:
+// token_sums.cuh. Preconditions: those of gemm_sm80.cuh.
 #pragma once
 
 #include "device/dequantize.cuh"
@@ -45,7 +44,7 @@ struct Int8GradInputConfigSm80 : Int8GradInputTileSm80<kBlockM_> {
     static_assert(kNumThreads % Tile::kBlockN == 0, "a thread copies scales of one n");
 };
 
-// Rows of 128 bytes, as device/swizzle.cuh lays them out.
+// Rows of 128 bytes, in the layout of device/swizzle.cuh.
 struct SwizzledLayout {
     static constexpr int kRowElements = 64;  // of 16 bits
     static constexpr int kRowBytes = Swizzle<kRowElements>::kRowBytes;
@@ -58,7 +57,7 @@ template <typename Config>
 struct alignas(128) Int8GradInputStageSm80 {
     uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];   // [kBlockN, kBlockK] int8
     uint16_t sdY[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
-    float sScale[Config::kMaxGroups][Config::kBlockN];             // of the groups of these columns
+    float sScale[Config::kMaxGroups][Config::kBlockN];             // scales of the groups of these columns
     static_assert(Config::kBlockK == SwizzledLayout::kRowBytes && Config::kBlockN == SwizzledLayout::kRowElements);
 };
 
@@ -68,17 +67,17 @@ union alignas(128) Int8GradInputStorageSm80 {
     float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
 };
 
-// A warp's 16-bit factors are scales divided by range.divisor; its sums are in units of it. bf16 needs no range.
+// A warp's 16-bit factors are scales divided by range.divisor, and its sums are in units of it. bf16 needs no range.
 template <DataType kDataType>
 struct WarpFactors {
     static constexpr bool kHasRange = kDataType == DataType::kFloat16;
 
-    FactorRange<256> range;  // 128 times as much still is in fp16's
+    FactorRange<256> range;  // a factor times 128 is within fp16's range
 
     FASTATTN_DEVICE float divisor() const { return kHasRange ? range.divisor : 1.0f; }
     FASTATTN_DEVICE float to_factor() const { return kHasRange ? range.to_factor() : 1.0f; }
 
-    // Makes room for 2 * kWarpSize scales of a step.
+    // Adapts the range, and the sums rX, to the 2 * kWarpSize scales of a step.
     template <int kTilesK, int kTilesM>
     FASTATTN_DEVICE void follow(const float* sScale, float (&rX)[kTilesK][kTilesM][4], int lane) {
         if constexpr (!kHasRange) return;
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, K = weight.columns, N = weight.rows;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
-    const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // of the tile's
+    const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // among the tile's groups
     const MatmulSchedule& schedule = params.epilogue.schedule;
     MatmulWorkTile work = first_work_tile(schedule, blockIdx.x);
     do {  // a tile, or a split of it

@@ -2,8 +2,8 @@
 // plain layout.
 //
 // The tile is computed transposed, Wᵀ · dYᵀ: columns of dX are wgmma's M, and its rows wgmma's N. A cluster has 256
-// columns and kBlockM rows (cluster_sm90.cuh); a consumer has 64 of the columns, and a warp of it 16, which have one
-// group of scales. Four warps serve a CTA's two consumers:
+// columns and kBlockM rows (cluster_sm90.cuh). A consumer has 64 of the columns, and each of its warps 16, which have
+// one group of scales. Warps of a third warpgroup serve a CTA's two consumers:
 //
 //   producer      one thread copies W and dY by TMA into the ring's stages
 //   factors       a warp makes 16-bit factors of a step's scales (scale_factors_sm90.cuh) in the same stage
@@ -12,15 +12,14 @@
 //   ring, stages          full: W and dY have landed, factors are made   empty: all readers in both CTAs have read them
 //   W, dY, fac.  kStages  before W becomes 16-bit floats                 after the products
 //
-// A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits, so
-// that a lane gets two columns at two n, which are neighbours in the sum: rows g and g + 8 of wgmma's operand A are
-// columns 2g and 2g + 1. Two steps of products are in flight, and weights of the next become 16-bit floats meanwhile,
-// as in gemm_sm90.cuh.
+// A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits: a
+// lane gets two columns at two n, which are neighbours in the sum. Rows g and g + 8 of wgmma's operand A are columns 2g
+// and 2g + 1. Two steps of products are in flight while the next weights become 16-bit floats, as in gemm_sm90.cuh.
 //
 // The scales lie along the sum: as in grad_input_sm80.cuh they go into the weights, relative to a power of two that
-// follows the largest so far. When it changes, consumers wait for their products and multiply the sums, which is
-// seldom: the factors' warp tells so in the step. Per pair of weights: 0.5 LOP3, 1 PRMT, and 2 HFMA2 with fp16 and 1
-// with bf16, 0.125 LDSM. Preconditions: those of gemm_sm90.cuh.
+// follows the largest so far. It changes seldom. The factors' warp then marks the step, and consumers wait for their
+// products and multiply the sums. A pair of weights costs 0.5 LOP3, 1 PRMT, 0.125 LDSM, and HFMA2: 2 with fp16, 1 with
+// bf16. Preconditions: those of gemm_sm90.cuh.
 #pragma once
 
 #include <cstdint>
@@ -44,14 +43,14 @@ struct GradInputStorageSm90 : ClusterStorage<Tile> {
     ScaleSteps scales;
 };
 
-// As ldmatrix.trans leaves them: a thread has two columns side by side.
+// A consumer thread's position where ldmatrix.trans has loaded the weights: its two columns are adjacent.
 struct GradInputPosition : ConsumerPosition {
     static constexpr int kHalfDistance = 1;
 
     FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
 };
 
-// Operands A of a step. sW: the lane's address in the first 32 rows of [64, 128] int8, 128B swizzle.
+// Decodes operands A of a step. sW: the lane's address in the first 32 rows of [64, 128] int8, 128B swizzle.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void decode_columns(StepWeights<Tile>& rW, uint32_t sW, const StepFactors<kDataType>& factors,
                                     int group, int lane) {
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
             if (__any_sync(0xffffffff, factors.has_changed)) {
                 const float change = Range::change(divisor, factors.divisors[group]);
                 divisor = factors.divisors[group];
-                wait_gemm<0>(rX);  // leaves none in flight: their sums are in the former unit
+                wait_gemm<0>(rX);  // leaves none in flight: the sums are in the former unit
 #pragma unroll
                 for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= change;
             }
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
 
         // Epilogue.
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // times kFactor it may be no number
+        for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // apart from kFactor: their product may overflow
         finish_work_tile<kDataType>(epilogue, shared, rX, work, position,
                                     [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
     });

@@ -29,7 +29,7 @@ struct Int8WeightView {
     int32_t rows, columns;
     int64_t row_stride;
     const float* scale;
-    int32_t scale_row_stride;  // 0: all rows have the same
+    int32_t scale_row_stride;  // 0: all rows have the same scales
     int32_t groups;            // of a row
     int32_t group_shift;       // a group has kSmallestGroup << group_shift columns
 };
@@ -39,14 +39,14 @@ inline constexpr int32_t kMaxInt8SumK = 1 << 17;
 
 inline constexpr int32_t kEpilogueColumns = 4;  // that a thread finishes at once
 
-// SwiGLU has two sums for each element of the result, silu(gate) * up: [rows, 2 * columns] of them, the gates first.
+// SwiGLU, silu(gate) * up, has two sums for each element of the result: [rows, 2 * columns], the gates first.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
 // How the sums [rows, sum_columns()] of a matmul become its result: activation(scale * sum + bias) + residual, in fp32
-// up to one rounding. The CTAs of a split tile leave their sums in `partial`.
+// with one rounding at the end. The CTAs of a split tile leave their sums in `partial`.
 struct MatmulEpilogue {
     const float* scale;    // [sum_columns()], or null: 1
-    int32_t scale_stride;  // 0: all columns have the same
+    int32_t scale_stride;  // 0: all columns have the same scale
     const uint16_t* bias;  // [sum_columns()], or null
     Activation activation;
     MatrixView<const uint16_t> residual;  // data is null where there is none
@@ -58,36 +58,36 @@ struct MatmulEpilogue {
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
     FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }
-    // How many columns of the result a tile of that many columns of sums makes.
+    // Returns how many columns of the result a tile of so many columns of sums makes.
     FASTATTN_HOST_DEVICE int32_t result_columns(int32_t tile_columns) const {
         return is_gated() ? tile_columns / 2 : tile_columns;
     }
 };
 
-// For grad_input: dY summed over M, the gradient of a bias.
+// For grad_input: the gradient of a bias, which is dY summed over M.
 struct TokenSumsView {
     uint16_t* out;       // [columns], or null: not wanted
     int32_t columns;     // N, rounded up to a multiple of kEpilogueColumns
-    float* partial;      // [tiles of M, columns], or null: one tile
+    float* partial;      // [tiles of M, columns]; null if there is one tile
     uint64_t* arrivals;  // [columns of CTAs], see scheduler/arrivals.cuh; the launch ID is the epilogue's
 };
 
-// Tokens that every CTA quantises for itself: tokens_of_cta.cuh counts what it costs. More are quantised once, into
-// memory that all CTAs then read.
+// The most tokens, and elements, that every CTA quantises for itself: tokens_of_cta.cuh counts the cost. More are
+// quantised once, into memory that all CTAs then read.
 inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15;
 
 FASTATTN_HOST_DEVICE bool each_cta_quantises(int32_t tokens, int32_t columns) {
     return tokens <= kMostTokensOfEachCta && int64_t{tokens} * columns <= kMostElementsOfEachCta;
 }
 
-// Where a launch puts its tokens as int8 numbers, or, for Hopper's kernels, a launch before it, which counts nothing.
-// The counters need no initial value, see scheduler/launch_counter.cuh. All is null where sm_80's kernels have so few
-// tokens that each_cta_quantises(): these take the smallest tile.
+// Where a launch stores its tokens as int8 numbers. For Hopper's kernels, the launch before stores them and counts
+// nothing. The counters need no initial value: see scheduler/launch_counter.cuh. For sm_80's kernels all is null if
+// each_cta_quantises(); they take the smallest tile then.
 struct QuantizedTokens {
     int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
     float* scale;        // [rows]
     uint64_t* queue;     // how often CTAs have taken tokens
-    uint64_t* finished;  // [tiles of tokens]: how many times of these are done
+    uint64_t* finished;  // [tiles of tokens]: how often CTAs have finished tokens that they took
     uint64_t launch_id;
 };
 
@@ -99,7 +99,7 @@ struct Int8MatmulParams {
     QuantizedTokens quantized;
 };
 
-// A block of the weights that is dequantised: rows [first_row, first_row + rows) and likewise columns.
+// A block of the weights to dequantise: rows [first_row, first_row + rows), and likewise columns.
 struct DequantizeWeightParams {
     Int8WeightView weight;
     int32_t first_row, rows, first_column, columns;
@@ -118,7 +118,7 @@ constexpr Int8TileFacts int8_tile_facts() {
             Tile::kMatmulTile};
 }
 
-// By rows of a tile. Variant: whether the weights' scales are of groups along K.
+// Kernels are found by the rows of a tile. Variant: whether the weights have scales for groups along K.
 using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
 
 inline Int8KernelTable& int8_matmul_kernels() {
@@ -138,13 +138,13 @@ inline DequantizeWeightKernelTable& int8_dequantize_weight_kernels() {
     return table;
 }
 
-// With int8 activations; epilogue.scale is null, since all scales have to be multiplied in one place.
+// Kernels with int8 activations. epilogue.scale is null, because all scales have to be multiplied in one place.
 inline Int8KernelTable& int8_matmul_s8_kernels() {
     static auto& table = *new Int8KernelTable("int8_matmul with int8 activations");
     return table;
 }
 
-// Makes the int8 activations, where the matmul does not make them itself.
+// Kernels that make the int8 activations where the matmul does not make them itself.
 inline KernelTable<Int8MatmulParams>& int8_quantize_tokens_kernels() {
     static auto& table = *new KernelTable<Int8MatmulParams>("int8 activations");
     return table;

@@ -1,12 +1,12 @@
-// Tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even, with a scale of
-// largest |x| / 127 for each token, 1 where all are zero.
+// Quantises tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even. A
+// token's scale is its largest |x| / 127, or 1 if all are zero.
 //
-// Few tokens are quantised by every CTA for itself (tokens_of_cta.cuh, where the costs are counted). Of more, a CTA
+// Every CTA quantises few tokens for itself (tokens_of_cta.cuh, where the costs are counted). If there are more, a CTA
 // takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it waits
-// only for tokens that running CTAs have taken, and these wait for nothing before they are done. It costs one more trip
-// of the queue than a kernel of its own would, but the weights' first stages are on their way meanwhile, and no launch
-// is waited for. With many tokens all CTAs that fit on the GPU quantise first, as they would in a kernel of its own;
-// those that come later find the work done. So it is one kernel for any number of tokens.
+// only for tokens that running CTAs have taken, and these wait for nothing before they are done. A separate kernel
+// would save one trip of the queue. But here the weights' first stages are in flight meanwhile, and no launch is waited
+// for. With many tokens all CTAs that fit on the GPU quantise first, as in a separate kernel, and later CTAs find the
+// work done. So one kernel serves any number of tokens.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@
 
 namespace fastattn {
 
-// Divides by one number, rounded as IEEE 754 wants: two corrections of a product with the reciprocal, which is rounded
-// so itself (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That is
-// inline, and cheaper than a division for each x. Where residuals would be subnormal, both numbers are lifted.
+// Divides by one number, rounded as IEEE 754 demands: by two corrections of a product with the reciprocal, which is
+// itself rounded so (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). It
+// is inlined, and takes fewer instructions than divisions. Where residuals would be subnormal, both numbers are scaled.
 struct Division {
     static constexpr float kSmall = 0x1p-64f, kLift = 0x1p96f;
 
@@ -46,7 +46,7 @@ struct Division {
     }
 };
 
-// largest / 127, or 1 of zeros. Scales below fp32's normal range are rounded twice.
+// Returns largest / 127, or 1 for zeros. Scales below fp32's normal range are rounded twice.
 FASTATTN_DEVICE float token_scale(float largest) {
     constexpr float kLift = 0x1p96f;
     const bool is_small = largest < 0x1p-64f;
@@ -58,16 +58,16 @@ FASTATTN_DEVICE float token_scale(float largest) {
 template <DataType kDataType>
 FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
     constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
-    return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);  // NaN for the row
+    return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);
 }
 
-// The bits of round(quotient), whose lowest byte is an int8 number for quotients from -127.5 to 127.5.
+// Returns the bits of round(quotient). Their lowest byte is an int8 number for quotients from -127.5 to 127.5.
 FASTATTN_DEVICE uint32_t rounded_bits(float quotient) {
     constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
     return __float_as_uint(quotient + kAmongIntegers);
 }
 
-// A pair of elements as two int8 numbers in the lower half.
+// Quantises a pair of elements to two int8 numbers, in the lower half of the result.
 template <DataType kDataType>
 FASTATTN_DEVICE uint32_t quantize_pair(uint32_t pair, const Division& divide) {
     const uint32_t first = rounded_bits(divide(unpack<kDataType>(static_cast<uint16_t>(pair))));
@@ -75,15 +75,15 @@ FASTATTN_DEVICE uint32_t quantize_pair(uint32_t pair, const Division& divide) {
     return __byte_perm(first, second, 0x0040);
 }
 
-// Eight elements.
+// Quantises eight elements.
 template <DataType kDataType>
 FASTATTN_DEVICE uint2 quantize_eight(const uint4& eight, const Division& divide) {
     return {__byte_perm(quantize_pair<kDataType>(eight.x, divide), quantize_pair<kDataType>(eight.y, divide), 0x5410),
             __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
 }
 
-// The largest magnitude of 16-bit elements, as its bits: they have the order of the numbers, infinity and then NaN
-// being the largest.
+// The largest magnitude of 16-bit elements, as its bits. Bits have the order of the numbers; infinity and then NaN are
+// the largest.
 struct LargestMagnitude {
     uint32_t lower = 0, upper = 0;
 
@@ -102,7 +102,7 @@ struct LargestMagnitude {
 template <int kThreads>
 struct QuantizeStorage {
     uint32_t ticket;
-    uint32_t largest[kThreads / kWarpSize];  // in a warp's elements of a row
+    uint32_t largest[kThreads / kWarpSize];  // of each warp's elements of a row
 };
 
 // Quantises one row [columns]. Called by each of kGroup threads: all of a CTA, or a warp. largest_of_all(x) returns the
@@ -130,7 +130,7 @@ FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale,
     }
 }
 
-// The largest of all threads' numbers, for all threads of the CTA.
+// Returns the largest of all threads' numbers to all threads of the CTA.
 template <int kThreads>
 FASTATTN_DEVICE uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThreads>& shared) {
     const uint32_t warp_largest = __reduce_max_sync(0xffffffff, number);
@@ -142,8 +142,8 @@ FASTATTN_DEVICE uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThread
     return largest;
 }
 
-// How many tokens a CTA takes at a time. All of its threads quantise a single one, which is over soonest;
-// where there are more tokens than CTAs can run, each warp quantises one, so that trips and barriers serve several.
+// Returns how many tokens a CTA takes at a time. With few, all of its threads quantise a single one, which is over
+// soonest. With more tokens than CTAs can run, each warp quantises one: trips and barriers serve several.
 template <int kThreads>
 FASTATTN_HOST_DEVICE int32_t tokens_at_a_time(int32_t num_tokens) {
     constexpr int32_t kManyTokens = 512;
@@ -196,10 +196,10 @@ FASTATTN_DEVICE void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_
     __syncthreads();  // waits until the first thread has seen all of the tile's tokens
 }
 
-// One thread of each CTA calls it when its CTA waits for no more tokens. The last CTA sets the counters back to zero.
+// Called by one thread of each CTA when the CTA waits for no more tokens. The last CTA resets the counters to zero.
 template <int kBlockM, int kThreads>
 FASTATTN_DEVICE void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
-    // Before it come all tickets, the one beyond them that each CTA has seen, and the other CTAs' leaving.
+    // The last count follows all tickets, one ticket beyond them for each CTA, and the leaving of all other CTAs.
     const uint32_t last = ceil_div(num_tokens, tokens_at_a_time<kThreads>(num_tokens)) + 2 * gridDim.x - 1;
     if (LaunchCounter(tokens.queue, tokens.launch_id).count() != last) return;
     *tokens.queue = 0;

@@ -1,6 +1,6 @@
-// Tokens to int8 in a kernel of its own, for a matmul that follows in the same stream and copies them by TMA: the
-// numbers and scales of quantize_tokens.cuh. A CTA has one token; of many, each of its warps has one. Preconditions:
-// those of MatrixView; K a multiple of 8.
+// Quantises tokens to int8 in a kernel of its own, for a matmul that follows in the same stream and copies them by TMA.
+// Numbers and scales are those of quantize_tokens.cuh. A CTA quantises one token; of many, each of its warps quantises
+// one. Preconditions: those of MatrixView; K a multiple of 8.
 #pragma once
 
 #include <cstdint>

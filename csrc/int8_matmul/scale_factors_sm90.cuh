@@ -1,12 +1,11 @@
-// Scales as 16-bit factors of the weights, for the Hopper kernel of the input gradient: a warp makes those of a step in
-// shared memory, in the order in which wgmma's lanes need them, and consumers multiply while they decode.
+// Converts scales to 16-bit factors of the weights, for the Hopper kernel of the input gradient. A warp writes a step's
+// factors to shared memory, in the order in which wgmma's lanes need them. Consumers multiply while they decode.
 //
-// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, since the offset of
-// 128 is a power of two,
+// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, because the offset
+// of 128 is a power of two. It rounds once, as a product of f and w would. With b = w + 128 and f the factor, both
+// multiples of f are exact:
 //
-//   b * 2^-133 * (f * 2^125) - f / 2 = f * w / 256    b = w + 128, f the factor; both of its multiples are exact,
-//
-// and rounds once, as a product of f and w would.
+//   b * 2^-133 * (f * 2^125) - f / 2 = f * w / 256
 #pragma once
 
 #include <cstdint>
@@ -19,7 +18,7 @@
 
 namespace fastattn {
 
-// Words: the factors of two n.
+// Decodes weights and multiplies them by their factors. Words holds the factors of two n.
 template <DataType kDataType>
 struct ScaledDecoding;
 
@@ -27,7 +26,7 @@ template <>
 struct ScaledDecoding<DataType::kFloat16> {
     using Words = uint32_t;
     static constexpr int kWords = sizeof(Words) / 4;
-    static constexpr int kEnd = 256;        // 128 times as much still is in fp16's range
+    static constexpr int kEnd = 256;        // a factor times 128 is within fp16's range
     static constexpr float kFactor = 1.0f;  // a decoded number times this is f * w
 
     FASTATTN_DEVICE static Words make(float first, float second) { return pack<DataType::kFloat16>(first, second); }
@@ -41,9 +40,9 @@ struct ScaledDecoding<DataType::kFloat16> {
 
 template <>
 struct ScaledDecoding<DataType::kBFloat16> {
-    using Words = uint64_t;  // multipliers, and in the upper half offsets: one store; of a uint2, nvcc may make two
+    using Words = uint64_t;  // multipliers, and in the upper half offsets: one store; for a uint2, nvcc may make two
     static constexpr int kWords = sizeof(Words) / 4;
-    static constexpr int kEnd = 4;  // 4 * 2^125 is in bf16's range
+    static constexpr int kEnd = 4;  // 4 * 2^125 is within bf16's range
     static constexpr float kFactor = 256.0f;
 
     FASTATTN_DEVICE static Words make(float first, float second) {
@@ -60,11 +59,11 @@ struct ScaledDecoding<DataType::kBFloat16> {
     }
 };
 
-inline constexpr int kStepN = 2 * kWarpSize;  // of the sum: a lane makes factors of two
+inline constexpr int kStepN = 2 * kWarpSize;  // N in a step: a lane makes factors of two n
 inline constexpr int kMaxGroups = kCtaN / Int8WeightView::kSmallestGroup;
 
-// Factors of a step, for each group of the CTA's columns. The words of a lane, t among the four of a row, for all pairs
-// of n that it has (2t, 2t+1 of each 8), follow each other, in vectors that the lanes of a row have side by side.
+// Factors of a step, for each group of the CTA's columns. Lane t of the four of a row needs n = 2t, 2t + 1 of each 8.
+// Its words for all these pairs follow each other, in vectors of four. The vectors of the four lanes are adjacent.
 template <DataType kDataType>
 struct alignas(16) StepFactors {
     using Decoding = ScaledDecoding<kDataType>;
@@ -72,9 +71,9 @@ struct alignas(16) StepFactors {
 
     uint32_t words[kMaxGroups][kLaneWords / 4][kLanesPerRow][4];
     float divisors[kMaxGroups];
-    int32_t has_changed;  // any divisor, since the step before
+    int32_t has_changed;  // some divisor differs from the step before
 
-    // Stores the factors of n = 2 * lane and the next.
+    // Stores the factors of n = 2 * lane and n = 2 * lane + 1.
     FASTATTN_DEVICE void store(int group, int lane, float first, float second) {
         const int word = lane / kLanesPerRow * Decoding::kWords;
         uint32_t* destination = &words[group][word / 4][lane % kLanesPerRow][word % 4];
@@ -90,11 +89,11 @@ struct alignas(16) StepFactors {
     }
 };
 
-// Scales on their way from global memory: those of so many steps, kMaxGroups each.
+// Scales in flight from global memory: of kScaleSteps steps, kMaxGroups each.
 inline constexpr int kScaleSteps = 4;
 using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
 
-// One warp makes the factors of all steps, whose scales it copies a few steps ahead.
+// Makes the factors of all steps, and copies their scales a few steps ahead. Called by one warp.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers,
                                   StepFactors<kDataType> (&stages)[Tile::kNumStages], ScaleSteps& sScales,

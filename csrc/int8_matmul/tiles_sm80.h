@@ -8,18 +8,18 @@
 
 namespace fastattn {
 
-// The launch bounds and shared memory of the kernels allow so many on sm_80 and sm_90: one hides the other's starts and
-// ends.
+// The CTAs that the kernels' launch bounds and shared memory allow on an SM of sm_80 and sm_90: each hides the starts
+// and ends of the other.
 inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 
 // Shared memory for the stages of a CTA: kCtasPerSm CTAs fit in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
-// Four warps, each with 32 of the tile's 128 columns of N and all of its rows of M: every weight is loaded and
-// dequantised by one warp alone. With kBlockM of 128 a thread has 128 accumulators, and a warp issues 64 HMMA and 20
-// loads of 16 bytes a lane for 32 of K. With few rows the weights' bytes bind: they are loaded in rows of 128, and 64
-// KB of them are in flight to an SM. Where the tensor cores bind, a tile's time is proportional to kBlockM, so there is
-// a tile for every multiple of 16: no more than 15 rows' time is lost.
+// Four warps, each with 32 of the tile's 128 columns of N and all of its rows of M: one warp alone loads and
+// dequantises a weight. With kBlockM of 128 a thread has 128 accumulators, and a warp issues 64 HMMA and 20 loads of 16
+// bytes a lane for 32 of K. With few rows the bytes of the weights bind: they are loaded in rows of 128 bytes, and 64
+// KB are in flight to an SM. Where the tensor cores bind, a tile's time is proportional to kBlockM. There is a tile for
+// every multiple of 16, so that at most 15 rows' time is lost.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -31,7 +31,7 @@ struct Int8MatmulTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockN, kBlockK};
 };
 
-// The same, where N of the product is the columns of dX: a step takes kBlockN of the sum.
+// The input gradient's tile. N of the product is the columns of dX: a step takes kBlockN of the sum.
 template <int kBlockM_>
 struct Int8GradInputTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -43,9 +43,9 @@ struct Int8GradInputTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockK, kBlockN};
 };
 
-// The same with int8 activations. kWarpsN: how many warps lie along N, where a row of weights has one scale. Large
-// matmuls are bound by IMMA where a row has one scale, and by the scaling of sums with groups of 32. Nothing is
-// dequantised, and a CTA has one tile: the kernel has no registers left to go on to another.
+// The tile with int8 activations. kWarpsN: how many warps lie along N, where a row of weights has one scale. IMMA binds
+// large matmuls where a row has one scale, and the scaling of sums those with groups of 32. Nothing is dequantised, and
+// a CTA has one tile: the kernel has no registers left to go on to another.
 constexpr MatmulTile s8_tile(int32_t block_m, int32_t block_n, int32_t block_k) {
     return {block_m, block_n, block_k, /*dequantises=*/false, /*goes_on=*/false};
 }
@@ -75,7 +75,7 @@ struct Int8MatmulS8TileSm80<64> {
     static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
 
-// 128 accumulators a thread: 64 of N by 64 of M. 32 by 128, as with groups, would load more from shared memory.
+// A thread has 128 accumulators, a warp 64 of N by 64 of M: 32 by 128, as with groups, would load more.
 template <>
 struct Int8MatmulS8TileSm80<128> {
     static constexpr int kBlockM = 128;

@@ -1,9 +1,9 @@
-// The gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY that are in shared memory for a matmul.
+// Computes the gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY in shared memory for a matmul.
 //
-// The CTAs of all columns of result tiles have the same dY, one step after the other: they divide the steps, and the
-// CTA of column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones.
-// Where there are several tiles of tokens, each leaves its sums, and the last to finish its tile in a column adds up
-// those of the column's steps in the order of the tokens, so that bits repeat.
+// The CTAs of all columns of result tiles have the same dY, one step after the other. They divide the steps: the CTA of
+// column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones. If there
+// are several tiles of tokens, each leaves its sums. The last CTA to finish its tile in a column adds up the sums of
+// the column's steps in the order of the tokens, so that bits repeat.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,11 @@
 
 namespace fastattn {
 
-// The steps of a work tile whose sums a CTA makes, which is in one of `columns` columns of CTAs, and where it leaves
-// these.
+// The steps of a work tile that a CTA, in one of `columns` columns of CTAs, adds up, and where it leaves the sums.
 struct TokenSumWork {
     const TokenSumsView& view;
     int32_t m_tile, column, columns;
-    int32_t next_step;  // that this CTA adds up
+    int32_t next_step;  // the next one that this CTA adds up
 
     FASTATTN_DEVICE TokenSumWork(const TokenSumsView& view, int32_t m_tile, int32_t column, int32_t columns,
                                  int32_t begin_step)
@@ -30,15 +29,15 @@ struct TokenSumWork {
         next_step = column + ceil_div(max(begin_step - column, 0), columns) * columns;
     }
 
-    // Whether the CTA adds this step up. It asks for one after the other.
+    // Returns whether the CTA adds this step up. Called for one step after the other.
     FASTATTN_DEVICE bool takes(int32_t step) {
         if (step != next_step) return false;
         next_step += columns;
         return true;
     }
 
-    // The results of a column from what its tiles have left, by `threads` threads, of which this is one. kBlockN: of a
-    // step. kAtOnce: how many loads are on their way at a time.
+    // Adds up what a column's tiles have left and stores the results, by `threads` threads, of which this is one.
+    // kBlockN: of a step. kAtOnce: how many loads are in flight together.
     template <DataType kDataType, int kBlockN, int kAtOnce>
     FASTATTN_DEVICE void add_tiles(int32_t m_tiles, int thread, int threads) const {
         constexpr int kChunks = kBlockN / kEpilogueColumns;
@@ -59,7 +58,7 @@ struct TokenSumWork {
     }
 };
 
-// By a whole CTA. Config: kBlockM tokens and kBlockN of the sum are in shared memory in a step.
+// Sums tokens, by a whole CTA. Config: in a step, kBlockM tokens and kBlockN of the sum are in shared memory.
 template <DataType kDataType, typename Config>
 struct TokenSums {
     static constexpr int kBlockN = Config::kBlockN;
@@ -77,12 +76,12 @@ struct TokenSums {
 
     FASTATTN_DEVICE bool are_shared() const { return are_wanted() && view.partial != nullptr; }
 
-    // Before the steps, so that its trip to L2 is hidden: prepares finish_tile().
+    // Prepares finish_tile(). Called before the steps, which hide its trip to L2.
     FASTATTN_DEVICE void open(uint64_t launch_id) const {
         if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, launch_id);
     }
 
-    // sdY: [kBlockM, kBlockN], dY in this step.
+    // Adds up the tokens of a step. sdY: [kBlockM, kBlockN], dY in this step.
     FASTATTN_DEVICE void sum(int32_t step, const uint16_t* sdY) {
         if (!own.takes(step)) return;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
@@ -111,7 +110,7 @@ struct TokenSums {
         }
     }
 
-    // The whole CTA calls this after a barrier, when the tile's result is complete.
+    // Finishes the tile's sums. Called by the whole CTA after a barrier, when the tile's result is complete.
     FASTATTN_DEVICE void finish_tile(int32_t m_tiles) const {
         if (!are_shared()) return;
         const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + own.column, m_tiles);

@@ -1,6 +1,6 @@
-// The gradient of a bias, as in token_sums.cuh, where a warp of its own makes it: one more reader of the ring. It adds
-// a step's tokens up on the tensor cores, as a product with ones, while others work with the same tile of dY; so dY is
-// read once, and consumers do nothing for it. What it leaves is counted in steps: nobody waits for a tile's result.
+// Computes the gradient of a bias, as token_sums.cuh does, by a warp of its own: one more reader of the ring. It adds a
+// step's tokens up on the tensor cores, as a product with ones, while others work with the same tile of dY. So dY is
+// read once, and consumers do nothing for it. Arrivals count steps, because nobody waits for a tile's result.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace fastattn {
 
-// Sums of kBlockM tokens from sdY [kBlockM, 64]. A product's rows are 16 columns of dY, and its own columns are alike.
+// Adds up kBlockM tokens of sdY [kBlockM, 64]. The product's rows are 16 columns of dY; its own columns are alike.
 template <DataType kDataType, int kBlockM>
 FASTATTN_DEVICE void sum_step(const TokenSumWork& own, const uint16_t* sdY, int32_t first_n, int lane) {
     constexpr int kColumns = 64, kBlocks = 2;  // two chains of sums at a time
@@ -48,8 +48,7 @@ FASTATTN_DEVICE void sum_step(const TokenSumWork& own, const uint16_t* sdY, int3
     }
 }
 
-// Called by one warp: adds up the steps of all work tiles. It releases every stage, also where it takes nothing from
-// it.
+// Adds up the steps of all work tiles. Called by one warp. It releases every stage, even if it sums nothing of it.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank, int lane) {
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
@@ -79,7 +78,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
         const int32_t column_steps = ceil_div(schedule.steps - own.column, columns) * schedule.m_tiles;
         const bool is_last = lane == 0 && arrives_last(view.arrivals + own.column, column_steps, num_summed);
         if (__any_sync(0xffffffff, is_last)) {
-            __syncwarp();  // what the first lane has acquired, all may read
+            __syncwarp();  // makes what the first lane has acquired visible to all
             own.template add_tiles<kDataType, Tile::kBlockK, 4>(schedule.m_tiles, lane, kWarpSize);
         }
     });

@@ -1,11 +1,11 @@
-// Few tokens to int8 by every CTA for itself, while its first weights come: no CTA waits for another.
+// Quantises few tokens to int8 by every CTA for itself, while its first weights come: no CTA waits for another.
 //
-// A CTA needs the largest magnitude of each whole row, and then the numbers of its own split of K. The former it finds
-// once; a step's numbers it makes when the step's other copies start, from elements that it has loaded a step before.
-// The numbers are those of quantize_tokens.cuh, bit by bit.
+// A CTA needs the largest magnitude of each whole row, which it finds once, and the numbers of its own split of K. It
+// makes a step's numbers when the step's other copies start, from elements that it has loaded a step before. The
+// numbers are those of quantize_tokens.cuh, bit by bit.
 //
-// Two CTAs of an SM load all tokens from L2, 4 bytes an element, while their first weights come from memory, 48 KB of
-// each CTA. So up to kMostElementsOfEachCta the loads are hidden. The queue of quantize_tokens.cuh would cost nine
+// The two CTAs of an SM load all tokens from L2, 4 bytes an element, while their first weights come from memory, 48 KB
+// for each CTA. That hides the loads up to kMostElementsOfEachCta. The queue of quantize_tokens.cuh would cost nine
 // trips one after the other, however few tokens there are: a ticket, the row from memory twice, again from L2, stores
 // and their fence, the count, the wait, and the tokens and their scales from L2.
 #pragma once
@@ -21,19 +21,19 @@
 namespace fastattn {
 
 struct TokensOfCtaStorage {
-    uint32_t largest[kMostTokensOfEachCta];  // in a group of threads' elements of a row
+    uint32_t largest[kMostTokensOfEachCta];  // of each group of threads, in its elements of a row
 };
 
 // Layout, kBlockM, kBlockK: of a stage's tokens.
 template <DataType kDataType, typename Layout, int kBlockM, int kBlockK, int kThreads>
 struct TokensOfCta {
     static constexpr int kRows = kMostTokensOfEachCta, kGroupThreads = kThreads / kRows;
-    static constexpr int kElements = 8;            // of a thread at a time
+    static constexpr int kElements = 8;            // that a thread loads at a time
     static constexpr bool kMayBe = kBlockM == 16;  // the smallest tile
     static_assert(!kMayBe || kGroupThreads * kElements == kBlockK, "a group of threads has a row of a step");
 
     const uint16_t* gX;  // this thread's elements of the step to load next; null: it has no row
-    int32_t left;        // of the row, from there on
+    int32_t left;        // elements of the row from there on
     uint32_t offset;     // where they go in a stage
     Division divide;
     uint4 next;
@@ -76,7 +76,7 @@ struct TokensOfCta {
         if (thread >= kRows && thread < kBlockM) sTokenScale[thread] = 0.0f;
     }
 
-    // Zeros where a stage has no tokens: nothing else ever comes there.
+    // Writes zeros where a stage has no tokens. Nothing else is ever written there.
     FASTATTN_DEVICE void clear(char* stage) const {
         static_assert(kRows % Layout::kPeriodRows == 0, "rows below have the chunks' order of these");
         if (gX == nullptr) *reinterpret_cast<uint2*>(stage + offset) = {};

@@ -1,5 +1,5 @@
-// The clocks of the ways other than our kernels in which a matmul with int8 weights can be computed: dequantising
-// blocks of weights for cuBLAS. Formulas choose between the ways; nothing here is measured. Clocks are those of an SM.
+// Predicts the clocks of a matmul with int8 weights by cuBLAS, for which blocks of weights are dequantised. These are
+// formulas for a choice, not measurements. Clocks are those of an SM.
 #pragma once
 
 #include <algorithm>
@@ -12,18 +12,18 @@
 
 namespace fastattn {
 
-// The most weights that are dequantised at a time, 16 bits each.
+// The most weights that are dequantised at a time, to 16 bits each.
 inline constexpr int64_t kDequantisedElements = int64_t{32} << 20;  // 64 MB
 inline constexpr int32_t kDequantisedRowMultiple = 16;              // elements; the rest pads the row
 inline constexpr int32_t kBlockMultiple = 256;                      // rows or columns of a block are a multiple of this
 
-// Elements from one dequantised row to the next.
+// Returns the elements from one dequantised row to the next.
 inline int64_t dequantised_stride(int32_t columns) {
     return ceil_div(int64_t{columns}, kDequantisedRowMultiple) * kDequantisedRowMultiple;
 }
 
-// Rows (or columns) of the weights that are dequantised at a time where each has so many elements; 0: not even a few
-// fit. Either may be padded.
+// Returns how many rows (or columns) of the weights, of `elements` elements each, are dequantised at a time; 0: not
+// even a few fit. Rows and columns may be padded.
 inline int32_t dequantised_block(int32_t count, int32_t elements) {
     const int64_t fitting = kDequantisedElements / std::max<int64_t>(dequantised_stride(elements), 1);
     if (fitting >= dequantised_stride(count)) return count;
@@ -32,8 +32,8 @@ inline int32_t dequantised_block(int32_t count, int32_t elements) {
 
 inline constexpr double kLaunchClocks = 4000;  // a launch, with its first and last loads: an assumption
 
-// The clocks of a 16-bit matmul of sizes M, N and K by cuBLAS, which is assumed to choose the best of a few tiles and
-// of a few numbers of splits along K, whose partials a second kernel adds up.
+// Returns the clocks of a 16-bit matmul of sizes M, N and K by cuBLAS. It is assumed to choose the best of a few tiles
+// and of a few numbers of splits along K, whose partials a second kernel adds up.
 inline double cublas_clocks(int32_t M, int32_t N, int32_t K, const SmRates& rates, int32_t num_sms) {
     struct Tile {
         int32_t block_m, block_n;
@@ -57,8 +57,8 @@ inline double cublas_clocks(int32_t M, int32_t N, int32_t K, const SmRates& rate
     return best;
 }
 
-// The clocks of the same matmul with dequantising its weights block by block, which reads a byte of each and writes
-// two.
+// Returns the clocks of the same matmul and of dequantising its weights block by block, which reads a byte of each and
+// writes two.
 inline double dequantised_clocks(int32_t M, int32_t N, int32_t K, const SmRates& rates, int32_t num_sms) {
     const int32_t block = dequantised_block(N, K);
     if (block == 0) return std::numeric_limits<double>::infinity();
@@ -70,8 +70,8 @@ inline double dequantised_clocks(int32_t M, int32_t N, int32_t K, const SmRates&
     return N / block * block_clocks(block) + (last > 0 ? block_clocks(last) : 0);
 }
 
-// The clocks of summing [M, columns] over M by a kernel of its own: the gradient of a bias, which our kernels sum on
-// their way.
+// Returns the clocks of summing [M, columns] over M in a separate kernel: the gradient of a bias, which our kernels sum
+// on their way.
 inline double token_sum_clocks(int32_t M, int32_t columns, const SmRates& rates, int32_t num_sms) {
     return kLaunchClocks + 2.0 * M * columns / (rates.dram_bytes * num_sms);
 }

@@ -1,5 +1,5 @@
-// Chooses the row splits of the backward pass (row_splits.h): those with which the last CTA finishes earliest,
-// by a simulation of how CTAs claim tiles of keys.
+// Chooses the row splits of the backward pass (row_splits.h) with which the last CTA finishes earliest, by simulating
+// how CTAs claim tiles of keys.
 #pragma once
 
 #include <algorithm>
@@ -17,16 +17,16 @@
 
 namespace fastattn {
 
-// The bits of deterministic gradients must not depend on the GPU: their tiles are claimed and split as on an H100.
-// (Splits begin with a tile by its number in the order of claims.)
+// The bits of deterministic gradients must not depend on the GPU, so tiles are claimed and split as on an H100. (The
+// first split tile is given by its number in the order of claims.)
 inline constexpr int32_t kSmsOfDeterministicSplits = 132;
 inline constexpr int64_t kL2BytesOfDeterministicSplits = 50 << 20;
 
-// The cost of a work tile beside its steps, in steps: a CTA loads K and V, and stores dK and dV, or adds those of
-// a split tile to sums, which takes twice the bytes.
+// The cost of a work tile in addition to its steps, in steps. A CTA loads K and V, and stores dK and dV; for a split
+// tile it adds them to sums, which takes twice the bytes.
 inline constexpr double kStepsPerTile = 0.75, kStepsPerSplit = 1.5;
 
-// The fraction of the time that splitting has to gain, because the sums are zeroed before the kernel and read after it.
+// The fraction of the time that splitting must save, because the sums are zeroed before the kernel and read after it.
 inline constexpr double kLeastGain = 0.05;
 
 // All that the splits depend on: equal problems have equal splits.
@@ -36,8 +36,8 @@ struct RowSplitProblem {
 
     bool operator==(const RowSplitProblem&) const = default;
 
-    // Whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at a time:
-    // under a mask, where tiles differ in length, only splits of whole query heads do not.
+    // Returns whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at
+    // a time. Under a mask tiles differ in length, and only splits by whole query heads avoid that.
     bool can_split_into(int64_t num_splits) const {
         return group % num_splits == 0 || is_deterministic == 0 || is_masked == 0;
     }
@@ -88,7 +88,7 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
         const int32_t end = ceil_div(window.rows_of(last_key, problem.query_rows).end, problem.block_m);
         row_tiles[static_cast<size_t>(i)] = std::max(end - begin, 0);
     }
-    // Unmasked, all CTAs take the rounds before the last two in the same time.
+    // Without a mask, all rounds but the last two take every CTA the same time.
     const int64_t full_rounds = problem.is_masked != 0 ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
     const auto first_tile = static_cast<uint32_t>(full_rounds * problem.num_sms);
     const int64_t num_tiles_to_split = num_tiles - first_tile;
@@ -107,8 +107,8 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
     return best;
 }
 
-// The host knows no lengths of packed sequences: either no tile is split, or all are, into about twelve splits for each
-// SM. There are between `fewest` tiles and one more for each sequence and head.
+// The host does not know the lengths of packed sequences. It splits no tile, or all, into about twelve splits for each
+// SM. There are at least `fewest` tiles, and at most one more for each sequence and head.
 inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total_keys, int32_t key_heads) {
     constexpr int64_t kSplitsPerSm = 12, kMostSplits = 12, kMostTilesPerSm = 6;
     const int64_t fewest = int64_t{total_keys / problem.block_n} * key_heads;
@@ -121,7 +121,7 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
     return problem.split_into(0, num_splits);
 }
 
-// Splits no tile where whole tiles fill the GPU well, else those of the last rounds. Reads params.heads_per_group.
+// Splits no tile where whole tiles fill the GPU well, else the tiles of the last rounds. Reads params.heads_per_group.
 inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                    int32_t num_sms, bool is_deterministic) {
     const ScoreParams& scores = params.scores;
@@ -156,14 +156,14 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
     return answer.splits;
 }
 
-// Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and the splits of these.
+// Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and how these are split.
 inline void schedule_key_tiles(AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                const DeviceFacts& facts, bool is_deterministic) {
     const int64_t l2_bytes = is_deterministic ? kL2BytesOfDeterministicSplits : facts.l2_bytes;
     const int32_t num_sms = is_deterministic ? kSmsOfDeterministicSplits : facts.num_sms;
     params.heads_per_group = std::max(
         1, claimed_key_heads_per_group(params.query, params.key, l2_bytes, block_n, num_sms, is_deterministic));
-    // The work of ranges of keys cannot be told by positions.
+    // With ranges of keys, the position of a tile does not tell how much work it is.
     params.row_splits = params.scores.ranges.data != nullptr
                             ? RowSplits{0, 1, 1}
                             : choose_row_splits(params, block_m, block_n, num_sms, is_deterministic);

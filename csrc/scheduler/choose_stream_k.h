@@ -11,38 +11,38 @@
 namespace fastattn {
 
 // The costs of a schedule, in clocks of an SM: a formula for choosing between schedules and tiles, not a measurement.
-// It counts what comes one after the other from the first instruction of a CTA to its last store. A work tile costs
+// It counts what happens one after the other from a CTA's first instruction to its last store. A work tile costs
 // addresses, the first trip to memory, sums through shared memory, and trips for scale, bias and residual. A split tile
-// costs its partial's way into L2, the arrival, and a trip for each batch of partials; each partial costs its bytes.
-// The arrival counter is opened during the first trip (scheduler/arrivals.cuh).
+// also costs its partial's way into L2, the arrival, and a trip for each batch of partials; each partial costs its
+// bytes. The arrival counter is opened during the first trip (scheduler/arrivals.cuh).
 struct MatmulClocks {
-    double alone;            // a step's instructions, for a cluster that has its SMs for itself,
-    double together;         // or shares them
-    double loaded;           // a step's bytes, through an SM
-    double from_memory;      // a step's bytes, of all of the GPU's memory or L2
-    double work_tile;        // a work tile, beside its steps
-    double collect;          // the last CTA of a split tile: once,
+    double alone;            // a step's instructions, for a cluster that has its SMs to itself
+    double together;         // likewise, for a cluster that shares them
+    double loaded;           // a step's bytes, at the rate of one SM
+    double from_memory;      // a step's bytes, at the rate of the whole GPU's memory or L2
+    double work_tile;        // a work tile, in addition to its steps
+    double collect;          // to add up a split tile's partials: once,
     double trip;             // for each partials_at_once partials,
     double partial;          // and for each partial
-    int64_t clusters_apart;  // up to so many clusters have SMs for themselves
+    int64_t clusters_apart;  // the most clusters that have SMs to themselves
     int64_t partials_at_once;
 
-    // A step, while so many clusters run: they share the memory.
+    // Returns the clocks of a step while so many clusters run and share the memory.
     double step(int64_t clusters) const {
         return std::max(
             {clusters > clusters_apart ? together : alone, loaded, static_cast<double>(clusters) * from_memory});
     }
 };
 
-// The weights of a second tile of M come no faster from L2 than from DRAM. A cluster loads the rows of its tile once
-// for its CTAs.
+// Assumes that the weights of a second tile of M come no faster from L2 than from DRAM. A cluster loads its rows of the
+// input once, for all its CTAs.
 inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRates& rates, int32_t resident_clusters) {
-    // With mma.sync nothing of dequantising is taken to be hidden; with wgmma all but the ports of the register file.
+    // Assumes that mma.sync hides nothing of dequantising, and wgmma all but its use of the register file's ports.
     // Scaling the sums of groups adds to a step in proportion to its products.
     const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
-    constexpr double kBytesOfAnSm = 32;  // that an SM loads in a clock: an assumption
-    constexpr double kAlone = 1.5;  // two CTAs of an SM take 2, as one hides some of the other's waits: an assumption
+    constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
+    constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, as each hides waits of the other: an assumption
     const double weights = static_cast<double>(tile.block_n) / tile.cluster_size * tile.block_k;  // of a CTA in a step
     const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
                                         : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
@@ -68,7 +68,7 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
     return clocks;
 }
 
-// The steps of the busiest CTA, in steps of a full GPU.
+// Returns the steps of the busiest CTA, in units of a step on a full GPU.
 inline double steps_of_full_gpu(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
     const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles, rest = whole_tiles % resident_ctas;
     const auto fraction = [&](int64_t ctas) { return clocks.step(ctas) / clocks.step(resident_ctas); };
@@ -90,20 +90,20 @@ inline double predicted_clocks(const MatmulSchedule& schedule, const MatmulClock
            clocks.partial * static_cast<double>(partials - 1);
 }
 
-// The fewest steps of a split: enough to hide all trips to memory but the first.
+// Returns the fewest steps of a split: enough to hide all trips to memory but the first.
 inline int32_t least_steps(const MatmulTile& tile) {
     return ceil_div(256, tile.block_k);
 }
 
-// Whether the splits are long enough, and their products stay within 32 bits.
+// Returns whether the splits are long enough, and the products in stream_k.h fit in 32 bits.
 inline bool can_split(const MatmulSchedule& schedule, const MatmulTile& tile) {
     const int64_t steps = int64_t{schedule.split_tiles} * schedule.steps;
     return steps >= int64_t{least_steps(tile)} * schedule.num_splits &&
            steps * schedule.num_splits <= INT64_C(0xffffffff);
 }
 
-// Returns the cheapest of these schedules: all tiles are whole; or those beyond the last full wave have equally many
-// splits each; or they, or they and one wave more, are cut into one split for each resident CTA.
+// Returns the cheapest of these schedules: all tiles are whole; the tiles beyond the last full wave have equally many
+// splits each; those tiles, or those and one wave more, are cut into one split for each resident CTA.
 inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const MatmulTile& tile, const SmRates& rates,
                                       int32_t resident_ctas) {
     MatmulSchedule best{ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), ceil_div(K, tile.block_k), 0, 0};
@@ -131,14 +131,14 @@ inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const Mat
 }
 
 struct MatmulChoice {
-    size_t index;  // the tile's; past the last one if no tile fits
+    size_t index;  // of the tile; tiles.size() if no tile fits
     MatmulTile tile;
     MatmulSchedule schedule;
     double clocks;
 };
 
-// Returns the tile with the cheapest schedule. The tiles of a kind come by block_m in ascending order, and only the
-// first of them that holds all of M is looked at: larger ones are hardly ever cheaper.
+// Returns the tile with the cheapest schedule. Tiles of one kind are in ascending order of block_m, and those after the
+// first that holds all of M are skipped: larger ones are hardly ever cheaper.
 template <typename Tiles>
 MatmulChoice fastest_tile(int32_t M, int32_t N, int32_t K, const Tiles& tiles, const SmRates& rates, int32_t num_sms) {
     MatmulChoice best{tiles.size(), {}, {}, std::numeric_limits<double>::infinity()};
@@ -146,7 +146,7 @@ MatmulChoice fastest_tile(int32_t M, int32_t N, int32_t K, const Tiles& tiles, c
     for (size_t index = 0; index < tiles.size(); ++index) {
         const MatmulTile& tile = tiles[index];
         const int32_t clusters = resident_clusters(tile, num_sms);
-        // A tensor map has no dimension without elements.
+        // A tensor map cannot have an empty dimension.
         if (clusters == 0 || holds_all[tile.uses_wgmma] || (tile.uses_wgmma && K == 0)) continue;
         holds_all[tile.uses_wgmma] = tile.block_m >= M;
         const MatmulSchedule schedule = matmul_schedule(M, N, K, tile, rates, clusters);

@@ -1,11 +1,11 @@
 // Combines the partials of a work tile whose keys several CTAs have split, in the launch that made them and in the
 // order of partial_tree.h.
 //
-// The last CTA to bring one of several nodes that stand side by side combines these nodes into one, and brings that to
-// the nodes of the next round, until one node is left: the tile's result. A second kernel would cost its launch even
-// where a batch fills the GPU and hardly a tile is split. One CTA alone would have to read everything: 2 MB where one
-// sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512 bytes), 8 MB of 132 partials in attention's
-// tiles.
+// CTAs combine 2^kLog2Nodes adjacent nodes at once. The CTA that is the last to bring one of them combines all into one
+// node. It brings this one to the next round, until one node is left: the tile's result. A second kernel would cost its
+// launch even where a batch fills the GPU and hardly a tile is split. A single CTA would have to read everything: 2 MB
+// where one sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512 bytes), 8 MB for 132 partials of
+// attention's tiles.
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,18 @@
 
 namespace fastattn {
 
-// Rows: the rows of a tile, and where they go.
-//   kBlockM, kValueDim        how many, and their columns
-//   kLog2Nodes                4, 16 or 32 nodes are combined side by side. More nodes are fewer rounds, and a round
-//                             takes three trips to L2 (arrival, sums, values); but one CTA computes each node of a
-//                             round, and with more rounds more CTAs work at a time
-//   kQuadsAtOnce              of 4 nodes: how many times four columns a thread loads at once
-//   num_rows()                the rows that exist
-//   slots()                   the workspace
-//   slots_per_cta()           its slots for each CTA
-//   store_result(row, column, partial)   takes four columns of the combined row
+// Rows, the rows of a tile and where they go, has:
+//   kBlockM, kValueDim        the number of rows, and of their columns
+//   kLog2Nodes                4, 16 or 32 nodes are combined at once. With more there are fewer rounds, of three trips
+//                             to L2 each (arrival, sums, values). But one CTA computes each node of a round, and with
+//                             more rounds more CTAs work at a time
+//   kQuadsAtOnce              with 4 nodes: how many times four columns a thread loads at once
+//   num_rows()                how many rows exist
+//   slots()                   the workspace slots
+//   slots_per_cta()           how many slots each CTA has
+//   store_result(row, column, partial)   stores four columns of the combined row
 //
-// Threads: the threads of the CTA that combine. Each function is called by all of them.
+// Threads, the threads of the CTA that combine, has functions that all of them call:
 //   kCount, index(), sync(), sync_or(predicate)
 struct AllThreadsOfCta {
     FASTATTN_DEVICE static int index() { return threadIdx.x; }
@@ -41,15 +41,15 @@ template <int kLog2Nodes, int kBlockM, int kThreads>
 struct CombineStorage {
     static constexpr int kNodes = 1 << kLog2Nodes;
     static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for more loads in flight
-    // Each thread's own, of nodes that are on their way together.
+    // Each thread's values, of the nodes that are in flight together.
     float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
-    float2 sums[kNodes][kBlockM];    // of a row: the reference of its exponentials, and their sum
-    int64_t slot[kNodes];            // of the node that begins here
-    const float* first_row[kNodes];  // of its values, in the workspace
-    uint32_t present;                // one bit for each of the nodes: where one begins
+    float2 sums[kNodes][kBlockM];    // the reference of a row's exponentials, and their sum
+    int64_t slot[kNodes];            // of the node that begins at this position
+    const float* first_row[kNodes];  // of that node's values in the workspace
+    uint32_t present;                // bit i: a node begins at position i
 };
 
-// Combines one tile, in the CTA that has just left its last partial of it.
+// Combines one tile. A CTA runs it when it has left its last partial of the tile.
 template <typename Rows, typename Threads>
 struct Combiner {
     using Storage = CombineStorage<Rows::kLog2Nodes, Rows::kBlockM, Threads::kCount>;
@@ -64,13 +64,13 @@ struct Combiner {
     const TilePartials& partials;
     const PartialRange own;  // the partials that this CTA has made
 
-    // Brings the nodes of this CTA, and goes on as long as it is the last to bring.
+    // Brings this CTA's nodes, and goes on to the next round as long as it is the last to bring.
     FASTATTN_DEVICE void run() const {
-        PartialRange nodes = own;  // nodes of this round's level that this CTA has; they are always side by side
+        PartialRange nodes = own;  // the nodes of this round that this CTA has; they are always adjacent
         int32_t num_nodes = partials.count;
         for (int round = 0;; ++round) {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
-            PartialRange complete{first + 1, last};  // nodes of the next level: between the ends all are its own
+            PartialRange complete{first + 1, last};  // its nodes of the next round: all between the ends, so far
 #pragma unroll 1
             // Only the first parent and the last may have nodes of other CTAs.
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
@@ -85,8 +85,8 @@ struct Combiner {
     }
 
   private:
-    // Counts this CTA's nodes among the kNodes of a parent as arrived, and combines all if it comes last. Returns true
-    // if it then has the parent.
+    // Counts this CTA's nodes among a parent's kNodes as arrived, and combines them all if it comes last. Returns
+    // whether this CTA then has the parent.
     FASTATTN_DEVICE bool bring(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
@@ -94,13 +94,13 @@ struct Combiner {
         const int shift = round * Rows::kLog2Nodes;
         const int32_t first_partial = first_node << shift, end_partial = min(end_node << shift, partials.count);
         if (count == 1 || (own.begin <= first_partial && end_partial <= own.end))
-            return true;  // it is one node already
-        // In each round, one parent at most begins in a CTA's partials and ends beyond them: CTA and round identify its
+            return true;  // the parent is one node already
+        // In each round, at most one parent begins in a CTA's partials and ends beyond them: CTA and round identify its
         // counter.
         uint64_t* counter =
             rows.slots().workspace.arrivals + int64_t{partials.cta_of(first_partial)} * kCombineRounds + round;
         const bool counts = Threads::index() == 0 && brought < count;
-        if (counts) open_arrivals(counter, rows.slots().workspace.launch_id);  // while stores are on their way
+        if (counts) open_arrivals(counter, rows.slots().workspace.launch_id);  // while stores are in flight
         Threads::sync();  // waits until every thread has left what this CTA brings, and is done with `shared`
         const bool is_last = counts ? arrives_last(counter, count, brought) : brought == count;
         if (!Threads::sync_or(is_last)) return false;
@@ -118,7 +118,7 @@ struct Combiner {
                 const int32_t cta = partials.cta_of(partial);
                 const PartialNode node = largest_node(partial, partials.made_by(cta), partials.count);
                 begins = node.first_partial() == partial;
-                // A node of several CTAs lies in the slot of its first node.
+                // A node that several CTAs made lies in the slot of the first node that was combined into it.
                 const int64_t slot = slot_of(rows.slots_per_cta(), cta, node);
                 shared.slot[Threads::index()] = slot;
                 shared.first_row[Threads::index()] = rows.slots().values_of(slot, 0);
@@ -141,8 +141,8 @@ struct Combiner {
             for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
             for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         }
-        // Waits until all sums are in shared memory: from here on those of the first node may be overwritten. Its
-        // values are overwritten by the thread that has read them.
+        // Waits until all sums are in shared memory: from here on, the first node's sums in the workspace may be
+        // overwritten. Its values are overwritten by the thread that has read them.
         Threads::sync();
     }
 
@@ -173,14 +173,15 @@ struct Combiner {
 
     FASTATTN_DEVICE bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
 
-    // index: of four columns of a row, whose values of the first nodes are on their way if threads copy ahead.
+    // Combines the nodes of four columns of a row, the index-th. If threads copy ahead, the first nodes' values are
+    // already in flight.
     FASTATTN_DEVICE RowPartial combined_nodes(int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if constexpr (kNodes == 4) {
             return combined_four(0, row, column);
         } else {
             static_assert(kNodesOfOneTrip == 16, "a trip brings two pairs of four nodes");
-            RowPartial before, trip;  // of the nodes of earlier trips, and of this one
+            RowPartial before, trip;  // of the earlier trips' nodes, and of this trip's
 #pragma unroll 1
             for (int first = 0; first < kNodes; first += 8) {
                 if (!begins_at(first)) continue;
@@ -197,8 +198,8 @@ struct Combiner {
         }
     }
 
-    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory; none past the last row.
-    // No other thread reads them.
+    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory, where no other thread
+    // reads them. Copies nothing past the last row.
     FASTATTN_DEVICE void start_to_copy(int first, int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if (row >= rows.num_rows()) return;
@@ -219,7 +220,7 @@ struct Combiner {
         return rows.slots().load_values(shared.slot[node], row, column);
     }
 
-    // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at the first.
+    // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at `first`.
     FASTATTN_DEVICE RowPartial combined_four(int first, int row, int column) const {
         const uint32_t present = shared.present >> first;
         RowPartial nodes[4];

@@ -9,7 +9,7 @@
 
 namespace fastattn {
 
-// A sequence, whose tiles follow each other on the line from split `first_split` on.
+// A sequence and its splits. On the line of all splits, its tiles begin with split first_split.
 struct ScheduledSequence {
     int32_t batch;
     int64_t first_split;
@@ -17,8 +17,7 @@ struct ScheduledSequence {
     TileSplits splits;
 };
 
-// Where the sequences of each lane lie on the line. It is in shared memory: in registers, the loop of steps would lack
-// them.
+// Where each lane's sequences lie on the line. In shared memory, because the loop of steps has no registers for it.
 struct SplitLine {
     int64_t first_split[kWarpSize], end_split[kWarpSize];
     int64_t splits_per_cta, num_splits;
@@ -29,7 +28,7 @@ struct SplitLine {
 template <int kBlockN>
 class SplitScheduler {
   public:
-    // Called by all threads of the CTA; returns when the line is known.
+    // Called by all threads of the CTA. Returns when the line is in shared memory.
     FASTATTN_DEVICE SplitScheduler(const DecodeParams& params, SplitLine& shared, int lane)
         : params_(params), shared_(shared), lane_(lane) {
         if (threadIdx.x < kWarpSize) {
@@ -62,10 +61,10 @@ class SplitScheduler {
         return min(begin_split() + shared_.splits_per_cta, shared_.num_splits);
     }
 
-    // Called by one thread, between two barriers.
+    // Marks splits as taken. Called by one thread, between two barriers.
     FASTATTN_DEVICE void advance(int32_t num_splits) { shared_.next_split += num_splits; }
 
-    // The sequence that has this split of the line. All lanes of a warp call it, and get the same.
+    // Returns the sequence that has this split of the line. Called by all lanes of a warp, which get the same.
     FASTATTN_DEVICE ScheduledSequence sequence_with(int64_t split) const {
         ScheduledSequence found{first_batch(), shared_.first_split[lane_], {}, {}};
         const bool is_owner = found.first_split <= split && split < shared_.end_split[lane_];

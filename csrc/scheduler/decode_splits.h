@@ -1,20 +1,20 @@
-// Which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, that CTAs
-// compute from the lengths in device memory.
+// Chooses which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, which
+// CTAs compute from the lengths in device memory.
 //
-// A work tile is the rows of a KV head of a sequence, 16 or 32 at most. Its keys are cut into splits of whole blocks.
-// The splits of all work tiles form a line, by sequence, then by tile, then by key. CTA c takes splits [c *
+// A work tile is up to 16 or 32 query rows of one KV head of a sequence. Its keys are cut into splits of whole blocks.
+// The splits of all work tiles form a line, ordered by sequence, then tile, then key. CTA c takes splits [c *
 // splits_per_cta, (c + 1) * splits_per_cta): the end of one tile, whole tiles, and the beginning of another. So the
-// work of CTAs differs by a split at most, however ragged the lengths are, and whatever they become in the replay of a
-// CUDA graph.
-//   balanced        a split is a block, and a CTA takes as many as the line needs.
+// work of CTAs differs by at most a split, however ragged the lengths are, and whatever they become in the replay of a
+// CUDA graph. There are three modes:
+//   balanced        a split is a block, and a CTA takes as many as cover the line.
 //   num_splits      a tile has at most so many splits of equal size, and a CTA takes one.
-//   batch_invariant a split is 1024 keys, counted from the first, and a CTA takes as many as the line needs.
+//   batch_invariant a split is 1024 keys, counted from the first, and a CTA takes as many as cover the line.
 //
-// A CTA leaves a partial of each tile that others have splits of too, and these are combined in the order of
+// A CTA leaves a partial of each tile of which other CTAs have splits too. Partials are combined in the order of
 // scheduler/partial_tree.h. As a rule all splits that a CTA has of a tile make one partial. With batch_invariant each
-// split makes one: then the partials of a sequence, and the tree that combines them, depend on this sequence alone. The
-// batch, the capacity and the size of the GPU only decide which CTA does which step. A CTA combines its own partials on
-// the way, so that few of them ever lie in memory: see slots_per_cta.
+// split makes one: the partials of a sequence, and the tree that combines them, then depend on this sequence alone. The
+// batch, the capacity and the size of the GPU only decide which CTA does which step. A CTA combines its own partials as
+// it goes, so that few of them are ever in memory: see slots_per_cta.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@
 
 namespace fastattn {
 
-// How many nodes are combined side by side, several levels of the tree at once: each level by itself would be a round.
-// Beside 64 dims, of which an SM holds three CTAs, and beside 256, registers are too few for more than 16.
+// Returns the logarithm of how many nodes are combined at once, in one round instead of one for each level of the tree.
+// Registers are too few for more than 16 with 64 dims, of which an SM holds three CTAs, and with 256.
 FASTATTN_HOST_DEVICE constexpr int log2_combined_nodes(int head_dim) {
     return head_dim == 128 ? 5 : 4;
 }
@@ -44,7 +44,7 @@ FASTATTN_HOST_DEVICE CachedSequence cached_sequence(const SequenceShape& shape, 
     sequence.total = sequence.before + (shape.num_new < room ? shape.num_new : room);
     const int64_t first = int64_t{sequence.total} - shape.num_queries - shape.window_left;
     sequence.first_key = first < 0 ? 0 : static_cast<int32_t>(first);
-    // New tokens are written also where no query sees them.
+    // New tokens are written even where no query sees them.
     if (shape.num_new > 0 && sequence.before < sequence.first_key) sequence.first_key = sequence.before;
     return sequence;
 }
@@ -65,13 +65,13 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
         splits.blocks_per_split = ceil_div(num_blocks, schedule.splits_per_tile);
         splits.num_splits = ceil_div(num_blocks, splits.blocks_per_split);
     }
-    if (splits.num_splits < 1) splits.num_splits = 1;  // some CTA has to write the result of no keys
+    if (splits.num_splits < 1) splits.num_splits = 1;  // some CTA has to write the result of a tile without keys
     return splits;
 }
 
-// How many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials. That
-// pays where tiles have one split, because nothing is combined, and where they have more than a CTA takes at least, but
-// no more than one trip brings.
+// Returns how many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials.
+// That pays where tiles have one split, because nothing is combined. It also pays where they have more than
+// min_splits_per_cta, but no more than one trip brings.
 FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
     const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
@@ -80,13 +80,13 @@ FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule
     return balanced > least ? balanced : least;
 }
 
-// The splits [first, first + count) of a tile that a CTA goes through at once, and the keys of these that exist.
+// The splits [first, first + count) of a tile that a CTA goes through at once, and those of their keys that exist.
 struct SplitRun {
     int32_t tile_idx, first, count;
     int32_t begin_key, end_key;
 };
 
-// The sequence's tiles start at first_split on the line. The CTA goes on from `split`, and ends at end_split.
+// Returns the run from `split` on. The sequence's tiles start at first_split on the line. The CTA ends at end_split.
 FASTATTN_HOST_DEVICE SplitRun split_run(const SplitSchedule& schedule, const TileSplits& splits,
                                         const CachedSequence& sequence, int32_t block_keys, int64_t first_split,
                                         int64_t split, int64_t end_split) {
@@ -103,7 +103,7 @@ FASTATTN_HOST_DEVICE SplitRun split_run(const SplitSchedule& schedule, const Til
     return run;
 }
 
-// The sequence's tiles start at first_split on the line.
+// Returns the partials of a tile. The sequence's tiles start at first_split on the line.
 FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, const TileSplits& splits,
                                                 int64_t first_split, int32_t tile_idx, int64_t splits_per_cta) {
     const int64_t first = first_split + int64_t{tile_idx} * splits.num_splits;
@@ -112,15 +112,15 @@ FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, c
     return {static_cast<int32_t>(last_cta - first_cta) + 1, first_cta, 1};
 }
 
-// The most blocks of keys that a tile of any length can have.
+// Returns the most blocks of keys that a tile of any length can have.
 inline int32_t most_blocks(const SequenceShape& shape, int32_t block_keys) {
     const int32_t all = ceil_div(shape.capacity, block_keys);
-    // Seen or new keys are the last ones. They touch one block more than they fill where they begin inside of one.
+    // Keys that are seen or new are the last ones. If they begin inside a block, they touch one more than they fill.
     const int64_t keys = std::max<int64_t>(int64_t{shape.window_left} + shape.num_queries, shape.num_new);
     return static_cast<int32_t>(std::min<int64_t>(all, (keys + block_keys - 2) / block_keys + 1));
 }
 
-// Two for each level below the root of a tree of so many partials.
+// Returns the slots for a tree of so many partials: two for each level below the root.
 inline int32_t slots_for_partials(int32_t most_partials) {
     int32_t levels = 1;
     while (int64_t{1} << levels < most_partials) ++levels;
@@ -131,7 +131,7 @@ inline int64_t num_slots(const SplitSchedule& schedule) {
     return int64_t{schedule.num_ctas} * schedule.slots_per_cta;
 }
 
-// Arrival counters of the nodes to be combined: kCombineRounds for each CTA.
+// Returns how many arrival counters there are: kCombineRounds for each CTA.
 inline int64_t num_counters(const SplitSchedule& schedule) {
     return int64_t{schedule.num_ctas} * kCombineRounds;
 }
@@ -140,8 +140,8 @@ inline int64_t num_counters(const SplitSchedule& schedule) {
 inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
                                     int32_t block_keys, int64_t num_splits, bool batch_invariant,
                                     int32_t resident_ctas) {
-    constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; 16 rows written and read are 3 % of that
-    constexpr int32_t kMinBlocks = 2;         // both are on their way before the first is used
+    constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; a partial of 16 rows adds 3 % to that
+    constexpr int32_t kMinBlocks = 2;         // both are in flight before the first is used
     const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
     SplitSchedule schedule{};
     schedule.tiles_per_sequence = kv_heads * row_tiles;
@@ -174,7 +174,7 @@ inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, i
     return schedule;
 }
 
-// Whether a tile can have several splits: else nothing is combined.
+// Returns whether a tile can have several splits. If none can, nothing is combined.
 inline bool can_be_split(const SplitSchedule& schedule, const SequenceShape& shape, int32_t block_keys) {
     const int32_t blocks = most_blocks(shape, block_keys);
     return schedule.splits_per_tile > 0 ? schedule.splits_per_tile > 1 : blocks > schedule.blocks_per_split;

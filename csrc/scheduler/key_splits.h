@@ -1,15 +1,14 @@
-// How the CTAs of attention's forward pass split the keys of work tiles where whole tiles would leave CTAs idle: 17 to
-// 512 queries over a long cache, or packed sequences of unlike lengths.
+// Splits the keys of attention's work tiles in the forward pass where whole tiles would leave CTAs idle: with 17 to 512
+// queries over a long cache, or packed sequences of unlike lengths.
 //
 // A work tile is a tile of query rows. (On Hopper a cluster takes it, and "CTA" means a cluster in this file.) Its
-// steps are the tiles of keys that its rows see. The steps of all work tiles form a line, ordered by sequence, then by
-// rows, then by head. CTA c takes steps [c * per_cta, (c + 1) * per_cta): the end of one work tile, whole ones, and the
-// beginning of another. So the work of CTAs differs by a step at most. On sm_80 a CTA ends with one work tile, and
-// takes all of it or one of its equal splits. Each split leaves a partial, and scheduler/combine.cuh combines the
-// partials of a work tile.
+// steps are the tiles of keys that its rows see. The steps of all work tiles form a line, ordered by sequence, then
+// rows, then head. CTA c takes steps [c * per_cta, (c + 1) * per_cta): the end of one work tile, whole ones, and the
+// beginning of another. So the work of CTAs differs by at most a step. On sm_80 a CTA has a single work tile, and takes
+// all of it or one of its equal splits. Each split leaves a partial, and scheduler/combine.cuh combines the partials of
+// a work tile.
 //
-// Each CTA computes its split from the lengths in device memory, so that the replay of a CUDA graph splits new lengths
-// anew.
+// Each CTA computes its split from the lengths in device memory, so that each replay of a CUDA graph splits anew.
 #pragma once
 
 #include <cstdint>
@@ -26,26 +25,28 @@
 
 namespace fastattn {
 
-// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. A split
-// has at least so many steps, and tiles are split only where that saves more.
+// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. A split has
+// at least so many steps, and splitting must save more than that.
 inline constexpr int32_t kCombineCost = 4;
-// CTAs that have more whole work tiles than this are balanced already, and whole tiles keep keys in the L2 cache.
+// Nothing is split where CTAs have more whole work tiles than this: they are balanced already, and whole tiles keep
+// keys in the L2 cache.
 inline constexpr uint32_t kTilesOfSplitCta = 2;
-// A warp counts at most so many entries (sequences times tiles of rows), 32 in each lane.
+// The most entries (sequences times tiles of rows) that a warp counts: 32 in each lane.
 inline constexpr uint32_t kMostEntries = 1024;
-// Workspace slots of each CTA that runs at a time. A persistent CTA needs 2: it leaves one partial of each work tile
-// (see partial_tree.h). A CTA that ends with its split needs 1, and up to three times as many are launched.
+// Workspace slots for each CTA that runs at a time. A persistent CTA needs 2, as it leaves one partial of each work
+// tile (see partial_tree.h). A CTA that ends with its split needs 1, and up to three times as many are launched.
 inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesOfSplitCta;
 
-// The most steps that a work tile of block_m rows has, as far as the host knows.
+// Returns the most steps that a work tile of block_m rows has, as far as the host knows.
 inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m, int32_t block_n) {
     const int64_t all_steps = ceil_div(params.key.rows, block_n);
     const int64_t seen = int64_t{params.scores.window_left} + params.scores.window_right;
     return std::min(all_steps, (seen + block_m) / block_n + 2);
 }
 
-// Whether CTAs may find that splitting pays. The host knows no lengths of packed sequences, but that they have at least
-// as many work tiles as all rows together fill. num_entries counts the work tiles of adjacent heads as one.
+// Returns whether CTAs may find that splitting pays. The host does not know the lengths of packed sequences; it knows
+// that there are at least as many work tiles as all rows together fill. num_entries counts the work tiles of adjacent
+// heads as one.
 inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                               int64_t num_work_tiles, int64_t num_entries, int64_t num_ctas) {
     if (most_steps(params, block_m, block_n) <= kCombineCost) return false;
@@ -56,9 +57,9 @@ inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t bloc
     return num_entries <= kMostEntries && filled <= most_work_tiles;
 }
 
-// Rows of the workspace that a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0: none. Counts
-// no more work tiles for each CTA than any kernel does: packed heads make the fewest tiles, and two CTAs of a cluster
-// share one.
+// Returns how many rows of workspace a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0:
+// none. Counts as few work tiles for each CTA as any kernel: packed heads make the fewest tiles, and two CTAs of a
+// cluster have one together.
 inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                               int64_t num_ctas) {
     const int64_t group = params.query.heads / params.key.heads;
@@ -70,33 +71,33 @@ inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t bloc
     }
     const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
     const int64_t splits = ceil_div(tiles * most_steps(params, block_m, block_n), kCombineCost);
-    // Where tiles fill the GPU, CTAs may come in pairs, which number their CTAs otherwise.
+    // Where tiles fill the GPU, CTAs may come in pairs, which are numbered differently: every CTA gets slots then.
     const int64_t ctas_with_partials = tiles >= num_ctas ? num_ctas : std::min(num_ctas, splits);
     return ctas_with_partials * kMostSlotsPerCta * block_m;
 }
 
-// The steps that a persistent CTA takes. It is in shared memory, where every warp finds it.
+// The steps that a persistent CTA takes, in shared memory for all its warps.
 struct CtaSteps {
     bool is_split;      // false: work tiles are taken whole
     uint32_t tile_idx;  // the work tile in which the CTA's steps begin
-    int32_t step;       // where they begin in it
+    int32_t step;       // where they begin in that work tile
     int32_t count;      // steps of this CTA
     int32_t per_cta;    // steps of every CTA
 };
 
 // The one split that a CTA takes: all of a work tile, or the idx-th of its num_splits equal splits.
 struct KeySplit {
-    int32_t is_split, exists;  // not bool: the struct is copied as a whole, and has no bytes that nobody writes
+    int32_t is_split, exists;  // not bool: the struct is copied as a whole, and must have no padding
     uint32_t tile_idx;
     int32_t idx, num_splits;
 };
 
 #ifdef __CUDACC__
-// Sums a count over all entries: each lane of a warp sums adjacent ones. An entry is the work tiles of adjacent heads,
-// which all have equally many steps.
+// Sums a count over all entries. Each lane of a warp sums adjacent entries. An entry is the work tiles of adjacent
+// heads, which all have equally many steps.
 struct EntryScan {
     uint32_t first, end;  // entries of this lane
-    int64_t own, upto;    // their sum, and the sum up to this lane's last entry
+    int64_t own, upto;    // the sum of this lane's entries, and of all up to its last
     int64_t all;          // the sum of all lanes
 
     template <typename CountOf>
@@ -109,7 +110,7 @@ struct EntryScan {
         all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
     }
 
-    // The entry in which number `index` of the count lies, 0 <= index < all, and how many of the entry come before it.
+    // The entry that has number `index` of the count, 0 <= index < all, and how many of its numbers come before that.
     struct Position {
         uint32_t entry;
         int64_t before;
@@ -135,9 +136,9 @@ FASTATTN_DEVICE uint32_t count_work_tiles(const EntryScan& scan, uint32_t heads,
     return __reduce_add_sync(0xffffffff, num_work_tiles);
 }
 
-// Called by one warp. Returns the steps of each CTA if work tiles are split, or 0 where that does not pay.
-// steps_of(entry): the steps of each of its work tiles, 0 where there are no rows. A work tile whose rows see no key
-// has one step: some CTA has to write its zeros.
+// Returns the steps of each CTA if work tiles are split, or 0 if that does not pay. Called by one warp.
+// steps_of(entry): the steps of each of the entry's work tiles, 0 where there are no rows. A work tile whose rows see
+// no key has one step: some CTA has to write its zeros.
 template <typename StepsOf>
 FASTATTN_DEVICE int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas, StepsOf&& steps_of) {
     const uint32_t num_work_tiles = count_work_tiles(steps, heads, steps_of);
@@ -145,14 +146,14 @@ FASTATTN_DEVICE int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, ui
     for (uint32_t entry = steps.first; entry < steps.end; ++entry) longest = max(longest, steps_of(entry));
     longest = __reduce_max_sync(0xffffffff, longest);
     if (num_work_tiles == 0 || num_work_tiles > kTilesOfSplitCta * num_ctas) return 0;
-    // The steps of the CTA with the most, with and without splits.
+    // The steps of the busiest CTA, with and without splits.
     const int64_t most_split = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kCombineCost});
     const int64_t rounds = (num_work_tiles + num_ctas - 1) / num_ctas;
     const int64_t most_whole = max(int64_t{longest}, rounds * steps.all / num_work_tiles);
     return most_split + kCombineCost < most_whole ? static_cast<int32_t>(most_split) : 0;
 }
 
-// Called by one warp of a persistent CTA.
+// Returns the steps of a persistent CTA. Called by one warp.
 template <typename StepsOf>
 FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
@@ -171,8 +172,8 @@ FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_
     return own;
 }
 
-// Finds the split of a CTA that takes no other; one warp calls it. A work tile has splits in proportion to its steps,
-// rounded down, so that num_ctas CTAs run all splits at a time. It has one split at least.
+// Returns the split of a CTA that takes only one. Called by one warp. A work tile has splits in proportion to its
+// steps, rounded down, so that num_ctas CTAs run all splits at a time, but at least one.
 template <typename StepsOf>
 FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
@@ -192,7 +193,7 @@ FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_
     return {true, true, entry * heads + split / num_splits, split % num_splits, num_splits};
 }
 
-// The steps of a split of a work tile whose rows see num_tiles tiles of keys.
+// Returns the steps of a split of a work tile whose rows see num_tiles tiles of keys.
 FASTATTN_DEVICE Steps steps_of_split(const KeySplit& split, int32_t num_tiles) {
     const auto left_before = [&](int32_t idx) {
         return num_tiles - static_cast<int32_t>(int64_t{num_tiles} * idx / split.num_splits);
@@ -200,11 +201,11 @@ FASTATTN_DEVICE Steps steps_of_split(const KeySplit& split, int32_t num_tiles) {
     return {left_before(split.idx), left_before(split.idx + 1)};
 }
 
-// Where a persistent CTA is on its way.
+// The position of a persistent CTA in its work.
 struct WorkTileWalk {
     uint32_t tile_idx;   // the work tile at hand
     int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
-    bool has_begun;      // without splits
+    bool has_begun;      // used without splits
 
     FASTATTN_DEVICE explicit WorkTileWalk(const CtaSteps& own)
         : tile_idx(own.tile_idx), step(own.step), left(own.count), has_begun(false) {}
@@ -226,7 +227,7 @@ struct WorkTileWalk {
         }
     }
 
-    // The partials of this work tile, from where it begins and ends relative to the first step of CTA `cta`.
+    // Returns the partials of this work tile. Its begin and end count from the first step of CTA `cta`.
     FASTATTN_DEVICE TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
         const int32_t first = own.count - left - step, last = first + max(num_tiles, 1) - 1;
         const int32_t ctas_before = first < 0 ? ceil_div(-first, own.per_cta) : 0;

@@ -1,14 +1,14 @@
-// Counts within one launch, in memory that nobody has to zero, as in arrivals.cuh; for CTAs that count as soon as they
-// start, so that opening a counter before would be one more trip. Each adds, and sees whether that was this launch's
-// number.
+// Counts within one launch, in memory that nobody has to zero, as arrivals.cuh does. It is for CTAs that count as soon
+// as they start: opening a counter before would be one more trip. A CTA adds, and sees whether the number was this
+// launch's.
 //
 // All that arrivals.cuh says of launch IDs, replays and streams holds here too. Beyond that:
-// - Who resets. The count alone does not say that it is complete: its users have to agree on a last one, that has seen
-//   all others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and that leaves 0. No
-//   thread is within count() then, so that none can put the launch's number back.
-// - Old contents. An addition to them is lost when they are replaced, so a thread that added to them counts again,
-//   unless it replaces them itself. If additions carry the old number up into this launch's, they have left a count of
-//   0, or of the threads that found the launch's number: then too, each thread that did not find it counts again.
+// - Resetting. The count alone does not say that it is complete. Its users agree on a last one, which has seen all
+//   others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and which stores 0. No
+//   thread is within count() then, so none can put the launch's number back.
+// - Old contents. An addition to old contents is lost when they are replaced. A thread that added to them counts again,
+//   unless it replaces them itself. Additions may carry the old number up into this launch's. The count there is then
+//   0, or that of the threads that found the launch's number: each thread that did not find it counts again here too.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,9 @@ struct LaunchCounter {
 
     FASTATTN_DEVICE bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == launch_id; }
 
-    // Counts one more, and returns how many there were before. kOrdered: what this thread has done, or has seen done,
-    // before is seen by every thread that later waits or counts in this way. Otherwise it only gets a number that no
-    // other thread gets.
+    // Counts one more, and returns how many there were before. kOrdered: a thread that later waits, or counts with
+    // kOrdered, sees all that this thread has done, or has seen done. Otherwise this thread only gets a number that no
+    // other gets.
     template <bool kOrdered = true>
     FASTATTN_DEVICE uint32_t count() const {
         for (;;) {
@@ -45,7 +45,7 @@ struct LaunchCounter {
         }
     }
 
-    // Waits until `expected` threads have counted; no more may count afterwards, as it waits for equality.
+    // Waits until `expected` threads have counted. No more may count afterwards, as it waits for equality.
     FASTATTN_DEVICE void wait(uint32_t expected) const {
         while (ptx::ld_acquire_b64(value) != launch_id + expected) {
         }

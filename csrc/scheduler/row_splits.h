@@ -1,7 +1,7 @@
-// How the CTAs of the backward pass split the query rows of a tile of keys where whole tiles would leave CTAs idle:
-// with few key heads (MQA, GQA), few sequences, or a last round of tiles that only some CTAs have one of.
+// Splits the query rows of a tile of keys in the backward pass where whole tiles would leave CTAs idle: with few key
+// heads (MQA, GQA), few sequences, or a last round with fewer tiles than CTAs.
 //
-// The steps of a tile of keys are the tiles of query rows that see it, last rows first, and for each of them the query
+// The steps of a tile of keys are the tiles of query rows that see it, last rows first, and for each of these the query
 // heads of the key head. Splits divide the query heads and, where these are too few, the tiles of rows. The CTAs add
 // their partial dK and dV up in fp32.
 #pragma once
@@ -27,7 +27,7 @@ FASTATTN_HOST_DEVICE RowSplit nth_row_split(const RowSplits& splits, uint32_t in
     return {splits.first_tile + behind / most, static_cast<int32_t>(behind % most)};
 }
 
-// How many splits one tile of keys has, over the query heads and over the tiles of rows: fewer where these are short.
+// How many splits one tile of keys has, over the query heads and over the tiles of rows. Short tiles have fewer.
 struct TileRowSplits {
     int32_t over_heads, over_rows;
 
@@ -46,20 +46,20 @@ struct TileRowSplits {
     FASTATTN_HOST_DEVICE int32_t num() const { return over_heads * over_rows; }
 };
 
-// The beginning of a split when `count` is divided by num_splits; the first splits are longer by one.
+// Returns where a split begins when `count` is divided by num_splits. The first splits are longer by one.
 FASTATTN_HOST_DEVICE int32_t split_begin(int32_t count, int32_t split, int32_t num_splits) {
     const int32_t longer = count % num_splits;
     return count / num_splits * split + (split < longer ? split : longer);
 }
 
-// The tiles of keys of all heads; for packed sequences, an upper bound.
+// Returns how many tiles of keys all heads have; for packed sequences, an upper bound.
 FASTATTN_HOST_DEVICE int64_t num_key_tiles(const AttentionBackwardParams& params, int32_t block_n) {
     const bool is_packed = params.packed.cu_seqlens_k != nullptr;
     return int64_t{params.key.heads} *
            num_query_tiles(params.key.batch, params.key.rows, is_packed, params.packed.total_k, block_n);
 }
 
-// How many of these tiles are split, and have sums in the workspace.
+// Returns how many of these tiles are split, and have sums in the workspace.
 inline int64_t num_split_tiles(const AttentionBackwardParams& params, int32_t block_n) {
     return params.row_splits.over_heads * params.row_splits.over_rows > 1
                ? num_key_tiles(params, block_n) - params.row_splits.first_tile

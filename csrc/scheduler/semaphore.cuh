@@ -1,7 +1,7 @@
-// Orders the additions of several CTAs to the same sums, so that their bits repeat: a semaphore is a number in global
-// memory, zero before the launch, that counts who has added. CTAs claim their work in that order, so that each only
-// ever waits for CTAs that run already. Where gradients are deterministic, the kernels for sm_80 add dQ so, those with
-// small and with large tiles of keys, and attention/backward_panels_sm90.cuh adds dQ, and dK and dV of split tiles.
+// Orders the additions of several CTAs to the same sums, so that their bits repeat. A semaphore is a number in global
+// memory, zero before the launch, that counts the CTAs that have added. CTAs claim their work in the order of addition,
+// so that each waits only for CTAs that already run. For deterministic gradients, the sm_80 kernels (small and large
+// tiles of keys) add dQ this way, and attention/backward_panels_sm90.cuh dQ, and dK and dV of split tiles.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 
 namespace fastattn {
 
-// The semaphore of threads that add by themselves: those of a CTA, or some with thread 0, which wait for each other in
-// barrier(). Without an address, additions come in any order.
+// The semaphore of threads that add by themselves: all threads of a CTA, or some with thread 0. They wait for each
+// other in barrier(). With a null address, additions come in any order.
 struct Semaphore {
     int32_t* address;
 
-    // Waits until num_before CTAs have added, or more: sequences that overlap share tiles.
+    // Waits until at least num_before CTAs have added: more may have, because sequences that overlap share tiles.
     template <typename Barrier>
     FASTATTN_DEVICE void wait(int32_t num_before, Barrier&& barrier) const {
         if (address == nullptr) return;
@@ -45,7 +45,7 @@ FASTATTN_DEVICE void semaphore_wait(const int32_t* semaphore, int32_t num_before
     ptx::fence_proxy_async();
 }
 
-// Waits until all that this thread has added is in memory, and lets the next one add.
+// Waits until all that this thread has added is in memory, and lets the next CTA add.
 FASTATTN_DEVICE void semaphore_release(int32_t* semaphore) {
     ptx::cp_async_bulk_wait_group();
     ptx::fence_proxy_async();

@@ -1,18 +1,19 @@
-// The work tiles of each CTA of a matmul: whole tiles of the result, and stream-K (Osama et al., 2023) for those that
-// would not fill the GPU.
+// The work tiles of each CTA of a matmul: whole tiles of the result, and stream-K (Osama et al., 2023) for the tiles
+// that would not fill the GPU.
 //
 // A tile's sum over K takes a number of steps, and as many CTAs as are resident run at a time. The first tiles are
-// split: their steps form a line, by tile and then by step, that is cut into splits which differ by a step at most.
-// Each split is a CTA's: the end of one tile, a whole one, and the beginning of another. The other tiles are one CTA's
-// each, without partials, and fill the GPU a whole number of times. With 10 tiles and 4 resident CTAs:
+// split: their steps form a line, ordered by tile and then by step, which is cut into splits that differ by at most a
+// step. A CTA takes one split: the end of one tile, a whole one, and the beginning of another. Each other tile is taken
+// whole, by one CTA and without partials; these tiles fill the GPU a whole number of times. With 10 tiles and 4
+// resident CTAs:
 //
 //   split tiles    | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
 //   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
 //
-// Splits are longer than tiles here, so that a tile has two partials at most. Where there are fewer tiles than resident
-// CTAs, a tile has many; then splits that end with tiles are often better than as many splits as resident CTAs, because
-// each work tile starts a pipeline anew, and each partial goes through L2. A "CTA" here is a cluster where a cluster
-// computes a tile.
+// Splits are longer than tiles here, so that a tile has at most two partials. With fewer tiles than resident CTAs, a
+// tile has many. Splits that end with tiles are then often better than one split for each resident CTA, because each
+// work tile starts a pipeline anew, and each partial goes through L2. Where a cluster computes a tile, "CTA" means a
+// cluster.
 #pragma once
 
 #include <cstdint>
@@ -31,15 +32,15 @@ struct MatmulTile {
     bool uses_wgmma = false;   // on Hopper's tensor cores
     int32_t cluster_size = 1;
     int32_t ctas_per_sm = 2;     // where only one fits (sm_86, sm_89), the second runs after it
-    bool scales_groups = false;  // sums of each group of K are multiplied by its scale: the call's, not the kernel's
+    bool scales_groups = false;  // each group of K has a scale for its sums: a fact of the call, not of the kernel
 };
 inline int32_t resident_clusters(const MatmulTile& tile, int32_t num_sms) {
     return num_sms * tile.ctas_per_sm / tile.cluster_size;
 }
 
-// Tiles [0, split_tiles) are cut into num_splits splits, of a step or more.
+// Tiles [0, split_tiles) are cut into num_splits splits, of a step or more each.
 struct MatmulSchedule {
-    int32_t m_tiles, n_tiles, steps;  // steps: those of each tile
+    int32_t m_tiles, n_tiles, steps;  // steps: of each tile
     int32_t split_tiles, num_splits;
 };
 
@@ -47,7 +48,7 @@ FASTATTN_HOST_DEVICE uint32_t split_steps(const MatmulSchedule& schedule) {
     return static_cast<uint32_t>(schedule.split_tiles) * schedule.steps;
 }
 
-// The first step of a split, on the line. matmul_schedule() makes only schedules whose products here fit in 32 bits.
+// Returns a split's first step on the line. matmul_schedule() makes only schedules whose products here fit in 32 bits.
 FASTATTN_HOST_DEVICE uint32_t split_begin(const MatmulSchedule& schedule, uint32_t split) {
     return split * split_steps(schedule) / schedule.num_splits;
 }
@@ -59,16 +60,16 @@ struct TilePosition {
     int32_t m_tile, n_tile;
 };
 
-// All rows of M pass over kGroup tiles of N, whose weights stay in L2 meanwhile, then over the next ones.
+// Orders tiles: all of M over kGroup tiles of N, whose weights stay in L2 meanwhile, then all of M over the next ones.
 FASTATTN_HOST_DEVICE TilePosition tile_position(const MatmulSchedule& schedule, int32_t tile) {
-    constexpr int32_t kGroup = 8;  // 128 of N each
+    constexpr int32_t kGroup = 8;  // of 128 columns or more each
     const int32_t first_n_tile = tile / (kGroup * schedule.m_tiles) * kGroup;
     const int32_t left = schedule.n_tiles - first_n_tile, width = left < kGroup ? left : kGroup;
     const int32_t in_group = tile % (kGroup * schedule.m_tiles);
     return {in_group / width, first_n_tile + in_group % width};
 }
 
-// A CTA's steps of one tile.
+// The steps that a CTA takes of one tile.
 struct MatmulWorkTile {
     int32_t tile, begin_step, end_step;
     int32_t steps_left;  // the steps of the CTA's split in the tiles that follow
@@ -88,7 +89,7 @@ FASTATTN_HOST_DEVICE MatmulWorkTile first_work_tile(const MatmulSchedule& schedu
     return work_on_tile(schedule, begin / schedule.steps, begin % schedule.steps, end - begin);
 }
 
-// Goes on to the next tile of the CTA's split; false if there is none.
+// Goes on to the next tile of the CTA's split, or returns false if there is none.
 FASTATTN_HOST_DEVICE bool next_work_tile(const MatmulSchedule& schedule, MatmulWorkTile& work) {
     if (work.steps_left == 0) return false;
     work = work_on_tile(schedule, work.tile + 1, 0, work.steps_left);
@@ -130,13 +131,13 @@ inline int64_t longest_steps(const MatmulSchedule& schedule) {
                                     : std::max(whole, ceil_div(int64_t{split_steps(schedule)}, schedule.num_splits));
 }
 
-// Workspace slots, each of the size of a tile.
+// Returns how many workspace slots there are, each of the size of a tile.
 inline int64_t num_slots(const MatmulSchedule& schedule) {
     if (schedule.num_splits == 0) return 0;
     return int64_t{schedule.num_splits} * (splits_end_with_tiles(schedule) ? 1 : 2);
 }
 
-// The most partials of a tile, and the most work tiles of a split.
+// The next two functions return the most partials of a tile, and the most work tiles of a split.
 inline int64_t most_partials(const MatmulSchedule& schedule) {
     if (splits_end_with_tiles(schedule)) return schedule.num_splits / schedule.split_tiles;
     const int64_t shortest = split_steps(schedule) / schedule.num_splits;
@@ -149,7 +150,7 @@ inline int64_t most_work_tiles(const MatmulSchedule& schedule) {
     return (longest - 2) / schedule.steps + 2;
 }
 
-// Takes a whole tile; false if there is none.
+// Takes a whole tile, or returns false if it does not exist.
 FASTATTN_HOST_DEVICE bool take_whole_tile(const MatmulSchedule& schedule, int64_t tile, MatmulWorkTile& work) {
     if (tile >= int64_t{schedule.m_tiles} * schedule.n_tiles) return false;
     work = work_on_tile(schedule, static_cast<int32_t>(tile), 0, schedule.steps);
@@ -173,7 +174,7 @@ FASTATTN_HOST_DEVICE bool next_cluster_tile(const MatmulSchedule& schedule, int3
     return take_whole_tile(schedule, next, work);
 }
 
-// How many of the resident clusters have work.
+// Returns how many of the resident clusters have work.
 inline int32_t num_clusters(const MatmulSchedule& schedule, int32_t resident_clusters) {
     const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles;
     return static_cast<int32_t>(

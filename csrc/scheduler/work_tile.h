@@ -14,9 +14,9 @@ struct WorkTile {
     int32_t batch, head, position;
 };
 
-// The work tile of a CTA; CTAs start in the order of their index. Heads form groups whose data fit in the L2 cache
-// together, and groups come one after the other. Within a group, the first tiles of all heads come before all second
-// tiles, and so on. Callers put long tiles first, so that short ones are left at the end, when SMs run out of work.
+// Returns the work tile of a CTA; CTAs start in the order of their index. Heads form groups whose data fit in the L2
+// cache together, and groups come one after the other. Within a group, the first tiles of all heads come before all
+// second tiles, and so on. Callers put long tiles first, so that short ones are left when SMs run out of work.
 FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t heads, uint32_t heads_per_group,
                                         uint32_t num_tiles) {
     const uint32_t ctas_per_group = num_tiles * heads_per_group;
@@ -29,9 +29,9 @@ FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
-// Whether persistent CTAs should claim the forward pass's work tiles: where these are more than the CTAs, and a mask
-// makes them unlike in length. Of packed sequences, as many as exist at most may not exist: claiming one takes a trip
-// to L2.
+// Returns whether persistent CTAs should claim the forward pass's work tiles. That pays where there are more than CTAs,
+// and a mask or packing makes their lengths unlike. At least half of the tiles must exist in packed sequences: claiming
+// one that does not exist takes a trip to L2 too.
 inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m, int64_t num_ctas) {
     const int64_t heads = int64_t{params.query.heads} * params.query.batch;
     const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
@@ -42,14 +42,14 @@ inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m,
     return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
 }
 
-// The bytes that a group of heads may read again and again. The L2 of an A100 and of an H100 has two partitions, each
-// of which holds what its SMs read, so that only half of the bytes can differ; a fifth of that is left for what passes
-// through: 16 MB of 40.
+// Returns the bytes that a group of heads may read again and again. The L2 cache of an A100 and of an H100 has two
+// partitions, each of which holds what its SMs read, so that only half of its bytes can differ. A fifth of that half is
+// left for data that passes through: 16 MB of 40 remain.
 inline int64_t l2_budget(int64_t l2_bytes) {
     return l2_bytes * 2 / 5;
 }
 
-// The query heads of a group, counted over batch and heads.
+// Returns the query heads of a group, counted over batch and heads.
 inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                int64_t l2_bytes) {
     const int64_t key_value_bytes = std::max<int64_t>(1, int64_t{4} * key.rows * key.head_dim);
@@ -67,14 +67,14 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
     return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(l2_budget(l2_bytes) / walked_bytes, all_heads)));
 }
 
-// In ordered addition, so many CTAs at least are at the same head, one a step behind the other, unless L2 holds what
-// all heads of the group walk through: a byte from HBM then serves all of these CTAs. Of 128 dims, 132 CTAs read and
+// With ordered addition, at least so many CTAs work on one head, each a step behind the one before: a byte from HBM
+// then serves all of them. Fewer do if L2 holds the data of all heads of the group. With 128 dims, 132 CTAs read and
 // add about 6 TB/s.
 inline constexpr int32_t kCtasOfOrderedHead = 4;
 
-// The key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles, CTAs
-// have tiles of several heads at a time, and fewer are idle at the end if the long tiles of all these heads come first.
-// In ordered addition, CTAs wait less for each other, the more heads they are at.
+// Returns the key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles,
+// CTAs work on several heads at a time, and fewer are idle at the end if the long tiles of all these heads come first.
+// With ordered addition, CTAs wait less for each other the more heads they work on.
 inline int32_t claimed_key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                            int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool is_ordered) {
     const int64_t all_heads = int64_t{key.batch} * key.heads;

@@ -14,7 +14,7 @@ struct WorkspaceSlots {
     const PartialWorkspace& workspace;
     int32_t value_dim;
 
-    // Reads L2, where what other CTAs have written stands.
+    // Loads from L2, past L1, because other CTAs wrote the sums.
     FASTATTN_DEVICE float2 load_sums(int64_t slot, int row) const {
         return __ldcg(reinterpret_cast<const float2*>(workspace.sums) + slot * kBlockM + row);
     }

@@ -1,4 +1,4 @@
-// dK and dV on large tiles of keys; compiled with FASTATTN_HEAD_DIM, a list.
+// dK, dV and sums of dQ on large key tiles; compiled with FASTATTN_HEAD_DIM, a list.
 #include "attention/backward_key_value_large_sm80.cuh"
 
 namespace fastattn {

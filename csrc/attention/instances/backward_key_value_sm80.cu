@@ -1,4 +1,4 @@
-// dK and dV; compiled with FASTATTN_HEAD_DIM and FASTATTN_OPTIONS.
+// dK, dV and sums of dQ; compiled with FASTATTN_HEAD_DIM and FASTATTN_OPTIONS.
 #include "attention/backward_key_value_sm80.cuh"
 
 namespace fastattn {

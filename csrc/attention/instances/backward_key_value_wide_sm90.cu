@@ -1,5 +1,5 @@
-// dK and dV for Hopper with more than 128 dims; compiled with FASTATTN_HEAD_DIM,
-// FASTATTN_VALUE_DIM and FASTATTN_OPTIONS.
+// dK, dV and sums of dQ for Hopper with more than 128 dims; compiled with FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM and
+// FASTATTN_OPTIONS.
 #include "attention/backward_key_value_wide_sm90.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// dQ; compiled with FASTATTN_HEAD_DIM, a list.
+// dQ from its sums; compiled with FASTATTN_HEAD_DIM, a list.
 #include "attention/backward_query_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// dQ for Hopper; compiled with FASTATTN_HEAD_DIM, a list.
+// dQ, and dK and dV of split key tiles, from their sums for Hopper; compiled with FASTATTN_HEAD_DIM, a list.
 #include "attention/backward_query_sm90.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// Which tiles of rows and keys meet through ranges of keys.
+// The row tiles that see each key tile through ranges of keys.
 #include "attention/backward_ranges_sm80.cuh"
 
 namespace fastattn {

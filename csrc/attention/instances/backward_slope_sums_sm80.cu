@@ -1,4 +1,4 @@
-// The gradient of ALiBi slopes, of all tiles of rows.
+// The gradient of ALiBi slopes, from the sums of row tiles.
 #include "attention/backward_slope_sums_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The gradient of ALiBi slopes, of each tile of rows.
+// The gradient of ALiBi slopes, summed over each row tile.
 #include "attention/backward_slopes_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// ex2, rcp: approximations of two to the power of x (2 ulp) and of 1 / x (1 ulp).
+// ex2, rcp: approximate two to the power of x (2 ulp) and 1 / x (1 ulp).
 // PTX ISA, "Floating Point Instructions: ex2, rcp".
 #pragma once
 

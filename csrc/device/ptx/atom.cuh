@@ -6,8 +6,8 @@
 
 namespace fastattn::ptx {
 
-// Stores `desired` where `expected` stands, and returns what stood there. What this thread has done, or has seen done,
-// before is seen by the thread that finds `desired`.
+// Stores `desired` if the value is `expected`, and returns the value found. A thread that acquires `desired` sees what
+// this thread has done, or has seen done, before.
 __device__ __forceinline__ uint64_t atom_cas_acq_rel_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
     uint64_t found;
     asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint64_t atom_add_acq_rel_b64(uint64_t* global, uint6
     return found;
 }
 
-// Both do the same without any order.
+// The relaxed forms of both order nothing.
 __device__ __forceinline__ uint64_t atom_cas_relaxed_b64(uint64_t* global, uint64_t expected, uint64_t desired) {
     uint64_t found;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"

@@ -1,4 +1,4 @@
-// cp.async.bulk: copies of contiguous bytes by TMA, without a tensor map, and additions to global memory on the way.
+// cp.async.bulk: copies contiguous bytes by TMA without a tensor map. cp.reduce adds them to numbers in global memory.
 // PTX ISA, "Data Movement and Conversion Instructions: Bulk copy". Addresses and sizes are multiples of 16 bytes.
 #pragma once
 

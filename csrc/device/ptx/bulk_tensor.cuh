@@ -1,4 +1,4 @@
-// cp.async.bulk.tensor: copies of boxes of a tensor (TMA). PTX ISA, "Data Movement and Conversion Instructions:
+// cp.async.bulk.tensor: copies boxes of a tensor (TMA). PTX ISA, "Data Movement and Conversion Instructions:
 // cp.async.bulk.tensor".
 #pragma once
 

@@ -1,11 +1,11 @@
-// cvt: between fp32, 16-bit floats and fp8. PTX ISA, "Data Movement and Conversion Instructions: cvt".
+// cvt: converts between fp32, 16-bit floats and fp8. PTX ISA, "Data Movement and Conversion Instructions: cvt".
 #pragma once
 
 #include <cstdint>
 
 namespace fastattn::ptx {
 
-// The lower half of the result is `low`. Round to nearest even.
+// The lower half of the result is `low`. Rounds to nearest even.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -24,7 +24,7 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
     return value;
 }
 
-// Pairs of fp8 numbers, the lower and the upper half of `four`. sm_89.
+// Converts pairs of fp8 numbers, the lower and the upper half of `four`. Needs sm_89.
 __device__ __forceinline__ uint2 cvt_rn_f16x2_e4m3x2(uint32_t four) {
     uint2 pairs;
     asm("{\n"

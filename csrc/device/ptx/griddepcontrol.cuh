@@ -1,4 +1,4 @@
-// griddepcontrol: order between a launch that may begin early (Launch::is_dependent) and the launch before it.
+// griddepcontrol: orders a launch that may begin early (Launch::is_dependent) after the launch before it.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: griddepcontrol".
 #pragma once
 

@@ -1,5 +1,5 @@
-// ld.acquire: a load that also brings to this thread whatever was done before the store that it reads from was
-// released. PTX ISA, "Data Movement and Conversion Instructions: ld".
+// ld.acquire: a load that also makes visible what was done before the release of the number that it reads. PTX ISA,
+// "Data Movement and Conversion Instructions: ld".
 #pragma once
 
 #include <cstdint>

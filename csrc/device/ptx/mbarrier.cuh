@@ -1,5 +1,5 @@
-// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. A phase completes when both are
-// there. PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. A phase completes when all of both
+// are there. PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers known to the async proxy, whose copies arrive at them.
+// Makes initialised barriers visible to the async proxy, whose copies arrive at them.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -19,8 +19,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of any CTA of the cluster: see mapa. Its scope is the CTA, as who arrives has written nothing that
-// another CTA reads: that of the cluster would be a fence of all memory, for which every warp waits.
+// Arrives at a barrier of any CTA of the cluster: see mapa. The scope is the CTA, as an arriving thread has written
+// nothing that another CTA reads. The cluster's scope would be a fence of all memory, for which every warp waits.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -30,13 +30,13 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and has the phase wait for so many more bytes of copies.
+// Arrives, and makes the phase wait for so many more bytes of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-// Waits for the end of the phase of this parity: phases count from 0, and the one before the first counts as over.
+// Waits for the end of the phase with this parity. Phases count from 0, and the one before the first counts as over.
 __device__ __forceinline__ void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"

@@ -1,4 +1,4 @@
-// mma.sync: d += a * b by one warp on the tensor cores, fp32 accumulation; of int8, d = a * b + c in int32.
+// mma.sync: d += a * b by one warp on the tensor cores, accumulated in fp32; for int8, d = a * b + c in int32.
 // PTX ISA, "Warp-level Matrix Instructions: mma", fragments of m16n8k16 with 16-bit operands and of
 // m16n8k32 with 8-bit ones.
 #pragma once

@@ -4,7 +4,7 @@
 
 namespace fastattn::ptx {
 
-// num_threads: all that meet there.
+// num_threads: how many threads meet at the barrier.
 __device__ __forceinline__ void bar_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }

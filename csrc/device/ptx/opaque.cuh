@@ -1,5 +1,5 @@
-// A value whose origin the compiler does not see: what is computed from it is computed where it stands, and not kept in
-// registers over a loop.
+// Hides a value's origin from the compiler: it then computes what follows from the value at each use, and keeps none of
+// it in registers during a loop.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ int32_t opaque(int32_t value) {
     return value;
 }
 
-// threadIdx.x, read anew: it then takes no register before. PTX ISA, "Special Registers: %tid".
+// Returns threadIdx.x, read anew: it takes no register before. PTX ISA, "Special Registers: %tid".
 __device__ __forceinline__ int32_t tid_x() {
     int32_t tid;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));

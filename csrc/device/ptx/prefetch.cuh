@@ -1,4 +1,4 @@
-// prefetch: brings a line of global memory into a cache. PTX ISA, "Data Movement and Conversion Instructions:
+// prefetch: brings a cache line of global memory into a cache. PTX ISA, "Data Movement and Conversion Instructions:
 // prefetch".
 #pragma once
 

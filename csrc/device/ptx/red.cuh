@@ -10,14 +10,14 @@ __device__ __forceinline__ void red_add_f32(float value, float* global) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
 }
 
-// What this thread has done, or has seen done, before, is seen by a thread that acquires the sum.
+// Adds. A thread that acquires the sum sees what this thread has done, or has seen done, before.
 __device__ __forceinline__ void red_release_add_s32(int32_t* global, int32_t value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");
 }
 
-// The larger one of two floats, which PTX has for integers alone. The bits of a float that is not negative are larger
-// than those of any smaller float, as signed integers. Those of a negative float are smaller than those of any smaller
-// float, as unsigned integers; and any float that is not negative has smaller ones still.
+// Stores the larger of two floats. PTX compares integers alone. As signed integers, the bits of a float that is not
+// negative are larger than those of any smaller float. As unsigned integers, the bits of a negative float are smaller
+// than those of any smaller float, and larger than those of any float that is not negative.
 __device__ __forceinline__ void red_max_f32(float value, float* global) {
     const uint32_t bits = __float_as_uint(value);
     if (bits >> 31 == 0) {

@@ -1,5 +1,5 @@
-// st.shared of vectors, where the compiler would split them: stores of four bytes would meet in banks that those of
-// eight do not. PTX ISA, "Data Movement and Conversion Instructions: st".
+// st.shared of vectors that the compiler would split: stores of four bytes would have bank conflicts that stores of
+// eight bytes do not have. PTX ISA, "Data Movement and Conversion Instructions: st".
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,8 @@
-// wgmma: products of a warpgroup (four warps, 64 rows), which run while it goes on. PTX ISA, "Asynchronous Warpgroup
+// wgmma: products of a warpgroup (four warps, 64 rows), which run asynchronously. PTX ISA, "Asynchronous Warpgroup
 // Level Matrix Multiply-Accumulate Instructions".
 //
 // Sums of a thread: d[4 * n + e] is element [16 * warp + lane / 4 + 8 * (e / 2)][8 * n + 2 * (lane % 4) + e % 2], as in
-// mma.m16n8k16. Until the group that a product belongs to has been waited for, nobody may touch its sums or its operand
-// A.
+// mma.m16n8k16. Until a thread has waited for a product's group, it may not touch the product's sums or its operand A.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace fastattn::ptx {
 
-// Orders what registers of sums and operands were used for before with the products that follow.
+// Orders earlier uses of the registers of sums and operands before the products that follow.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -27,7 +26,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
 
-// Tells the compiler that these registers change here: what a product has written is not read before the wait.
+// Tells the compiler that these registers change here, so that it does not read a product's sums before the wait.
 __device__ __forceinline__ void written_by_wgmma(float& value) {
     asm volatile("" : "+f"(value)::"memory");
 }
@@ -46,7 +45,7 @@ __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
     for (Part& value : values) written_by_wgmma(value);
 }
 
-// Operand lists. Inline PTX numbers its operands: sums first, then the rest.
+// Operand lists. Inline PTX numbers its operands: sums first, then the others.
 #define FASTATTN_SUMS_8(d, i)                                                                                   \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -82,9 +81,9 @@ __device__ __forceinline__ void written_by_wgmma(Part (&values)[kCount]) {
 #define FASTATTN_ALL_SUMS_112 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_32(d, 64), FASTATTN_SUMS_16(d, 96)
 #define FASTATTN_ALL_SUMS_128 FASTATTN_SUMS_64(d, 0), FASTATTN_SUMS_64(d, 64)
 
-// m64nNk16 of 16-bit operands into fp32: d = A * B, or d += A * B. ss: A from shared memory, [M, K] and [N, K] with K
-// contiguous. ss_columns: the same from [K, M] and [K, N], with M and N contiguous. rs: A from registers, and B, [K, N]
-// in shared memory, with N contiguous. rs_rows: the same with B [N, K], K contiguous.
+// m64nNk16 of 16-bit operands into fp32: d = A * B, or d += A * B. ss: both from shared memory, A [M, K] and B [N, K],
+// with K contiguous. ss_columns: both from shared memory, A [K, M] and B [K, N], with M and N contiguous. rs: A from
+// registers, B [K, N] from shared memory, with N contiguous. rs_rows: the same with B [N, K], K contiguous.
 template <int kN, DataType kDataType>
 struct Wgmma;
 
@@ -151,8 +150,8 @@ FASTATTN_WGMMA_OF_BOTH(256, 128, 129, 130, 131, 132, 133)
 #define FASTATTN_ALL_INTEGERS_96 FASTATTN_ALL_INTEGERS_64, FASTATTN_INTEGERS_32(d, 64)
 #define FASTATTN_ALL_INTEGERS_128 FASTATTN_ALL_INTEGERS_96, FASTATTN_INTEGERS_32(d, 96)
 
-// m64nNk32 of int8 operands into int32. ss: both from shared memory, [M, K] and [N, K] with K contiguous, the only way
-// that there is for them.
+// m64nNk32 of int8 operands into int32. ss: both from shared memory, [M, K] and [N, K]. int8 operands must have K
+// contiguous.
 template <int kN>
 struct WgmmaS8;
 

@@ -1,4 +1,4 @@
-// Int8 weights as 16-bit floats.
+// The kernel that converts int8 weights to 16-bit floats.
 #include "int8_matmul/dequantize_weight_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The int8 matmul with int8 activations; compiled with FASTATTN_BLOCK_M, a list.
+// The int8 matmul with int8 activations, compiled for each value in the list FASTATTN_BLOCK_M.
 #include "int8_matmul/gemm_s8_sm80.cuh"
 
 namespace fastattn {

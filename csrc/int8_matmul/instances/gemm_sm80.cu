@@ -1,4 +1,4 @@
-// The int8 matmul; compiled with FASTATTN_BLOCK_M, a list.
+// The int8 matmul, compiled for each value in the list FASTATTN_BLOCK_M.
 #include "int8_matmul/gemm_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The int8 matmul for Hopper; compiled with FASTATTN_BLOCK_M, a list, and FASTATTN_GROUPED.
+// The int8 matmul for Hopper, compiled for each value in the list FASTATTN_BLOCK_M.
 #include "int8_matmul/gemm_sm90.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The input gradient of the int8 matmul; compiled with FASTATTN_BLOCK_M, a list.
+// The input gradient of the int8 matmul, compiled for each value in the list FASTATTN_BLOCK_M.
 #include "int8_matmul/grad_input_sm80.cuh"
 
 namespace fastattn {

@@ -1,4 +1,4 @@
-// The kernel that makes int8 numbers of tokens.
+// The kernel that quantises tokens to int8.
 #include "int8_matmul/quantize_tokens_sm80.cuh"
 
 namespace fastattn {
