@@ -167,45 +167,6 @@ FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Co
     shared.first_bits[key_ring.stage] = key_tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
 
-// Copies Q with one lane, and each box of K and V with a lane of its own. A key tile is one box or, in pages, several,
-// none of which crosses a page. Calls ahead(rows, first_key) for each key tile before the consumers come to it. Called
-// by one warp.
-template <typename Config, typename Ahead>
-FASTATTN_DEVICE void produce_boxes(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
-                                   int rank, int cluster_size, int lane, Ahead&& ahead) {
-    const AttentionForwardParams& params = all_params.attention;
-    Ring<1> query_ring(shared.query);
-    Ring<Config::kStages> key_ring(shared.key);
-    const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
-    const int first_row = rank * rows_of_cta + own_row;
-    for_tiles_of_cta</*kTells=*/true>(
-        shared, all_params, rank, lane,
-        [&](const CtaWorkTile& tile) {
-            if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
-        },
-        [&](const CtaWorkTile& tile, int32_t key_tile, bool) {
-            const RowsOfCta& rows = tile.rows;
-            const int32_t first_key = key_tile * Config::kBlockN;
-            const bool has_box = own_row < rows_of_cta;
-            const TokenLocation location =
-                has_box ? rows.mapped_location(params, first_key + first_row) : TokenLocation{};
-            const auto fill = [&](const auto& ring, auto& stages, auto layout, const TensorMap& map) {
-                const uint32_t landed = ring.acquire_by_warp(layout.kBytes, lane);
-                const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * layout.kRowBytes;
-                if (has_box && cluster_size == 1) {
-                    layout.load(sRows, map, location.block, rows.kv_head, location.row, landed);
-                } else if (has_box) {
-                    layout.load_into_both(sRows, map, location.block, rows.kv_head, location.row, landed);
-                }
-            };
-            if (lane == 0) tell_tile(shared, key_ring, key_tile);
-            fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
-            fill(key_ring.at_same_stage(shared.value), shared.sV, typename Config::ValueTile{}, all_params.value);
-            key_ring.advance();
-            ahead(rows, first_key);
-        });
-}
-
 // Zeroes NaN and infinity in a tile of V whose first key is first_key, and records the first and last key that had any.
 // Called by one warp, and seldom.
 template <DataType kDataType, typename ValueTile>
@@ -245,6 +206,52 @@ FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, cons
     __syncwarp();  // waits until every lane is done with the tile
     if (lane == 0) value_ring.arrive(shared.finite_value);
     value_ring.release(lane);
+}
+
+// Copies Q with one lane, and each box of K and V with a lane of its own. A key tile is one box or, in pages, several,
+// none of which crosses a page. If other warps gather the rows of key tiles instead, tells the consumers which have
+// landed, and zeroes NaN and infinity in V. Calls ahead(rows, first_key) for each key tile before the consumers come to
+// it. Called by one warp.
+template <DataType kDataType, typename Config, typename Ahead>
+FASTATTN_DEVICE void produce_tiles(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                   int rank, int cluster_size, int lane, Ahead&& ahead) {
+    const AttentionForwardParams& params = all_params.attention;
+    Ring<1> query_ring(shared.query);
+    Ring<Config::kStages> key_ring(shared.key);
+    const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
+    const int first_row = rank * rows_of_cta + own_row;
+    for_tiles_of_cta</*kTells=*/true>(
+        shared, all_params, rank, lane,
+        [&](const CtaWorkTile& tile) {
+            if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
+        },
+        [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
+            const Ring<Config::kStages> value_ring = key_ring.at_same_stage(shared.value);
+            const int32_t first_key = key_tile * Config::kBlockN;
+            if (lane == 0) tell_tile(shared, key_ring, key_tile);
+            if (all_params.key_box_rows > 0) {
+                const RowsOfCta& rows = tile.rows;
+                const bool has_box = own_row < rows_of_cta;
+                const TokenLocation location =
+                    has_box ? rows.mapped_location(params, first_key + first_row) : TokenLocation{};
+                const auto fill = [&](const auto& ring, auto& stages, auto layout, const TensorMap& map) {
+                    const uint32_t landed = ring.acquire_by_warp(layout.kBytes, lane);
+                    const uint32_t sRows = shared_address(stages[ring.stage]) + first_row * layout.kRowBytes;
+                    if (has_box && cluster_size == 1) {
+                        layout.load(sRows, map, location.block, rows.kv_head, location.row, landed);
+                    } else if (has_box) {
+                        layout.load_into_both(sRows, map, location.block, rows.kv_head, location.row, landed);
+                    }
+                };
+                fill(key_ring, shared.sK, typename Config::KeyTile{}, all_params.key);
+                fill(value_ring, shared.sV, typename Config::ValueTile{}, all_params.value);
+            } else {
+                if (lane == 0) key_ring.publish(shared.gathered_key), value_ring.publish(shared.gathered_value);
+                keep_values_finite<kDataType>(shared, params.scores.bias, value_ring, tile, key_tile, is_masked, lane);
+            }
+            key_ring.advance();
+            ahead(tile.rows, first_key);
+        });
 }
 
 }  // namespace fastattn

@@ -109,30 +109,7 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
         });
 }
 
-// Copies Q, tells the consumers which tiles have landed, and zeroes NaN and infinity in V. Called by one warp.
-template <DataType kDataType, typename Config>
-FASTATTN_DEVICE void publish_gathered(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
-                                      int lane) {
-    Ring<1> query_ring(shared.query);
-    Ring<Config::kStages> key_ring(shared.key);
-    for_tiles_of_cta</*kTells=*/true>(
-        shared, all_params, /*rank=*/0, lane,
-        [&](const CtaWorkTile& tile) {
-            if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
-        },
-        [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
-            if (lane == 0) {
-                tell_tile(shared, key_ring, key_tile);
-                key_ring.publish(shared.gathered_key);
-                key_ring.at_same_stage(shared.value).publish(shared.gathered_value);
-            }
-            keep_values_finite<kDataType>(shared, all_params.attention.scores.bias,
-                                          key_ring.at_same_stage(shared.value), tile, key_tile, is_masked, lane);
-            key_ring.advance();
-        });
-}
-
-// Runs the producer's warpgroup. ahead: see produce_boxes(); it is not called if rows are gathered.
+// Runs the producer's warpgroup. ahead: see produce_tiles().
 template <DataType kDataType, typename Config, typename Ahead>
 FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                              int cluster_size, Ahead&& ahead) {
@@ -140,23 +117,19 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
     if (warp == 0) find_steps(shared, all_params, lane);
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     __syncwarp();  // waits until the steps are in shared memory
-    if (all_params.key_box_rows > 0) {
-        if (warp == 0) {
-            produce_boxes(shared, all_params, rank, cluster_size, lane, ahead);
-        } else if (warp == 1) {
-            Ring<Config::kStages> value_ring(shared.value);
-            for_tiles_of_cta</*kTells=*/false>(
-                shared, all_params, rank, lane, [](const CtaWorkTile&) {},
-                [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
-                    keep_values_finite<kDataType>(shared, all_params.attention.scores.bias, value_ring, tile, key_tile,
-                                                  is_masked, lane);
-                    value_ring.advance();
-                });
-        }
-    } else if (warp > 0) {
+    if (warp == 0) {
+        produce_tiles<kDataType>(shared, all_params, rank, cluster_size, lane, ahead);
+    } else if (all_params.key_box_rows == 0) {
         gather_rows(shared, all_params, warp - 1, lane);
-    } else {
-        publish_gathered<kDataType>(shared, all_params, lane);
+    } else if (warp == 1) {
+        Ring<Config::kStages> value_ring(shared.value);
+        for_tiles_of_cta</*kTells=*/false>(
+            shared, all_params, rank, lane, [](const CtaWorkTile&) {},
+            [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
+                keep_values_finite<kDataType>(shared, all_params.attention.scores.bias, value_ring, tile, key_tile,
+                                              is_masked, lane);
+                value_ring.advance();
+            });
     }
     __syncwarp();                    // waits until all lanes are here, as the barrier takes whole warps
     wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more

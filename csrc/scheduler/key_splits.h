@@ -96,15 +96,15 @@ struct KeySplit {
 // Sums a count over all entries. Each lane of a warp sums adjacent entries. An entry is the work tiles of adjacent
 // heads, which all have equally many steps.
 struct EntryScan {
-    uint32_t first, end;  // entries of this lane
-    int64_t own, upto;    // the sum of this lane's entries, and of all up to its last
-    int64_t all;          // the sum of all lanes
+    uint32_t first;     // entry of this lane
+    int64_t own, upto;  // the sum of this lane's entries, and of all up to its last
+    int64_t all;        // the sum of all lanes
 
     template <typename CountOf>
     FASTATTN_DEVICE EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
         const uint32_t per_lane = (num_entries + kWarpSize - 1) / kWarpSize;
         first = min(lane * per_lane, num_entries);
-        end = min(first + per_lane, num_entries);
+        const uint32_t end = min(first + per_lane, num_entries);
         for (uint32_t entry = first; entry < end; ++entry) own += count_of(entry);
         upto = warp_inclusive_sum(own, lane);
         all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
@@ -129,43 +129,51 @@ struct EntryScan {
     }
 };
 
-template <typename StepsOf>
-FASTATTN_DEVICE uint32_t count_work_tiles(const EntryScan& scan, uint32_t heads, StepsOf&& steps_of) {
+// Counts the steps of all work tiles in one pass over the entries. steps_of(entry): the steps of each of the entry's
+// work tiles, 0 where there are no rows. A work tile whose rows see no key has one step: some CTA has to write its
+// zeros.
+struct StepScan {
     uint32_t num_work_tiles = 0;
-    for (uint32_t entry = scan.first; entry < scan.end; ++entry) num_work_tiles += steps_of(entry) > 0 ? heads : 0;
-    return __reduce_add_sync(0xffffffff, num_work_tiles);
-}
+    int32_t longest = 0;  // the most steps of a work tile
+    EntryScan entries;
 
-// Returns the steps of each CTA if work tiles are split, or 0 if that does not pay. Called by one warp.
-// steps_of(entry): the steps of each of the entry's work tiles, 0 where there are no rows. A work tile whose rows see
-// no key has one step: some CTA has to write its zeros.
-template <typename StepsOf>
-FASTATTN_DEVICE int32_t steps_per_cta(const EntryScan& steps, uint32_t heads, uint32_t num_ctas, StepsOf&& steps_of) {
-    const uint32_t num_work_tiles = count_work_tiles(steps, heads, steps_of);
-    int32_t longest = 0;
-    for (uint32_t entry = steps.first; entry < steps.end; ++entry) longest = max(longest, steps_of(entry));
-    longest = __reduce_max_sync(0xffffffff, longest);
-    if (num_work_tiles == 0 || num_work_tiles > kTilesOfSplitCta * num_ctas) return 0;
-    // The steps of the busiest CTA, with and without splits.
-    const int64_t most_split = max((steps.all + num_ctas - 1) / num_ctas, int64_t{kCombineCost});
-    const int64_t rounds = (num_work_tiles + num_ctas - 1) / num_ctas;
-    const int64_t most_whole = max(int64_t{longest}, rounds * steps.all / num_work_tiles);
-    return most_split + kCombineCost < most_whole ? static_cast<int32_t>(most_split) : 0;
-}
+    // Called by one warp.
+    template <typename StepsOf>
+    FASTATTN_DEVICE StepScan(uint32_t num_entries, uint32_t heads, int lane, StepsOf&& steps_of)
+        : entries(num_entries, lane, [&](uint32_t entry) {
+              const int32_t steps = steps_of(entry);
+              num_work_tiles += steps > 0 ? heads : 0;
+              longest = max(longest, steps);
+              return int64_t{steps} * heads;
+          }) {
+        num_work_tiles = __reduce_add_sync(0xffffffff, num_work_tiles);
+        longest = __reduce_max_sync(0xffffffff, longest);
+    }
+
+    // Returns the steps of each CTA if work tiles are split, or 0 if that does not pay.
+    FASTATTN_DEVICE int32_t steps_per_cta(uint32_t num_ctas) const {
+        if (num_work_tiles == 0 || num_work_tiles > kTilesOfSplitCta * num_ctas) return 0;
+        // The steps of the busiest CTA, with and without splits.
+        const int64_t most_split = max((entries.all + num_ctas - 1) / num_ctas, int64_t{kCombineCost});
+        const int64_t rounds = (num_work_tiles + num_ctas - 1) / num_ctas;
+        const int64_t most_whole = max(int64_t{longest}, rounds * entries.all / num_work_tiles);
+        return most_split + kCombineCost < most_whole ? static_cast<int32_t>(most_split) : 0;
+    }
+};
 
 // Returns the steps of a persistent CTA. Called by one warp.
 template <typename StepsOf>
 FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
-    const auto steps_of_entry = [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; };
-    const EntryScan steps(num_entries, lane, steps_of_entry);
+    const StepScan steps(num_entries, heads, lane, steps_of);
     CtaSteps own{};
-    own.per_cta = steps_per_cta(steps, heads, num_ctas, steps_of);
+    own.per_cta = steps.steps_per_cta(num_ctas);
     own.is_split = own.per_cta > 0;
-    const int64_t begin = int64_t{cta} * own.per_cta;
-    if (!own.is_split || begin >= steps.all) return own;
-    own.count = static_cast<int32_t>(min(int64_t{own.per_cta}, steps.all - begin));
-    const auto [entry, before] = steps.find(begin, steps_of_entry);
+    const int64_t all = steps.entries.all, begin = int64_t{cta} * own.per_cta;
+    if (!own.is_split || begin >= all) return own;
+    own.count = static_cast<int32_t>(min(int64_t{own.per_cta}, all - begin));
+    const auto [entry, before] =
+        steps.entries.find(begin, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
     const int32_t tile_steps = steps_of(entry);
     own.tile_idx = entry * heads + static_cast<uint32_t>(before / tile_steps);
     own.step = static_cast<int32_t>(before % tile_steps);
@@ -177,16 +185,16 @@ FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_
 template <typename StepsOf>
 FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
-    const EntryScan steps(num_entries, lane, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
-    if (steps_per_cta(steps, heads, num_ctas, steps_of) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
+    const StepScan steps(num_entries, heads, lane, steps_of);
+    if (steps.steps_per_cta(num_ctas) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
     const auto splits_of_tile = [&](uint32_t entry) {
         const int32_t tile_steps = steps_of(entry);
-        const auto proportional = static_cast<int32_t>(int64_t{tile_steps} * num_ctas / steps.all);
+        const auto proportional = static_cast<int32_t>(int64_t{tile_steps} * num_ctas / steps.entries.all);
         return tile_steps == 0 ? 0 : max(min(proportional, tile_steps / kCombineCost), 1);
     };
     const auto splits_of_entry = [&](uint32_t entry) { return int64_t{splits_of_tile(entry)} * heads; };
     const EntryScan splits(num_entries, lane, splits_of_entry);
-    if (splits.all == count_work_tiles(steps, heads, steps_of)) return {false, cta < num_entries * heads, cta, 0, 1};
+    if (splits.all == steps.num_work_tiles) return {false, cta < num_entries * heads, cta, 0, 1};
     if (cta >= splits.all) return {};
     const auto [entry, before] = splits.find(cta, splits_of_entry);
     const int32_t num_splits = splits_of_tile(entry), split = static_cast<int32_t>(before);
