@@ -41,7 +41,6 @@ struct BackwardConsumerSm90 {
     static constexpr int kHeadDim = Config::kHeadDim;
     using RowTile = typename Config::RowTile;
     using KeyTile = typename Config::KeyTile;
-    using ValueTile = typename Config::ValueTile;
     using ScoreTile = typename Config::ScoreTile;
     using BlockScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
     using Scores = typename BlockScores::Scores;
@@ -137,8 +136,8 @@ struct BackwardConsumerSm90 {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
         // With 64 dims, and with options, no register is left for values derived from the lane. Elsewhere computing
         // them anew costs more.
-        constexpr bool kHasRegisters = kInLoop && Config::kKeyBlocks == 1 && !Config::kOptions;
-        store_panel<kFirstTile, !kHasRegisters>(ring, &shared.sPanel[warpgroup], rC, warp, lane);
+        constexpr bool kHidesLane = !kInLoop || Config::kKeyBlocks > 1 || Config::kOptions;
+        store_panel<kFirstTile, kHidesLane>(ring, &shared.sPanel[warpgroup], rC, warp, lane);
     }
 
     FASTATTN_DEVICE void store_query_panel(const QueryPanel& rdQ) const {

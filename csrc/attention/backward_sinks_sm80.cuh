@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kBackwardSinksThreads)
     if (threadIdx.x == 0) params.grad_sinks[head] = sum;
 }
 
-void launch_attention_backward_sinks_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
-                                          Stream stream) {
+inline void launch_attention_backward_sinks_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                                 Stream stream) {
     const Launch launch{params.lse.heads, kBackwardSinksThreads, /*shared_bytes=*/0};
     kernel.launch(attention_backward_sinks_sm80, launch, params, stream);
 }

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kBackwardSlopeSumsThreads)
     params.grad_slopes.data[blockIdx.x] = sum_of_all;
 }
 
-void launch_attention_backward_slope_sums_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
-                                               Stream stream) {
+inline void launch_attention_backward_slope_sums_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
+                                                      Stream stream) {
     const Launch launch{int64_t{params.grad_slopes.batch} * params.query.heads, kBackwardSlopeSumsThreads,
                         /*shared_bytes=*/0};
     kernel.launch(attention_backward_slope_sums_sm80, launch, params, stream);

@@ -59,16 +59,14 @@ struct CtaWorkTile {
     int32_t cta;                              // this CTA's number among those of `partials`
     int32_t first_nonfinite, last_nonfinite;  // first and last key in which make_finite() zeroed something
 
-    const int32_t* list;  // the key tiles that ranges of keys leave; null: no ranges
+    KeyTileList list;  // with ranges of keys
 
-    // Returns the key tile to visit when num_left are left. With wrong cu_seqlens the list may hold any number: one out
-    // of range stands for the last tile.
+    // Returns the key tile to visit when num_left are left.
     template <bool kTakesRanges>
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t tile_idx = key_tiles.tile(num_left);
         if constexpr (kTakesRanges) {
-            const auto last_tile = static_cast<uint32_t>(params.seen_tiles.num_key_tiles - 1);
-            if (list != nullptr) return min(static_cast<uint32_t>(list[2 + tile_idx]), last_tile);
+            if (list.numbers != nullptr) return list.checked_tile(tile_idx, params.seen_tiles.num_key_tiles - 1);
         }
         return tile_idx;
     }

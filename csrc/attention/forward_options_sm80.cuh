@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const Steps steps = steps_of_split(split, all_tiles.num_tiles());
     const int32_t begin_tile = all_tiles.begin + steps.end, end_tile = all_tiles.begin + steps.begin;
     const bool has_ranges = !kPaged && options.ranges.data != nullptr;
-    const int32_t* list = has_ranges ? params.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr;
+    const KeyTileList list{has_ranges ? params.seen_tiles.of(tile.batch, tile.head, tile.idx, rows.begin) : nullptr};
     if (threadIdx.x == 0) {
         const bool has_bias = options.bias.kind != BiasView::Kind::kNone;
         shared.full_tiles = has_bias     ? KeyRange{0, 0}
-                            : has_ranges ? KeyRange{0, list[0]}
+                            : has_ranges ? KeyRange{0, list.num_full()}
                                          : KeyRange{ceil_div(last_sees.begin, kBlockN), first_sees.end / kBlockN};
     }
 
@@ -97,15 +97,11 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     // Producer: every thread copies its chunks of each tile. Key tiles go from the last to the first, or from the end
     // of the list to its beginning. tile_idx is a tile's index in the list or, without a list, the tile itself. Only
-    // the first tile that is visited may lack keys: in a list it is the last tile that is not full. With wrong
-    // cu_seqlens the list may hold any number: tile_at() turns it into a tile that exists.
+    // the first tile that is visited may lack keys: in a list it is the last tile that is not full.
     const int32_t num_tiles = ceil_div(keys.length, kBlockN), num_complete = keys.length / kBlockN;
-    int32_t tile_idx = has_ranges ? min(list[1], num_tiles) - 1 : end_tile - 1;
+    int32_t tile_idx = has_ranges ? min(list.num_tiles(), num_tiles) - 1 : end_tile - 1;
     const int32_t begin_idx = has_ranges ? 0 : begin_tile;
-    const auto tile_at = [&](int32_t idx, int32_t end) {
-        if (!has_ranges) return idx;
-        return static_cast<int32_t>(min(static_cast<uint32_t>(list[2 + idx]), static_cast<uint32_t>(end - 1)));
-    };
+    const auto tile_at = [&](int32_t idx, int32_t end) { return has_ranges ? list.checked_tile(idx, end - 1) : idx; };
     int32_t key_tile = has_ranges && tile_idx < 0 ? 0 : tile_at(tile_idx, num_tiles);
     const uint16_t* gQ = row_pointer(params.query, tile.batch, tile.head, rows.begin + first_row);
     TileLoader<kBlockM, kHeadDim, Config::kNumThreads> load_q(shared.sQ, gQ, params.query.row_stride, threadIdx.x,

@@ -146,11 +146,10 @@ struct RowsOfCta {
 
     FASTATTN_DEVICE bool cluster_has_rows() const { return cluster_begin < num_rows(); }
 
-    // Returns the list of the key tiles that ranges of keys leave; null if there are no ranges, or no rows.
-    FASTATTN_DEVICE const int32_t* tile_list(const AttentionForwardParams& params) const {
-        if (params.scores.ranges.data == nullptr || !cluster_has_rows()) return nullptr;
+    FASTATTN_DEVICE KeyTileList tile_list(const AttentionForwardParams& params) const {
+        if (params.scores.ranges.data == nullptr || !cluster_has_rows()) return {nullptr};
         const SeenTiles& lists = params.seen_tiles;
-        return lists.of(batch, head, first_row / lists.block_m, queries.begin);
+        return {lists.of(batch, head, first_row / lists.block_m, queries.begin)};
     }
 
     // Returns the key tiles of all CTAs of the cluster; none if the cluster has no rows.
@@ -163,7 +162,8 @@ struct RowsOfCta {
     template <bool kTakesRanges>
     FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
         if constexpr (kTakesRanges) {
-            if (const int32_t* list = tile_list(params)) return KeyTiles::of_list(list[0], list[1]);
+            const KeyTileList list = tile_list(params);
+            if (list.numbers != nullptr) return KeyTiles::of_list(list);
         }
         return key_tiles(block_n);
     }

@@ -1,7 +1,7 @@
 // For the forward kernels: lists the key tiles that each row tile sees through its ranges of keys. Full tiles, of which
 // every row sees every key, come first, then the tiles of which some row sees some key, both in ascending order.
 //
-// One CTA, a single warp, writes one list of SeenTiles: {number of full tiles, number of all tiles, the tiles}.
+// One CTA, a single warp, writes one list of SeenTiles (KeyTileList).
 //
 //   pass over full tiles, then over the others:   each lane tests one key tile → ballot → lanes append their tiles
 //
@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention/forward.h"
+#include "attention/key_tiles.cuh"
 #include "attention/row_tile_ranges.cuh"
 
 namespace fastattn {
@@ -18,6 +19,7 @@ __global__ void __launch_bounds__(kWarpSize)
     __shared__ RowTileRanges::Storage sRanges;
     const RowTileRanges rows(params, sRanges);
     if (rows.numbers == nullptr) return;
+    const KeyTileList list{rows.numbers};
     const int32_t num_tiles = ceil_div(rows.num_keys, params.seen_tiles.block_n), lane = threadIdx.x;
     int32_t count = 0;
 #pragma unroll 1
@@ -27,10 +29,10 @@ __global__ void __launch_bounds__(kWarpSize)
             const SeenKeys seen = rows.look_at(first + lane);
             const bool is_listed = takes_full ? seen.all : seen.some && !seen.all;
             const uint32_t listed = __ballot_sync(0xffffffff, is_listed);
-            if (is_listed) rows.numbers[2 + count + __popc(listed & ((1u << lane) - 1))] = first + lane;
+            if (is_listed) list.tile(count + __popc(listed & ((1u << lane) - 1))) = first + lane;
             count += __popc(listed);
         }
-        if (lane == 0) rows.numbers[pass] = count;
+        if (lane == 0) (takes_full ? list.num_full() : list.num_tiles()) = count;
     }
 }
 

@@ -16,13 +16,27 @@ struct Steps {
     FASTATTN_DEVICE int32_t count() const { return begin - end; }
 };
 
+// The key tiles that a row tile sees through its ranges of keys: its numbers in SeenTiles. Full tiles come first.
+struct KeyTileList {
+    int32_t* numbers;  // null: there are no ranges, or no rows
+
+    FASTATTN_DEVICE int32_t& num_full() const { return numbers[0]; }
+    FASTATTN_DEVICE int32_t& num_tiles() const { return numbers[1]; }
+    FASTATTN_DEVICE int32_t& tile(int32_t idx) const { return numbers[2 + idx]; }
+
+    // Returns a tile that exists: with wrong cu_seqlens the list may hold any number, and then last_tile is returned.
+    FASTATTN_DEVICE int32_t checked_tile(int32_t idx, int32_t last_tile) const {
+        return static_cast<int32_t>(min(static_cast<uint32_t>(tile(idx)), static_cast<uint32_t>(last_tile)));
+    }
+};
+
 // The key tiles that a CTA visits. First come the masked tiles, of which some row does not see every key: those at the
 // end of the rows' keys, then those at the beginning. The full tiles follow. Each group goes from its last tile to its
 // first.
 struct KeyTiles {
     int32_t begin, count;          // the tiles of which some row sees some key: the first one and their number
     int32_t begin_full, end_full;  // the full tiles, of which every row sees every key
-    int32_t all_full;              // number of full tiles
+    int32_t num_all_full;          // number of full tiles
     int32_t num_full;              // number of full tiles of this split
 
     // first_row, last_row: the keys that the CTA's first and last row see. From row to row neither bound decreases.
@@ -32,14 +46,14 @@ struct KeyTiles {
           begin_full(ceil_div(last_row.begin, block_n)),
           end_full(first_row.end / block_n) {
         if (begin_full >= end_full) begin_full = end_full = begin;
-        all_full = num_full = end_full - begin_full;
+        num_all_full = num_full = end_full - begin_full;
     }
 
-    // Returns indices into a list of `count` tiles, of which the first num_full are full.
-    FASTATTN_DEVICE static KeyTiles of_list(int32_t num_full, int32_t count) {
+    // Returns indices into the list.
+    FASTATTN_DEVICE static KeyTiles of_list(const KeyTileList& list) {
         KeyTiles indices({0, 0}, {0, 0}, 1);
-        indices.count = count;
-        indices.end_full = indices.all_full = indices.num_full = num_full;
+        indices.count = list.num_tiles();
+        indices.end_full = indices.num_all_full = indices.num_full = list.num_full();
         return indices;
     }
 
@@ -59,7 +73,7 @@ struct KeyTiles {
     FASTATTN_DEVICE int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
         const int32_t from_begin = begin - 1 + num_left;  // the tile if no tile were full
-        return from_begin >= end_full ? from_begin : from_begin - all_full;
+        return from_begin >= end_full ? from_begin : from_begin - num_all_full;
     }
 
     // Returns how many tiles a loader skips to reach tile(num_left - 1). After tile(num_left), it stands one tile

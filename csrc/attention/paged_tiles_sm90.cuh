@@ -1,5 +1,5 @@
 // The producer of the forward kernels for Hopper, for contiguous keys and keys in pages: produce() copies K and V in
-// boxes of TMA (produce_boxes()) or gathers their rows. MissingPages tells the consumers which keys to mask.
+// boxes of TMA (produce_tiles()) or gathers their rows. MissingPages tells the consumers which keys to mask.
 //
 // A box lies in one page. If pages hold whole tiles, or one page a whole sequence, a key tile is one box, as it is
 // without pages. Otherwise it is several boxes, and each lane of a warp looks up and copies one. If pages are so small
