@@ -1,4 +1,4 @@
-"""Runs everything that takes figures: ``python -m benchmarks COMMAND``."""
+"""Runs a benchmark or another command that measures: ``python -m benchmarks COMMAND``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Names a command, which ``module.main(arguments)`` runs. Only then is the module imported: some need no torch."""
+    """A command that ``module.main(arguments)`` runs. The module is imported only then: some commands need no torch."""
 
     module: str
     summary: str
 
 
-BENCHMARKS = "measure.benchmarks"  # its main takes the name of one, too
+BENCHMARKS = "measure.benchmarks"  # its main takes the name of a benchmark before the arguments
 COMMANDS = {
     "attention_forward": Command(BENCHMARKS, "attention over whole sequences, beside every peer"),
     "attention_backward": Command(BENCHMARKS, "its gradients, beside every peer"),

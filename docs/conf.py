@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: ``make docs``."""
+"""Configures Sphinx, which builds the site: ``make docs``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ html_theme = "furo"
 html_show_copyright = False
 html_copy_source = False
 
-myst_heading_anchors = 3  # pages point at each other's headings
+myst_heading_anchors = 3  # pages link to each other's headings
 
 # In docstrings a name between single backticks is code.
 default_role = "code"
@@ -31,7 +31,7 @@ autodoc_inherit_docstrings = False
 
 
 def setup(app: Sphinx) -> None:
-    """A function's own signature says it all: those of its overloads, one for each result, are left out."""
+    """Leaves out overloads, one for each result, and ``**unknown``. A function's own signature is enough."""
     analyze = ModuleAnalyzer.analyze
 
     def without_overloads(self: ModuleAnalyzer) -> None:

@@ -1,4 +1,4 @@
-"""Keeps a list of checks with their figures and bounds: the examples say ``ok`` only when all of them held."""
+"""Collects checks, each with its figure and bound. An example prints ``ok`` only if all of them held."""
 
 from __future__ import annotations
 

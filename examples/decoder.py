@@ -89,7 +89,7 @@ def by_token(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Each document attends to itself; document ``b`` has the tokens ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``."""
+    """Lets each document attend to itself. Document ``b`` has tokens ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``."""
 
     cu_seqlens: Tensor  # [B + 1] int32
     max_seqlen: int
@@ -140,7 +140,7 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Each of ``cache.batch`` rows appends as many new tokens to the cache and attends to all its cached tokens.
+    """Appends the same number of new tokens to each row of the cache; a row attends to all of its own cached tokens.
 
     The cache knows the positions, and the kernel rotates the new queries and keys by them. A ``KVCache`` serves all
     steps; the ``step`` and ``chunk`` methods of a ``PagedKVCache`` return a cache for one step.
@@ -154,7 +154,7 @@ class CachedAttention:
 
 
 class Attention(nn.Module):
-    """Holds the projections of queries, keys, values and the output around a call of ``attend``."""
+    """Projects queries, keys and values, calls ``attend``, and projects its output."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs every example on real input: a sentence model changed, quantised and adapted, a decoder trained and served.
+"""Runs five examples: a sentence model is changed, quantised and adapted; a decoder is trained and generates text.
 
     python examples/demo.py
 
@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-# Set this before torch is imported: by default its threads spin while they wait, and so take time from each other where
-# cores are busy. On two cores with six other processes, a training took eight times as long.
+# Set this before torch is imported; train_decoder.py says why.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -51,7 +50,7 @@ Next: fastattn.explain(fastattn.attention, q, k, v) says which kernel a call of 
 
 
 class Emulated:
-    """Runs own_kernels.py in a process whose CPU tensors are on an emulated GPU, which is built in the background."""
+    """Builds the tests' emulator in the background, and runs own_kernels.py on the GPU that it emulates."""
 
     def __init__(self, log: IO[bytes]) -> None:
         self.log = log
@@ -121,7 +120,7 @@ def main() -> int:
     options = train_decoder.options_from(parser.parse_args())
     checks = CheckList()
     start = time.perf_counter()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the kernels' process writes there, too
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # own_kernels.py writes there too
     lacking = lacks_for_emulator()
     with tempfile.TemporaryFile() as log:
         run(options, None if lacking or torch.cuda.is_available() else Emulated(log), lacking, checks)

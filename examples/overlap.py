@@ -32,8 +32,8 @@ def duration(intervals: Iterable[Interval]) -> float:
 class Timeline:
     """Holds the disjoint intervals in which a rank computes, and those in which its messages are under way.
 
-    A message is under way from its start. With NCCL it ends when the message has arrived, and includes the wait for the
-    other side. With gloo it ends when the rank has waited for the message, if that is later than its arrival.
+    A message's interval begins when the message starts. With NCCL it ends when the message has arrived, and includes
+    the wait for the other side. With gloo it ends when the message has arrived and the rank has waited for it.
     """
 
     compute: list[Interval] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Timeline:
     def of(cls, events: Iterable[Any], device: torch.device) -> Timeline:
         """Returns the timeline of ``profile.events()``, in microseconds from the first interval.
 
-        On a GPU it takes kernels, elsewhere gloo's messages and the operators that call no others.
+        On a GPU it takes kernels, elsewhere gloo's messages and the operators that call no other operators.
         """
         compute: list[Interval] = []
         communication: list[Interval] = []

@@ -19,7 +19,7 @@ IGNORED = -100  # a target that cross_entropy leaves out
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds packed documents, one after the other, with the next token of each of their tokens as its target.
+    """Holds packed documents, one after the other. The target of each token is the next token of its document.
 
     ``tokens``, ``targets`` and ``positions`` are int64 ``[total]``, ``cu_seqlens`` is int32 ``[documents + 1]``.
     """
@@ -82,7 +82,7 @@ def cut_into_passages(documents: list[str], max_length: int) -> list[bytes]:
 
 
 def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns the passages to train on, and a random ``held_out`` share of the passages (at least one), held out."""
+    """Returns the passages to train on, and a random fraction ``held_out`` of them (at least one) to hold out."""
     shuffled = random.Random(seed).sample(passages, len(passages))
     num_held_out = max(1, round(held_out * len(passages)))
     if num_held_out >= len(passages):
@@ -126,8 +126,8 @@ def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Rando
 def entropies(passages: list[bytes]) -> tuple[float, float]:
     """Returns two entropies of the text in nats per byte: of a byte, and of a byte given the byte before it.
 
-    A model whose positions see only themselves, that is one whose attention does not work, cannot do better on this
-    text than the second: a loss below it proves that attention works.
+    Without working attention a model sees one byte at a time, and its loss on this text cannot fall below the second
+    entropy. So a loss below it proves that attention works.
     """
     text = np.concatenate([np.array([BOUNDARY, *passage, BOUNDARY]) for passage in passages])
     # The boundary that ends a passage and the one that begins the next are not a pair.

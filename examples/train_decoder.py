@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-# Set this before torch is imported: by default its threads spin while they wait, and so take time from each other where
-# cores are busy. On two cores with six other processes, a training took eight times as long.
+# Set this before torch is imported. By default, torch's threads spin while they wait, which slows each other down where
+# all cores are busy: on two cores with six other processes, a training took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -73,7 +73,7 @@ class Options:
 
 @dataclass
 class History:
-    """Losses in nats per token: ``training`` of each step's batch, ``held_out`` of the held-out text, by step."""
+    """Holds losses in nats per token: ``training`` of each step's batch, ``held_out`` of the held-out text by step."""
 
     training: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def endless_batches(passages: list[bytes], options: Options) -> Iterator[Batch]:
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
-    """Returns the factor of the learning rate: it rises to 1 over a tenth of the steps and falls to 0 by a cosine."""
+    """Returns a factor on the learning rate, which rises to 1 in a tenth of the steps, then falls to 0 by a cosine."""
     warm_up = max(1, steps // 10)
     return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * step / steps)) / 2
 
@@ -128,7 +128,7 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
 def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options: Options) -> History:
     """Trains with AdamW. The weights stay fp32; matmuls and attention compute in ``options.compute_dtype``."""
     model.use_checkpoints = options.checkpoint
-    # So short a training gets further with less momentum than the usual 0.9.
+    # In so few steps, less momentum than the usual 0.9 reaches a lower loss.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.85, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
     # Gradients of fp16 losses vanish below 6e-8 unless they are scaled; bf16 has the exponents of fp32.
@@ -162,7 +162,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
 
 
 def gradients(model: Decoder, loss_of: LossOf, batch: Batch, options: Options) -> tuple[float, Tensor]:
-    """Returns the loss, and all gradients of 1024 times the loss, concatenated; unscaled, small ones vanish in fp16."""
+    """Returns the loss, and all gradients of 1024 * loss, concatenated. Unscaled, small gradients vanish in fp16."""
     with autocast(options):
         loss = loss_of(model, batch)
     rows = torch.autograd.grad(1024 * loss, list(model.parameters()))
@@ -207,7 +207,7 @@ def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Opti
     def step(batch: Batch) -> None:
         with autocast(options):
             loss = loss_of(model, batch)
-        torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step takes both candidates as long
+        torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step would take both the same time
 
     for batch in batches:  # warm up: the first steps compile kernels and allocate memory
         step(batch)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_long_context.py
     torchrun --nproc-per-node 4 examples/train_long_context.py --context 4 --length 8192 --batch 1 --profile
 
-The processes form a mesh, data x context: the processes of a row share the tokens of the same sequences, and every row
-has other sequences. The last check compares loss and gradients with those of one process. ``--profile`` writes traces
+The processes form a mesh, data x context: the processes of a row split the same sequences among them, and every row has
+other sequences. The last check compares loss and gradients with those of one process. ``--profile`` writes traces
 of one step (trace_rank0.json, …, for chrome://tracing or Perfetto) and draws how messages and compute overlap in it
 (overlap.png). Messages go by NCCL on GPUs, elsewhere by gloo.
 """
@@ -71,7 +71,7 @@ class Options:
         )
 
     def check(self, world_size: int) -> None:
-        """Raises ValueError if the ranks cannot share the work evenly."""
+        """Raises ValueError if the work does not divide evenly among the ranks."""
         data, left = divmod(world_size, self.context)
         if left:
             raise ValueError(f"--context: expected a divisor of the {world_size} processes, got {self.context}")
@@ -83,7 +83,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardedAttention:
-    """Lets this rank's parts of ``batch`` sequences of one length attend to the parts of all ranks of ``group``."""
+    """Attends over ``batch`` sequences of one length that are split among the ranks of ``group``."""
 
     batch: int
     group: DeviceMesh
@@ -115,7 +115,7 @@ class Batch:
 
 
 class Trainer:
-    """Trains a model of which every rank has a copy. ``mesh`` has the dimensions "data" and "context"."""
+    """Trains a model, with a copy on every rank. ``mesh`` has the dimensions "data" and "context"."""
 
     def __init__(self, options: Options, mesh: DeviceMesh) -> None:
         self.options, self.data, self.context = options, mesh["data"], mesh["context"]
@@ -123,8 +123,8 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.model = Decoder(options.config).to(self.device)
         self.model.use_checkpoints = options.checkpoint
-        # It averages gradients over all ranks, that is over both dimensions of the mesh. As each rank's loss is the
-        # mean over as many tokens, the mean of the ranks' gradients is the gradient of the whole batch.
+        # DDP averages gradients over all ranks, in both dimensions of the mesh. Each rank's loss is the mean over the
+        # same number of tokens, so the average is the gradient of the whole batch's loss.
         self.parallel = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.learning_rate, betas=(0.85, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -132,7 +132,7 @@ class Trainer:
         )
 
     def own_loss(self, batch: Batch) -> Tensor:
-        """Returns the mean cross entropy over this rank's tokens, its parts of its row's sequences."""
+        """Returns the mean cross entropy over this rank's tokens: its shards of the sequences of its mesh row."""
 
         def own(whole: Tensor) -> Tensor:
             of_row = whole.chunk(self.data.size())[self.data.get_local_rank()]
@@ -152,7 +152,7 @@ class Trainer:
         return F.cross_entropy(logits.float(), batch.targets.flatten())
 
     def backward(self, batch: Batch) -> float:
-        """Leaves the gradients of the whole batch on every rank, and returns its loss."""
+        """Computes the gradients of the whole batch on every rank, and returns the batch's loss."""
         self.optimizer.zero_grad()
         loss = self.own_loss(batch)
         loss.backward()
@@ -178,7 +178,7 @@ def as_tokens(documents: list[str], device: torch.device) -> Tensor:
 
 
 def profile_step(trainer: Trainer, batch: Batch, out: Path) -> None:
-    """Writes each rank's trace of one step; prints and draws how much of the communication compute hides."""
+    """Writes each rank's trace of one step. Prints and draws how much communication overlaps with compute."""
     activities = [ProfilerActivity.CPU]
     if trainer.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -236,7 +236,7 @@ def run(options: Options, mesh: DeviceMesh, checks: CheckList) -> None:
 
     if is_first:
         checks.at_most("long context: loss of the last step, against the first", losses[-1], losses[0])
-    # Use short sequences, as one process has to hold them; 256 tokens a rank are enough for parts that differ.
+    # Short sequences, because one process has to hold them; 256 tokens per rank are enough for shards that differ.
     length = min(options.length, 256 * options.context)
     check_against_one_process(trainer, Batch.draw(text, options.batch, length, generator), checks)
 

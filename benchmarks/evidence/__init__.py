@@ -1,1 +1,1 @@
-"""Gathers all evidence that a GPU can give. It imports without torch; only `pytest_record` needs pytest."""
+"""Runs the GPU check. Of its modules only `sanitizer_cases` imports torch, and only `pytest_record` imports pytest."""

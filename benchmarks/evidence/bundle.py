@@ -1,4 +1,4 @@
-"""Packs the evidence into a few files of limited size. Long logs lose their middle, and say so."""
+"""Packs the evidence into a few files of limited size. A note replaces the middle of a long log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEXT = (".log", ".jsonl", ".txt")
 
 
 def without_middle(data: bytes, limit: int) -> bytes:
-    """Returns ``data``, or where it exceeds ``limit`` bytes, its beginning, a note and its end within that limit."""
+    """Returns ``data``, or if it exceeds ``limit`` bytes, that many bytes: its beginning, a note and its end."""
     if len(data) <= limit:
         return data
     note = f"\n\n[… {len(data)} bytes in all: the middle is left out …]\n\n".encode()
@@ -26,7 +26,7 @@ def without_middle(data: bytes, limit: int) -> bytes:
 def pack(members: Mapping[str, Path], archive: Path, limit: int = MOST_BYTES, log_bytes: int = LOG_BYTES) -> list[str]:
     """Writes ``archive`` (tar.gz) of at most ``limit`` bytes and returns the names and sizes of the files left out.
 
-    Until it fits, it first cuts the logs further, and then leaves out the largest of the other files.
+    While the archive is too large, this first cuts the logs further, then leaves out the largest of the other files.
     """
     contents = {name: path.read_bytes() for name, path in sorted(members.items())}
     left_out: list[str] = []
@@ -60,6 +60,6 @@ def _tar(contents: Mapping[str, bytes]) -> bytes:
 
 
 def files_below(folder: Path, prefix: str) -> dict[str, Path]:
-    """Returns all files below ``folder``, by their names in an archive: ``prefix`` and the path from ``folder``."""
+    """Maps the name of each file below ``folder`` in an archive, ``<prefix>/<path from folder>``, to its path."""
     found = (path for path in folder.rglob("*") if path.is_file()) if folder.exists() else ()
     return {f"{prefix}/{path.relative_to(folder)}": path for path in found}

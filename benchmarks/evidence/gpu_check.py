@@ -1,30 +1,29 @@
 """Gathers all evidence that a GPU can give in under 8 minutes: ``make gpu-check OUT=dir``.
 
-Needed: Python 3.10, torch 2.10 with CUDA, triton and a driver. What a stage needs beyond these (pytest, the packages of
-the benchmarks, compute-sanitizer, a compiler for the emulator) it names where it is missing. ``make gpu-check
-PYTHON=python3`` takes that Python as it is, so that no .venv is needed; fastattn need not be installed: the package of
-this tree is used, with ``python/fastattn/libfastattn.so`` (carried from another machine, which needs no GPU, or built
-here), or with the one that ``FASTATTN_LIBRARY`` names.
+The check needs Python 3.10 or later, torch 2.10 or later with CUDA, triton and a driver. A stage that needs more
+(pytest, the benchmarks' packages, compute-sanitizer, a compiler for the emulator) names what is missing. ``make
+gpu-check PYTHON=python3`` uses that Python as it is, without a .venv. fastattn need not be installed: the check uses
+this tree's package. Its native library is the one that ``FASTATTN_LIBRARY`` names, else ``libfastattn.so`` in
+``python/fastattn`` or ``build/native``, which may come from a machine without a GPU.
 
-Stages, each with a limit in seconds, after which its processes are killed with all their children:
+Each stage has a limit in seconds, after which its processes and all their children are killed:
 
-    library     the native library loads; where there is none, it is built in build/native
-    tests       the kernel tests, those for Hopper first, dealt to several processes; a crash or a hang costs the
-                test that had it
+    library     loads the native library, or builds it in build/native
+    tests       the kernel tests, those for Hopper first, in several processes; a crash or hang fails its test only
     sanitizer   every kernel of both backends on small shapes, under compute-sanitizer's memcheck, racecheck, synccheck
     emulator    the same PTX on the tests' emulator and on the GPU
     benchmarks  the quick benchmarks with the peers that are found
-    summary     the page, after every stage too
+    summary     the page, which is also written after every stage
 
-A stage that fails or runs out of time is reported and the next one runs. ``--stages tests,benchmarks`` chooses,
-``--limits benchmarks=300`` gives another limit.
+A stage that fails or runs out of time is reported, and the next one runs. ``--stages tests,benchmarks`` chooses stages,
+``--limits benchmarks=300`` changes a limit.
 
-Into OUT come ``summary.md``, ``gpu_check.json``, ``logs.tar.gz``, ``results.tar.gz`` (JSON and plots of the benchmarks)
-and up to 3 of the plots: at most 8 files of less than 16 MB. Nothing else is written but below build/. Where there is
-no git, ``FASTATTN_COMMIT`` says what is checked out.
+OUT receives ``summary.md``, ``gpu_check.json``, ``logs.tar.gz``, ``results.tar.gz`` (JSON and plots of the benchmarks)
+and up to 3 of the plots: at most 8 files of less than 16 MB. All other files are written below build/. Outside git,
+``FASTATTN_COMMIT`` names the commit.
 
-Exit code: 0 where no stage failed or ran out of time, 1 where one did, 2 without a usable GPU (``--dry-run`` then runs
-what needs none), and 2 for wrong options.
+Exit code: 0 if no stage failed or ran out of time, 1 if one did, 2 without a usable GPU or for wrong options. Without a
+GPU, ``--dry-run`` runs the stages that need none.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def run_summary(workplace: Workplace, deadline: float) -> Result:
     return Result(PASSED, f"figures of {', '.join(names)}" if names else "no figures were taken")
 
 
-# The stages in the order in which they run. The limits leave room for the start within 8 minutes.
+# In the order in which they run. The limits add up to 470 s, which leaves 10 s of the 8 minutes for the start.
 STAGES = (
     Stage("library", 45, run_library, needs_gpu=False, needs_library=False),
     Stage("tests", 130, run_tests),
@@ -67,7 +66,7 @@ STAGES = (
 
 
 def chosen_stages(text: str | None) -> list[Stage]:
-    """Returns the stages named in ``text``, in the order of ``STAGES``. Raises ValueError for an unknown name."""
+    """Returns the stages that ``text`` names (None: all), in the order of ``STAGES``. Raises ValueError otherwise."""
     names = [stage.name for stage in STAGES] if text is None else [name for name in text.split(",") if name]
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown or not names:
@@ -91,7 +90,7 @@ def chosen_limits(text: str | None) -> dict[str, float]:
 
 
 def make_environment(scratch: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of all commands: with this tree's package, and with every cache below ``scratch``."""
+    """Returns the environment of all commands: they import this tree's package and keep their caches in ``scratch``."""
     package = scratch / "site" / "fastattn"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)

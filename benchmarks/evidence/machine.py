@@ -1,4 +1,4 @@
-"""Finds out what Python, torch and GPU there are, in a separate process: an import there may fail or hang."""
+"""Finds out which Python, torch and GPU this machine has, in a separate process: importing torch may fail or hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import ROOT
 from benchmarks.measure.environment import driver_version
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 10)
-# Each of these packages is needed by some of the stages only.
+# Packages that only some stages need.
 OPTIONAL = (
     *("pytest", "hypothesis", "pybind11", "ninja", "setuptools"),
     *("tqdm", "matplotlib", "numpy", "tabulate", "transformers"),
@@ -37,7 +37,7 @@ def look(environment: Mapping[str, str]) -> Facts:
 
 
 def obstacle(facts: Facts) -> str | None:
-    """Returns in one line why nothing can run on a GPU here, or None if something can."""
+    """Returns one line that says why no GPU can be used here, or None if one can."""
     if tuple(facts["python_version"]) < OLDEST_PYTHON:
         return f"Python {facts['python']} is too old: 3.10 or later is needed"
     if facts["torch"] is None:

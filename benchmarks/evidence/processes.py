@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Command:
-    """Describes a command. ``log`` takes both output streams. It runs again if ``restart_after(exit code)`` is true."""
+    """A command that runs in ``folder`` and logs to ``log``. It runs again if ``restart_after(exit code)`` is true."""
 
     arguments: Sequence[str]
     log: Path
@@ -66,7 +66,7 @@ class _Running:
             )
 
     def has_exited(self) -> bool:
-        """Returns whether the process has exited. It is not reaped here, so its id and its group's stay taken."""
+        """Returns whether the process has exited. Does not reap it, so the ids of process and group are not reused."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def poll(self) -> None:
@@ -93,7 +93,7 @@ class _Running:
 
 
 def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
-    """Runs all commands at once. They get SIGTERM before ``deadline`` (of ``time.monotonic``), and SIGKILL at it."""
+    """Runs all commands at once. Sends SIGTERM shortly before ``deadline`` (of ``time.monotonic``), SIGKILL at it."""
     grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
     running = [_Running(command) for command in commands] if grace > 0 else []
     try:

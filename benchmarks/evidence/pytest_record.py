@@ -1,4 +1,4 @@
-"""Runs a share of the tests, as a pytest plugin, and records each outcome at once, in case the process is killed.
+"""A pytest plugin that runs every n-th test and records each outcome at once, in case the process is killed.
 
 It writes JSON lines to ``--record FILE``: ``{"collected": n}``, ``{"start": test}``, ``{"test", "outcome", "seconds",
 "reason"}``. Started again with the same file, pytest skips all tests that were started before. A test that takes longer
@@ -54,7 +54,7 @@ class _Recorder:
         items[:] = [item for item in mine if item.nodeid not in self.before]
 
     def pytest_collectreport(self, report: Any) -> None:
-        # Every share collects the same files, so only the first reports their errors.
+        # All processes collect the same files, so only the first one reports collection errors.
         if report.failed and self.index == 0 and not self.has_started_before:
             self.write(test=report.nodeid, outcome="error", seconds=0.0, reason=_reason(report))
 

@@ -1,7 +1,7 @@
 """Launches every kernel of both backends on small shapes, for the GPU check to run under compute-sanitizer.
 
-Lengths are no multiples of the tiles, heads are grouped, and tensors are made on the CPU, so that almost only
-fastattn's kernels run. Prints each case, or why a backend does not take it. ``--backend`` and ``--case`` choose.
+Lengths are not multiples of the tiles, and heads are grouped. Tensors are made on the CPU, so that few kernels but
+fastattn's run. Prints each case that ran, or why a backend does not take it. ``--backend`` and ``--case`` choose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = DTYPE, seed: 
 
 
 def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DTYPE) -> list[Tensor]:
-    """Returns grouped heads with 70 queries and 150 keys: more than one tile each, the last of which is not full."""
+    """Returns query ``[1, 2, 70, D]``, key and value ``[1, 1, 150, D]``, of which the last tiles are partly filled."""
     shapes = (1, 2, 70, head_dim), (1, 1, 150, head_dim), (1, 1, 150, head_dim)
     return [random(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -44,9 +44,9 @@ def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtyp
 
 
 def shared_keys(device: torch.device) -> None:
-    """Runs two query heads per KV head, with as many tiles as there are SMs.
+    """Runs the forward pass with two query heads per KV head and at least as many work tiles as SMs.
 
-    The forward kernel for Hopper then runs in clusters of two CTAs, which share the copies of keys.
+    The kernel for Hopper then runs in clusters of two CTAs, which load each tile of keys once for both.
     """
     batch = -(-kernel_facts(device).num_sms // 2)
     query, key, value = query_key_value(device, 128)
@@ -54,7 +54,7 @@ def shared_keys(device: torch.device) -> None:
 
 
 def split_keys(device: torch.device) -> None:
-    """Runs a single tile of query rows: the CTAs split its keys, and the last one combines their partials."""
+    """Runs forward over one tile of query rows: the CTAs split the keys, and the last one combines the partials."""
     shapes = (1, 1, 30, 64), (1, 1, 4000, 64), (1, 1, 4000, 64)
     fastattn.attention(*(random(device, *shape, seed=seed) for seed, shape in enumerate(shapes)), causal=True)
 
@@ -67,7 +67,7 @@ def backward(device: torch.device, head_dim: int, causal: bool, deterministic: b
 
 
 def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
-    """Runs a block of a larger call, with its result in float32 and with gradients that are added to sums."""
+    """Runs a block of a larger call: its output is float32, and its gradients are added to existing sums."""
     query, key, value = query_key_value(device, head_dim)
     call = AttentionCall(query, key, value, window=window, first_row=200, first_key=180)
     out, lse = attention_block(call)
@@ -78,7 +78,7 @@ def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
 
 
 def every_option(device: torch.device, gradients: bool) -> None:
-    """Runs all options that change a score at once; with ``gradients`` backward too, also to the bias and the sinks."""
+    """Combines bias, window, softcap, dropout and sinks; ``gradients`` adds backward, also for the bias and sinks."""
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
     sinks = random(device, 2).requires_grad_(gradients)
@@ -90,7 +90,7 @@ def every_option(device: torch.device, gradients: bool) -> None:
 
 
 def smallest_bias(device: torch.device) -> None:
-    """Sets every score to finfo.min by the bias: the backward pass finds the rows' maxima and sums again."""
+    """Sets every score to finfo.min by the bias, so that the backward pass computes row maxima and sums again."""
     query, key, value = (tensor.requires_grad_() for tensor in query_key_value(device, 64))
     bias = torch.full((1, 1, 70, 150), torch.finfo(DTYPE).min, dtype=DTYPE).to(device)
     out = fastattn.attention(query, key, value, bias=bias)
@@ -99,7 +99,7 @@ def smallest_bias(device: torch.device) -> None:
 
 
 def packed(device: torch.device, gradients: bool) -> None:
-    """Packs three sequences, one of them empty, with ALiBi; with ``gradients`` backward too, also to the slopes."""
+    """Packs three sequences, one of them empty, with ALiBi; ``gradients`` adds the backward pass, for slopes too."""
     offsets = torch.tensor([0, 33, 33, 100], dtype=torch.int32).to(device)
     query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device).requires_grad_(gradients)
@@ -110,7 +110,7 @@ def packed(device: torch.device, gradients: bool) -> None:
 
 
 def ranges(device: torch.device, gradients: bool) -> None:
-    """Attends over ranges of keys that differ between heads; with ``gradients`` backward too."""
+    """Attends over ranges of keys that differ between heads; ``gradients`` adds the backward pass."""
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     of_heads = [fastattn.masks.window_and_global(150, (left, 0), 10)[:, :, -70:] for left in (40, 5)]
     out = fastattn.attention(*leaves, key_ranges=torch.cat(of_heads, dim=1).to(device))
@@ -144,24 +144,24 @@ def decode(device: torch.device, num_splits: int) -> None:
 
 
 def decode_paged_int8(device: torch.device) -> None:
-    """Attends to int8 pages in arbitrary order; unused entries of the block table name no page."""
+    """Attends to int8 pages in arbitrary order; unused entries of the block table are no page numbers."""
     table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8)
-    pages = (of.to(device) for of in numbers)  # two allocations: an access beyond one of them is found
+    pages = (of.to(device) for of in numbers)  # two allocations, so that an access beyond one is found
     k_scale, v_scale = (torch.full((6, 2, 64), 0.01).to(device) for _ in "kv")
     step(device, pages, (250, 100), 2, block_table=table, k_scale=k_scale, v_scale=v_scale)
 
 
 def decode_tree(device: torch.device) -> None:
-    """Attends with a tree of five proposed tokens, for which a tile has 20 rows."""
+    """Attends with a tree of five proposed tokens: a tile has 20 rows, five for each query head of a KV head."""
     tree = torch.eye(5, dtype=torch.bool)
     tree[:, 0] = True
     step(device, contiguous_caches(device), (190, 7), 5, tree_mask=tree[None].to(device))
 
 
 def decode_fp8(device: torch.device) -> None:
-    """Attends to an fp8 cache with a scale for each head. New values are NaN; the first query sees only one of two."""
+    """Attends to an fp8 cache with a scale per head. The two new values are NaN; the first query sees only one."""
     caches = (cache.to(torch.float8_e4m3fn) for cache in contiguous_caches(device))
     v_new = random(device, 2, 2, 2, 64, seed=4) * float("nan")
     step(device, caches, (200, 100), 2, v_new=v_new, k_scale=torch.tensor([0.5, 2.0]).to(device))
@@ -177,9 +177,9 @@ def append(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def prompts_in_pages(device: torch.device, page_size: int) -> None:
-    """Reads two prompts in two chunks each into the pages of one cache.
+    """Processes two prompts, in two chunks each, over the pages of one cache.
 
-    The forward kernel for Hopper copies rows of tiles from pages of 16 rows, and gathers the rows of pages of 5.
+    The forward kernel for Hopper copies pages of 16 rows with TMA, and gathers the rows of pages of 5 one by one.
     """
     cache = fastattn.PagedKVCache(1, 192 // page_size, 2, 64, page_size=page_size, dtype=DTYPE, device=device)
     sequences = [cache.add(), cache.add()]
@@ -189,7 +189,7 @@ def prompts_in_pages(device: torch.device, page_size: int) -> None:
 
 
 def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """Appends keys and values to an 8-bit cache, from which attention over a prompt makes 16-bit floats."""
+    """Attends to an 8-bit cache; for the longer prompt, its numbers are first converted to 16-bit floats."""
     cache = fastattn.KVCache(1, 2, 2, 64, capacity=128, dtype=DTYPE, device=device, quantized=dtype)
     for length in (5, 80):
         query, key, value = (random(device, 2, heads, length, 64, seed=heads) for heads in (8, 2, 2))
@@ -197,7 +197,7 @@ def prompt_in_8_bits(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def merge(device: torch.device) -> None:
-    """Merges two blocks, one of them in float32, with their gradients, and then again in place."""
+    """Merges two blocks, one of them in float32, with gradients, and then merges them again in place."""
     out_a, out_b = random(device, 1, 2, 70, 72, dtype=torch.float32), random(device, 1, 2, 70, 72, seed=1)
     lse_a, lse_b = (random(device, 1, 2, 70, dtype=torch.float32, seed=seed) for seed in (2, 3))
     leaves = [tensor.requires_grad_() for tensor in (out_a, lse_a, out_b, lse_b)]
@@ -207,25 +207,25 @@ def merge(device: torch.device) -> None:
 
 
 def int8(device: torch.device, rows: int, granularity: str | int, **options: Any) -> None:
-    """Runs int8_linear, with gradients to the input. With one row the kernel splits K and combines the partials."""
+    """Runs int8_linear and its input gradient. With one row, the kernel splits K and combines the partials."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1024), granularity).to(device)
     x = random(device, rows, 1024).requires_grad_()
     columns = result_columns(options.get("activation"), 96)
     bias, options["residual"] = random(device, 96, seed=1), random(device, rows, columns, seed=2)
     fastattn.int8_linear(x, weight, bias, **options).backward(random(device, rows, columns, seed=3))
-    with torch.no_grad():  # without gradients the kernel itself computes the activation
+    with torch.no_grad():  # only without gradients does the kernel compute the activation
         fastattn.int8_linear(x, weight, bias, **options)
 
 
 def int8_dequantised(device: torch.device) -> None:
-    """Dequantises for cuBLAS with the CUDA C++ backend; 96 and 1000 are no multiples of what a CTA dequantises."""
+    """Dequantises the weight for cuBLAS. 96 and 1000 are not multiples of the block that a CTA dequantises."""
     weight = fastattn.quantize_int8(random(torch.device("cpu"), 96, 1000)).to(device)
     with native.forced_int8_tile(-1):
         fastattn.int8_linear(random(device, 5, 1000).requires_grad_(), weight).backward(random(device, 5, 96, seed=3))
 
 
 def int8_in_clusters(device: torch.device, granularity: str | int, **options: Any) -> None:
-    """Runs Hopper's own kernels where the GPU is one, with one tile of rows and a little more."""
+    """Runs the kernels for sm_90 on Hopper, elsewhere the library's choice. 130 rows do not fill the last tile."""
     with native.forced_int8_tile(90 if kernel_facts(device).arch == 90 else 0):
         int8(device, rows=130, granularity=granularity, activation="gelu", **options)
 

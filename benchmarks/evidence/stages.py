@@ -1,4 +1,4 @@
-"""Defines stages and runs them one after the other, each with a time limit, also when earlier ones have failed."""
+"""Defines stages, and runs them in order, each with a time limit. A failed stage does not stop the next ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Stage:
-    """Describes a stage: ``run`` takes a workplace and a deadline of ``time.monotonic``; ``limit_s`` is the default."""
+    """A stage: ``run`` takes a workplace and a deadline (of ``time.monotonic``); ``limit_s`` is its default limit."""
 
     name: str
     limit_s: float

@@ -1,4 +1,4 @@
-"""Loads the native library, runs compute-sanitizer and runs the benchmarks: a stage each."""
+"""Implements three stages: the native library, compute-sanitizer and the benchmarks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Resul
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZER_CODE = 86  # compute-sanitizer's exit code where it found something
 BENCHMARKS = ("attention_forward", "decode", "int8_matmul", "attention_backward")
-# A benchmark may start new cases in this part of its process's time after the first _START_S seconds. The process needs
-# the remaining time to start, to measure the limits and to finish the last case.
+# A process with s seconds starts new cases for (s - _START_S) * _LAST_CASE_PART of them. The rest is for its start and
+# for finishing the last case.
 _START_S, _LAST_CASE_PART = 12.0, 0.75
 
 BUILD = """
@@ -27,7 +27,7 @@ print(setup.configure(version, os.environ).run())
 
 
 def run_library(workplace: Workplace, deadline: float) -> Result:
-    """Loads the native library that exists. Builds a new one if none exists, loads or has CUDA C++ kernels."""
+    """Loads the native library. Builds it if there is none that loads and has CUDA C++ kernels."""
     environment = workplace.environment
     given = environment.get("FASTATTN_LIBRARY")
     usual = [workplace.root / folder / "libfastattn.so" for folder in ("python/fastattn", "build/native")]
@@ -72,7 +72,7 @@ def find_sanitizer() -> str | None:
 
 
 def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
-    """Runs every kernel once without a tool, which also compiles it, and then under the three tools at once."""
+    """Runs the cases once without a tool, which also compiles Triton's kernels, then under all three tools at once."""
     cases = ("-m", "benchmarks.evidence.sanitizer_cases")
     plain = workplace.run(deadline, "sanitizer_cases", *cases)
     if not plain.passed:
@@ -119,7 +119,7 @@ def sanitizer_errors(text: str, most: int = 6) -> list[str]:
 
 
 def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
-    """Runs the quick grids of all benchmarks with all peers. Each gets an equal share of the remaining time."""
+    """Runs the quick grids of all benchmarks with all peers. They divide the remaining time equally."""
     absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy", "tabulate")
     if absent:
         return Result(NOT_RUN, absent)

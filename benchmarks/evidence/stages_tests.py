@@ -22,7 +22,7 @@ _SHOWN = 12
 def kernel_test_modules(tests: Path) -> list[str]:
     """Returns the test modules that run kernels, as paths from ``tests``, the most informative first.
 
-    Those for Hopper, whose kernels no other GPU runs, come first, then those for other kernels.
+    Tests for Hopper, whose kernels no other GPU runs, come first, then tests of the other kernels, then the rest.
     """
     modules = [path for path in sorted(tests.rglob("test_*.py")) if tests / "emulator" not in path.parents]
     chosen = [path for path in modules if _ON_GPU.search(path.read_text())]
@@ -72,9 +72,9 @@ def _pytest(workplace: Workplace, deadline: float, name: str, arguments: list[st
 
 
 def judge(records: Sequence[Sequence[pytest_codes.Line]], timed_out: Sequence[bool]) -> Result:
-    """Returns the result of the processes with these records, each of which ran out of time or did not.
+    """Returns the result of several pytest processes, from their records and from whether each ran out of time.
 
-    A test that was started and did not end was still running if it is the last one of a process that ran out of time;
+    A test that started and did not end was still running if it is the last one of a process that ran out of time;
     otherwise it crashed or hung.
     """
     lines = [line for record in records for line in record]

@@ -1,4 +1,4 @@
-"""Makes the page of a GPU check, which says what ran with which results, and its JSON."""
+"""Makes the page and the JSON of a GPU check, which say what ran with which results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.evidence.stages import Result
 from benchmarks.measure.labels import figures, grouped_by_case, seconds_of
 
 SCHEMA = 1
-_CASES = 6  # shown of each benchmark, which has the most informative cases first
+_CASES = 6  # shown per benchmark; its first cases are the most informative
 _MOST_DETAILS = 16
 
 
@@ -25,7 +25,7 @@ def documents(folder: Path) -> list[dict[str, Any]]:
 def as_document(
     results: Sequence[Result], facts: Facts, commit: str, date: str, bundled: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the content of gpu_check.json, the JSON beside the page."""
+    """Returns the content of gpu_check.json."""
     return {
         "schema": SCHEMA,
         "date": date,
@@ -67,7 +67,7 @@ def as_markdown(document: dict[str, Any], benchmarks: Sequence[dict[str, Any]]) 
 
 
 def _main_rows(benchmark: dict[str, Any]) -> list[str]:
-    """Returns a table of the first cases, with fastattn's rows and that of the best peer, and counts of all rows."""
+    """Returns a table of the first cases, with fastattn's rows and the best peer's, and counts of all rows."""
     cases = grouped_by_case(benchmark["rows"])
     lines = [
         "| case | implementation | µs | TFLOP/s | GB/s | of limit | bound by | to best peer |",

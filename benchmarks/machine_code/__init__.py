@@ -1,7 +1,7 @@
-"""Shows kernels without a GPU: what they are compiled to, what they execute, and how launches deal their work.
+"""Inspects kernels without a GPU: their machine code, what they execute, and how launches distribute their work.
 
-Each module is a tool that prints a table: ``python -m benchmarks.machine_code.kernels``. fastattn's library is then the
-one of the tests' emulator, which has every CUDA C++ kernel as PTX.
+Each module is a tool that prints a table, such as ``python -m benchmarks.machine_code.kernels``. The tools load the
+native library of the tests' emulator, which has every CUDA C++ kernel as PTX.
 """
 
 import sys
@@ -17,4 +17,4 @@ if "fastattn" not in sys.modules:
 
 from fastattn import native
 
-HAS_NATIVE = native.BUILD["version"] == "0+emulated"  # whether that is the library: without nvcc there is none
+HAS_NATIVE = native.BUILD["version"] == "0+emulated"  # False without nvcc, which builds that library

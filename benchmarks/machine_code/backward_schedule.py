@@ -1,13 +1,13 @@
-"""Prints how busy Hopper's backward pass keeps the SMs of an H200, by a simulation of claims, in steps and not in time.
+"""Simulates how busy Hopper's backward pass keeps the SMs of an H200. Its unit of time is a main-loop step.
 
-``python -m benchmarks.machine_code.backward_schedule --tokens 8192 --heads 8 --kv-heads 1`` compares whole
-tiles of keys with the splits that the library chooses, in any and in deterministic order: the part of all SMs' time in
-which they have work, that in which they have steps, and the steps of an SM.
+``python -m benchmarks.machine_code.backward_schedule --tokens 8192 --heads 8 --kv-heads 1`` compares whole tiles of
+keys with the splits that the library chooses, in any order and in deterministic order. It prints the fraction of the
+SMs' time with work (busy), the fraction with main-loop steps (useful), and the mean number of steps of an SM.
 
 A step of the kernel for dK and dV processes one tile of query rows. CTAs claim tiles of keys, or splits of them, in
-order, the next one as soon as they finish one (csrc/attention/backward_work_sm90.cuh). Loading K and V and writing dK
-and dV costs as much as some steps. In deterministic order, tiles of keys add to a dQ tile one after the other: an
-addition has to be complete before the next CTA may add; until its own next partial is done, a CTA computes.
+order; a CTA that has finished one claims the next (csrc/attention/backward_work_sm90.cuh). Loading K and V and writing
+dK and dV costs as much time as some steps. In deterministic order, CTAs add to a dQ tile one after the other: one
+addition must be complete before the next CTA may add. While its partial waits, a CTA computes the next one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fastattn import native
 
 NUM_SMS, SHARED_BYTES = USUAL[90]
 L2_BYTES = 50 << 20
-# The same values as where csrc/attention plans the splits.
+# The same values as in csrc/scheduler/choose_row_splits.h and row_splits.h.
 STEPS_PER_TILE, STEPS_PER_SPLIT, LEAST_STEPS_OF_SPLIT = 0.75, 1.5, 4
-# Assumptions, in steps: when an addition is passed on, how much later another CTA sees that, and when the addition has
-# read its shared memory.
+# Assumed times in steps. From its start, an addition takes READ to read its shared memory and PASSED_ON to complete.
+# SEEN later, another CTA sees that it is complete.
 PASSED_ON, SEEN, READ = 0.4, 0.15, 0.15
 
 
@@ -37,8 +37,8 @@ PASSED_ON, SEEN, READ = 0.4, 0.15, 0.15
 class BackwardShape:
     """Describes a backward pass. ``lengths`` has the query rows and the keys of each sequence.
 
-    ``window`` is how many keys a row sees before and after its own key, which is as far from the last key as the row is
-    from the last row; -1 means all.
+    ``window`` is how many keys a row sees before and after its own key; -1 means all. The own key of the last row is
+    the last key.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -57,8 +57,8 @@ class BackwardShape:
 class Schedule:
     """Says how well a schedule keeps the SMs at work.
 
-    ``busy`` is the fraction of all SMs' time in which they have work: steps, or the cost of a tile or split beside
-    them. ``useful`` is the fraction in which they have steps, and ``steps`` the mean number of steps of an SM.
+    ``busy`` is the fraction of the SMs' time with work: steps, or the fixed cost of a tile or split. ``useful`` is the
+    fraction with steps, and ``steps`` the mean number of steps of an SM.
     """
 
     busy: float
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dealt: native.BackwardSchedule) -> range:
-    """Returns the tiles of query rows that see some key of the key tile from ``first_key`` on."""
+    """Returns the tiles of query rows that see some key of the key tile that begins at ``first_key``."""
     left, right = window
     last_key, offset = min(first_key + dealt.block_n, keys) - 1, keys - rows
     begin = 0 if right < 0 else min(max(first_key - offset - right, 0), rows)
@@ -76,9 +76,9 @@ def row_tiles(rows: int, keys: int, window: tuple[int, int], first_key: int, dea
 
 
 def _tiles(shape: BackwardShape, dealt: native.BackwardSchedule) -> Iterator[tuple[int, int, int]]:
-    """Yields sequence, KV head and first key of each key tile, in the order in which CTAs claim them (tile_order.h)."""
+    """Yields sequence, KV head and first key of each key tile, in the order in which CTAs claim them (work_tile.h)."""
     heads = [(index, head) for index in range(len(shape.lengths)) for head in range(shape.kv_heads)]
-    # Packed sequences may differ in length, so they come one after the other.
+    # Packed sequences may differ in length, so CTAs claim the tiles of one sequence after the other.
     of_sequences = [heads] if not shape.packed else [list(own) for _, own in itertools.groupby(heads, lambda at: at[0])]
     for own in of_sequences:
         for first in range(0, len(own), dealt.heads_per_group):
@@ -122,8 +122,8 @@ def deal(
 
 def schedule(shape: BackwardShape, dealt: native.BackwardSchedule, num_sms: int = NUM_SMS) -> Schedule:
     """Simulates the CTAs, one for each SM."""
-    free = [0.0] * num_sms  # when each CTA is free
-    may_add: dict[tuple[int, int, int], float] = {}  # when the next partial may be added to a query head's tile of rows
+    free = [0.0] * num_sms  # the times at which the CTAs become free
+    may_add: dict[tuple[int, int, int], float] = {}  # (sequence, head, row tile) → when the next CTA may add
     steps, busy = 0, 0.0
     for number, (index, kv_head, first_key) in enumerate(_tiles(shape, dealt)):
         seen = row_tiles(*shape.lengths[index], shape.window, first_key, dealt)

@@ -1,11 +1,11 @@
-"""Prints how launches of the CUDA C++ kernels deal their work on an A100 and an H200.
+"""Prints how launches of the CUDA C++ kernels distribute their work on an A100 and an H200.
 
-``python -m benchmarks.machine_code.geometry decode H200`` keeps the lines that have all these words. For each case of
-the benchmarks' quick grids, or with ``--full`` of the full ones, a line has the kernel, its tile, the work tiles for
-each SM, the CTAs that are launched, and the mean and the most main-loop steps of a work tile (of a CTA where the kernel
-deals steps and not tiles). ``packed`` is how many query heads share a tile of rows. Cases with a window, a bias or
-sequences of different lengths are left out, and so are chunks, whose keys several CTAs split. The kernels and tiles are
-those that the library names; a test compares the CTAs with launches on the emulator.
+``python -m benchmarks.machine_code.geometry decode H200`` keeps the lines that have all these words. A line describes a
+case of the benchmarks' quick grids, or with ``--full`` of the full ones: the kernel, its tile, the work tiles per SM,
+the CTAs launched, and the mean and the most main-loop steps of a work tile (of a CTA if the kernel distributes steps
+instead of tiles). ``packed`` is how many query heads share a tile of rows. Left out are cases with a window, a bias or
+sequences of different lengths, and chunks, whose keys several CTAs split. The library names the kernels and tiles; a
+test compares the CTAs with launches on the emulator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
     name: str
     arch: int
     num_sms: int
-    shared_bytes: int  # the most of a CTA
+    shared_bytes: int  # the most that a CTA can have
 
     @property
     def facts(self) -> native.NativeDeviceFacts:
@@ -62,13 +62,13 @@ class Geometry:
 
 
 def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool, packed: int = 1) -> list[int]:
-    """Returns the tiles of keys that each tile of query rows passes over; ``packed`` heads' rows stand side by side."""
+    """Returns how many tiles of keys each tile of query rows passes over. Rows of ``packed`` heads are interleaved."""
     last_rows = (min(first + block_m, seqlen * packed) - 1 for first in range(0, seqlen * packed, block_m))
     return [ceil_div(last // packed + 1 if causal else seqlen, block_n) for last in last_rows]
 
 
 def steps_over_queries(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[int]:
-    """Returns the tiles of query rows that each tile of keys passes over."""
+    """Returns how many tiles of query rows each tile of keys passes over."""
     return [ceil_div(seqlen, block_m) - (first // block_m if causal else 0) for first in range(0, seqlen, block_n)]
 
 
@@ -81,7 +81,7 @@ def packed_heads(case: AttentionCase, block_m: int) -> int:
 
 
 def forward(case: AttentionCase, gpu: Gpu) -> Geometry | None:
-    """Returns the geometry of a forward pass; Hopper's kernel is persistent."""
+    """Returns the geometry of a forward pass, or None without a kernel. Hopper's kernel is persistent."""
     kernel = native.attention_forward_kernel(gpu.arch, case.head_dim, case.head_dim, case.torch_dtype)
     if kernel is None:
         return None
@@ -94,7 +94,7 @@ def forward(case: AttentionCase, gpu: Gpu) -> Geometry | None:
 
 
 def backward(case: AttentionCase, gpu: Gpu) -> Geometry:
-    """Returns the geometry of the kernel for dK and dV. Hopper's CTAs claim tiles, the last of which several split."""
+    """Returns the geometry of the kernel for dK and dV. On Hopper, several CTAs split each of the last tiles."""
     kernels = native.attention_backward_kernels(
         gpu.arch, gpu.shared_bytes, case.head_dim, case.head_dim, case.torch_dtype
     )
@@ -118,7 +118,7 @@ def backward(case: AttentionCase, gpu: Gpu) -> Geometry:
 
 
 def step_of_decoding(case: DecodeCase, gpu: Gpu) -> Geometry:
-    """Returns the geometry of decoding, whose CTAs get equal numbers of key blocks, also of several work tiles."""
+    """Returns the geometry of decoding. CTAs get equal numbers of key blocks, possibly from several work tiles."""
     rows = case.heads // case.kv_heads
     kernel = native.decode_kernel(gpu.arch, gpu.shared_bytes, case.head_dim, case.torch_dtype, "16-bit", rows)
     assert kernel is not None
@@ -131,7 +131,7 @@ def step_of_decoding(case: DecodeCase, gpu: Gpu) -> Geometry:
 
 
 def matmul(case: Int8Case, gpu: Gpu) -> Geometry | None:
-    """Returns the geometry of an int8 matmul by a kernel for sm_80, or None where another way is chosen."""
+    """Returns the geometry of an int8 matmul by a kernel for sm_80, or None if the library chooses another way."""
     op = "int8_matmul_grad_input" if case.gradient else "int8_matmul"
     outputs, depth = (case.k, case.n) if case.gradient else (case.n, case.k)
     output_side, depth_side = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
@@ -152,7 +152,7 @@ DEALS = {"forward": forward, "backward": backward, "decode": step_of_decoding, "
 
 
 def cases(full: bool) -> Iterator[tuple[str, Any]]:
-    """Yields the op and the case of all that is modelled."""
+    """Yields each op with each case that this tool models."""
     sequences = attention.full_cases() if full else attention.quick_cases()
     dense = [case for case in sequences if not (case.varlen or case.bias or case.window >= 0)]
     for op in ("forward", "backward"):

@@ -1,16 +1,16 @@
 """Prints what kernels are compiled to, and what they execute on a small shape, without a GPU.
 
 ``python -m benchmarks.machine_code.kernels decode "d 128"`` keeps the calls whose description has all these words. The
-calls are small cases of the benchmarks, launched on the tests' emulator as on an A100 and an H200 with few SMs.
+calls are small cases of the benchmarks. They run on the tests' emulator, as an A100 and an H200 with 2 SMs.
 
 - Machine code, by ptxas and nvdisasm: registers, bytes that a thread spills, shared memory of a CTA, CTAs that fit on
-  an SM, and the instructions of the main loop by class. Of several loops it is the shortest with the most products,
-  which does not mask; it may have branches that hardly ever run.
-- Counts of the emulator: CTAs and their threads, instructions of warps, wavefronts of shared memory and the part of
-  them that are bank conflicts, and sectors of global memory per request beside those that the lanes' bytes would fill.
-  The bytes and the multiply-adds of all kernels of a call stand over the least that the call needs.
+  an SM, and the instructions of the main loop by class. Of several main loops, the table shows the one with the most
+  tensor-core instructions; of equals the shortest, which applies no mask. It may contain branches that rarely run.
+- Counts by the emulator: CTAs and their threads, warp instructions, shared-memory wavefronts and the fraction of them
+  that are bank conflicts, and global-memory sectors per request, next to the sectors that the lanes' bytes would fill.
+  Each call's line has the bytes and multiply-adds of all its kernels, relative to the least that the call needs.
 
-``python -m emulator profile`` shows the launches of any script, each source line for itself.
+``python -m emulator profile`` shows the launches of any script by source line.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from fastattn.profiler.work import Work
 
 GPUS = {80: "A100", 90: "H200"}
 NUM_SMS = 2
-# The limits of an SM (CUDA programming guide, "Technical Specifications per Compute Capability"). The driver takes a KB
-# of shared memory in each CTA, and a warp gets registers by 256.
+# The limits of an SM (CUDA programming guide, "Technical Specifications per Compute Capability"). The driver reserves
+# 1 KB of shared memory in each CTA, and a warp's registers are a multiple of 256.
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
 REGISTERS, WARPS, CTAS = 1 << 16, 64, 32
 SECTOR_BYTES = 32
 
-# The emulator's classes of instructions, in groups that fit a table.
+# The columns of the table, each with the emulator's instruction classes that it sums.
 CLASSES = {
     "MMA": ("tensor core",),
     "MUFU": ("special function",),
@@ -60,7 +60,7 @@ CLASSES = {
     "memory": ("matrix load", "shared", "async", "global", "local", "atomic", "param"),
     "sync": ("barrier", "warp", "control", "other"),
 }
-# Where the cases of an op are, and what prepares a call of fastattn.
+# For each op the module of its cases, and the function that prepares fastattn's call.
 PREPARES: dict[str, tuple[Any, Prepare]] = {
     "forward": (attention, attention.prepare_forward),
     "backward": (attention, attention.prepare_backward),
@@ -93,7 +93,7 @@ class Call:
             stack.enter_context(device.emulated(self.arch, NUM_SMS))
             stack.enter_context(options.launching(seed=0, races=False))
             stack.enter_context(fastattn.use_backend(self.backend))
-            if (self.op, self.backend) == ("int8", "cuda"):  # not cuBLAS, and of Hopper's kernels those for many tokens
+            if (self.op, self.backend) == ("int8", "cuda"):  # never cuBLAS; kernels for sm_90 only above 64 tokens
                 stack.enter_context(native.forced_int8_tile(self.arch if self.case.m > 64 else 80))
             prepared = prepare(self.case, cases.make_inputs(self.case, torch.device("cpu"), 0))
             with launches.recorded() as found:
@@ -129,7 +129,7 @@ def ctas_per_sm(arch: int, threads: int, registers: int, shared_bytes: int) -> i
 
 
 def facts_of(launched: Launched, arch: int) -> KernelFacts | None:
-    """Returns the machine code for the GPU, also of PTX for an earlier one; None if a tool is missing."""
+    """Returns facts of the machine code for ``arch``, also from PTX for an earlier GPU; None if a tool is missing."""
     if not static_facts.has_tools():
         return None
     is_earlier = static_facts.target_of(launched.ptx) != f"sm_{arch}a"
@@ -137,7 +137,7 @@ def facts_of(launched: Launched, arch: int) -> KernelFacts | None:
 
 
 def code_cells(launched: Launched, arch: int) -> list[str]:
-    """Returns the cells of a kernel in the table of machine code; without the tools only that of shared memory."""
+    """Returns a kernel's cells in the machine-code table; without the tools only name and shared memory are known."""
     shared_bytes, facts = launched.report.shared_bytes, facts_of(launched, arch)
     cells = [short_name(profiling.demangled(launched.report.kernel))]
     if facts is None:
@@ -151,7 +151,7 @@ def code_cells(launched: Launched, arch: int) -> list[str]:
 
 
 def count_cells(launched: Launched) -> list[str]:
-    """Returns the cells of a launch in the table of counts."""
+    """Returns a launch's cells in the table of counts."""
     report = launched.report
     requests = sum(row.warps for row in report.rows if row.global_sectors)
     wavefronts = report.shared_wavefronts
@@ -169,7 +169,7 @@ def count_cells(launched: Launched) -> list[str]:
 
 
 def show(ran: Sequence[tuple[Call, list[Launched]]]) -> None:
-    """Prints both tables: of each call a line with its description, then a line for each launch."""
+    """Prints both tables, with a line that describes each call, followed by a line for each of its launches."""
     code_header = ("kernel", "registers", "spilled", "shared KB", "CTAs/SM", "instructions", "main loop", *CLASSES)
     count_header = ("kernel", "CTAs", "instructions", "wavefronts", "conflicts", "sectors", "of bytes", "bytes", "MACs")
     code = [code_cells(one, call.arch) for call, launched in ran for one in launched]

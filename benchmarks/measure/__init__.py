@@ -1,1 +1,1 @@
-"""Measures kernels beside their peers: cases, peers, harness, tables, plots, and the page made from the figures."""
+"""Measures kernels and their peers, and makes tables, plots and docs/PERFORMANCE.md from the figures."""

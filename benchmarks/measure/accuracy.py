@@ -1,4 +1,4 @@
-"""Decides by its error against float64 whether a result is right, and so whether its implementation is timed."""
+"""Judges results by their error against float64. An implementation is timed only if its result is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # A peer may round more than fastattn may (activations to int8, probabilities to 16 bits). If it errs by more than this
-# part of the largest value, it computes another function.
+# fraction of the largest value, it computes another function.
 LOOSE = 0.05
 
 
@@ -31,14 +31,14 @@ class Expected(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Judges a result: its worst error, relative to its tensor's largest value, and why it fails, or None."""
+    """Holds a result's worst error, relative to its tensor's largest value, and why the result fails, or None."""
 
     error: float
     reason: str | None
 
 
 def worst_difference(actual: Tensor, oracle: Tensor) -> float:
-    """Returns the largest absolute difference: infinity if a difference is not finite or the shapes differ."""
+    """Returns the largest absolute difference, or infinity if a difference is not finite or the shapes differ."""
     if actual.shape != oracle.shape:
         return math.inf
     worst = (actual.double() - oracle).abs().max().item() if actual.numel() else 0.0
@@ -46,7 +46,7 @@ def worst_difference(actual: Tensor, oracle: Tensor) -> float:
 
 
 def judge(actual: Sequence[Tensor], expected: Expected, is_peer: bool) -> Verdict:
-    """Judges all outputs of a call. Peers only have to meet a loose bound, as their error is shown with their time."""
+    """Judges all outputs of a call. Peers have a loose bound, because their error is shown with their time."""
     largest_error, reason = 0.0, None
     for index, (result, oracle, strict) in enumerate(zip(actual, expected.oracle, expected.bounds, strict=True)):
         difference = worst_difference(result, oracle)

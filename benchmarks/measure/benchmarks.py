@@ -20,7 +20,7 @@ def attention_forward(options: argparse.Namespace) -> Benchmark:
     """Measures attention over whole sequences: fastattn's kernels against every peer that can be imported.
 
     TFLOP/s count the two matrix products: half of them under a causal mask (the FlashAttention papers' convention), or
-    the part that the mask leaves where there are fewer queries than keys.
+    only the visible pairs where there are fewer queries than keys.
     """
     return Benchmark(
         name="attention_forward",
@@ -96,7 +96,7 @@ def int8_matmul(options: argparse.Namespace) -> Benchmark:
     )
 
 
-# What makes each benchmark from the options of the command line, and what adds those of its cases.
+# For each benchmark the function that makes it from the command-line options, and the one that adds its cases' options.
 BENCHMARKS = {
     "attention_forward": (attention_forward, case_attention.add_options),
     "attention_backward": (attention_backward, case_attention.add_options),
@@ -106,7 +106,7 @@ BENCHMARKS = {
 
 
 def options_of(name: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the options of a benchmark from the command line: the shared ones and those of its cases."""
+    """Parses the command line of a benchmark: the options of all benchmarks and those of its cases."""
     benchmark, add_case_options = BENCHMARKS[name]
     description = inspect.getdoc(benchmark)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

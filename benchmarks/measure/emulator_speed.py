@@ -1,4 +1,4 @@
-"""Measures the speed of the tests' emulator on a causal forward of one head, 512 x 512, d=128, bf16, with all checks.
+"""Measures the tests' emulator on causal attention, forward, one head, 512 x 512, d=128, bf16, with all checks.
 
 The kernels are the native one and Triton's, as nvcc and Triton compile them for sm_80. Compilation is not timed. No GPU
 is needed.

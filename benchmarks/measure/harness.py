@@ -29,7 +29,7 @@ from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, bound
 from fastattn.profiler.work import Work
 
-# The launch cost of a longer call is too small a part of its time to matter.
+# Longer calls are not timed in CUDA graphs too: a launch is too small a part of their time to matter.
 GRAPH_BELOW_S = 500e-6
 
 
@@ -48,7 +48,7 @@ class Benchmark:
         work: returns the least work of a call.
         expected: returns the right results of the checked part, in float64.
         checked: returns the part of an output that is checked.
-        differentiates: returns whether autograd runs in the calls; short calls of others are timed in CUDA graphs too.
+        differentiates: returns whether autograd runs in the calls; short calls without it are timed in CUDA graphs too.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Benchmark:
 
 
 class DeviceLost(RuntimeError):
-    """Says that a kernel has left the device in a state in which nothing more runs on it."""
+    """Raised when a kernel has left the device in a state in which nothing more runs on it."""
 
 
 class Asked(BaseException):
-    """Says that SIGTERM asks the run to end. It is no Exception: those count as results of implementations."""
+    """Raised when SIGTERM asks the run to end. Not an Exception, which would count as an implementation's result."""
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def _ends_when_asked() -> Iterator[None]:
 def measure_case(
     benchmark: Benchmark, case: Any, device: torch.device, timer: CudaTimer, limits: Limits, num_sets: int
 ) -> Iterator[Row]:
-    """Yields one row for each implementation. Raises ``DeviceLost`` after the row of the one that lost the device."""
+    """Yields one row for each implementation. Raises ``DeviceLost`` after the row of a call that lost the device."""
     sets = [benchmark.make_inputs(case, device, seed) for seed in range(num_sets)]
     expected = benchmark.expected(case, sets[0])
     for implementation in benchmark.implementations:
@@ -234,7 +234,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) -> list[Implementation]:
-    """Returns the peers whose names contain one of ``wanted``; all if it is None. "none" is in no peer's name."""
+    """Returns the peers whose names contain one of ``wanted``, or all if it is None. No name contains "none"."""
     if wanted is None:
         return list(peers)
     return [peer for peer in peers if any(text.lower() in peer.name.lower() for text in wanted)]
@@ -243,7 +243,7 @@ def chosen_peers(peers: Sequence[Implementation], wanted: Sequence[str] | None) 
 def chosen_implementations(
     options: argparse.Namespace, prepare: Prepare, peers: Sequence[Implementation]
 ) -> list[Implementation]:
-    """Returns fastattn's implementations, whose calls ``prepare`` prepares, and the peers that the options keep."""
+    """Returns the chosen implementations of fastattn, with ``prepare``, and the peers that the options keep."""
     own = own_implementations(prepare, options.backend or ("cuda", "triton"))
     return [*own, *chosen_peers(peers, options.peer)]
 

@@ -25,7 +25,7 @@ class Unsupported(Exception):
 
 
 class Prepared(NamedTuple):
-    """Holds a call on one set of inputs. ``outputs`` turns its result into fastattn's layout and is not timed."""
+    """Holds a call on one set of inputs. ``outputs``, which is not timed, converts its result to fastattn's layout."""
 
     call: Callable[[], Any]
     outputs: Callable[[Any], tuple[Tensor, ...]]
@@ -56,12 +56,12 @@ def require(condition: bool, missing: str) -> None:
 
 
 def first(result: Any) -> Any:
-    """Returns the output from the result of a function that, depending on its version, also returns the lse."""
+    """Returns the output of a function whose result, in some versions, is a tuple of the output and the lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def importable(module: str) -> bool:
-    """Returns whether a package can be imported. Notes in ``broken`` why one that is installed cannot."""
+    """Returns whether a package can be imported. If it is installed and cannot, ``broken`` gets the reason."""
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -77,7 +77,7 @@ broken: dict[str, str] = {}
 
 
 def version_of(*distributions: str) -> str:
-    """Returns the version of the first installed distribution of these, or "unknown"."""
+    """Returns the version of the first of these distributions that is installed, or "unknown"."""
     for distribution in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)

@@ -1,11 +1,11 @@
-"""Fits the time model by which the library chooses among the ways to compute an int8 matmul to the GPU at hand.
+"""Fits the library's time model of int8 matmuls, by which it chooses kernels, to this machine's GPU.
 
-The time of each kernel is a sum of terms (csrc/scheduler/choose_stream_k.h): a launch, the steps of the busiest CTA,
-its work tiles, and collecting the partials of split tiles. The time of dequantising for cuBLAS is one too
-(csrc/int8_matmul/ways.h): two launches for each block, three bytes a weight, and multiply-adds. Least squares of the
-relative errors give the terms' coefficients, in seconds; each measured time is written beside the library's prediction
-from data sheets. The clocks in the formulas of choose_stream_k.h and ways.h are these seconds times the SMs' clock
-during the run. The figures go to benchmarks/results/<gpu>/int8_fit.json.
+The model of a kernel is a sum of terms (csrc/scheduler/choose_stream_k.h): a launch, the steps of the busiest CTA, its
+work tiles, and collecting the partials of split tiles. The model of dequantising for cuBLAS is a sum too
+(csrc/int8_matmul/ways.h): two launches for each block, three bytes per weight, and multiply-adds. Least squares of the
+relative errors give each term's coefficient in seconds. Multiplied by the SM clock of the run, these are the clocks in
+the two files. benchmarks/results/<gpu>/int8_fit.json gets the coefficients, and each measured time with the library's
+prediction from data sheets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.measure import environment, results, timing
 from fastattn import native, quantize_int8
 
 SCHEMA = 1
-# A block has at most BLOCK_WEIGHTS weights, and its outputs are a multiple of BLOCK_MULTIPLE (csrc/int8_matmul/ways.h).
-# RESIDENT is how many CTAs, or on Hopper clusters, an SM holds (MatmulTile), by architecture.
+# A dequantised block has at most BLOCK_WEIGHTS weights and a multiple of BLOCK_MULTIPLE outputs (ways.h). RESIDENT is,
+# by architecture, how many CTAs of the matmul (on Hopper: clusters) an SM holds, as in MatmulTile.
 BLOCK_WEIGHTS, BLOCK_MULTIPLE = 1 << 25, 256
 RESIDENT = {80: 2.0, 90: 0.5}
 _CTAS_OF_A_TEAM = {80: 1, 90: 2}
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Holds a measured case and how often each term counts. ``predicted`` is the library's prediction, or None."""
+    """A measured case. ``terms`` says how often each term counts; ``predicted`` is the library's time, or None."""
 
     case: Case
     terms: tuple[float, ...]
@@ -73,12 +73,12 @@ def kernels(names: dict[str, Any], arch: int) -> list[Kernel]:
 
 
 def _outputs_of_team(kernel: Kernel) -> int:
-    """Returns the output columns of the tile that the CTAs of a team compute together."""
+    """Returns the output columns of a work tile, which on Hopper the two CTAs of a cluster compute together."""
     return kernel.tile["block_n"] * _CTAS_OF_A_TEAM[kernel.arch]
 
 
 def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
-    """Yields cases of one tile of tokens: full waves of whole tiles, and fewer tiles, which CTAs share."""
+    """Yields cases with one tile of tokens: one or two full waves of tiles, and fewer tiles, which CTAs split."""
     resident, outputs = int(RESIDENT[kernel.arch] * num_sms), _outputs_of_team(kernel)
     for k in (2048, 4096, 8192):
         for tiles in (resident, 2 * resident):
@@ -88,7 +88,7 @@ def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
 
 
 def kernel_terms(kernel: Kernel, case: Case, dealt: native.LaunchSchedule, num_sms: int) -> tuple[float, ...] | None:
-    """Returns how often each of ``KERNEL_TERMS`` counts, or None for a plan whose CTAs have parts of several tiles."""
+    """Returns how often each of ``KERNEL_TERMS`` counts, or None if a CTA has splits of several tiles."""
     tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
     steps = dealt.steps_of_full_gpu
     if dealt.slots == 0:
@@ -100,7 +100,7 @@ def kernel_terms(kernel: Kernel, case: Case, dealt: native.LaunchSchedule, num_s
 
 
 def dequantised_cases() -> Iterator[Case]:
-    """Yields cases of many tokens, so that the tensor cores bind cuBLAS, for layers of one block and of several."""
+    """Yields cases with so many tokens that the tensor cores limit cuBLAS, for weights of one and of several blocks."""
     for n, k in ((2048, 4096), (4096, 4096), (8192, 4096), (14336, 4096), (8192, 8192), (16384, 8192)):
         for m in (2048, 4096, 8192):
             yield Case(m, n, k)
@@ -160,7 +160,7 @@ def fit_all(gpu: CudaGpu, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class CudaGpu:
-    """Asks a CUDA device and the installed library. Without a kernel, a call dequantises for cuBLAS."""
+    """Times calls on a CUDA device, and asks the library for its predictions. No kernel: dequantising for cuBLAS."""
 
     def __init__(self, facts: native.NativeDeviceFacts, timer: timing.CudaTimer) -> None:
         self.timer = timer
@@ -170,7 +170,7 @@ class CudaGpu:
         return native.forced_int8_tile(*((-1,) if kernel is None else (kernel.arch, kernel.tile["block_m"])))
 
     def dealt(self, kernel: Kernel, case: Case) -> native.LaunchSchedule:
-        """Returns how the kernel deals the case to CTAs."""
+        """Returns how the kernel distributes the case over CTAs."""
         with self._forced(kernel):
             return native.int8_matmul_schedule("int8_matmul", self.arch, self.num_sms, False, *case)
 
@@ -183,7 +183,7 @@ class CudaGpu:
         return None if microseconds is None else microseconds * 1e-6
 
     def seconds(self, kernel: Kernel | None, case: Case) -> float:
-        """Times the call within a CUDA graph, alternating between so many sets of inputs that the L2 holds none."""
+        """Returns a call's seconds in a CUDA graph, with enough sets of inputs that none is still in the L2."""
         bytes_of_set = case.n * case.k + 2 * case.m * (case.k + case.n)
         free_bytes, _ = torch.cuda.mem_get_info()
         num_sets = timing.num_input_sets(bytes_of_set, self.l2_bytes, free_bytes)
@@ -205,7 +205,7 @@ def document_of(fits: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_text(fits: dict[str, Any]) -> str:
-    """Returns a line for each way: its terms in ns, its worst error, and the ratio of measured to predicted times."""
+    """Returns a line per model: its terms in ns, its worst error, and the ratio of measured to predicted times."""
     lines = []
     for name, fitted in fits.items():
         terms = ", ".join(

@@ -1,4 +1,4 @@
-"""Describes cases in words, and rows of results in figures. It imports neither torch nor tabulate."""
+"""Formats cases as words, and rows of results as figures. Imports neither torch nor tabulate."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def grouped_by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def seconds_of(row: Row) -> float:
-    """Returns the time that stands for a row: that within a CUDA graph if it was measured, else the eager time."""
+    """Returns the time that represents a row: in a CUDA graph if that was measured, else the eager time."""
     return float((row["graph"] or row["eager"])["median_s"])
 
 

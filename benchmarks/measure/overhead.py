@@ -1,9 +1,9 @@
-"""Measures what fastattn adds to a call: the time from the public function to the operator, without the operator.
+"""Measures the time that fastattn adds to a call on the host, from the public function to the operator.
 
-For the CPU, stand-ins for the kernels are registered that only return tensors made beforehand, and the dispatcher is
-told that the CPU is an H200. The figure is the time of the public function minus that of the bare operator, so the cost
-of the stand-in cancels. With gradients, the time that torch's autograd engine takes for a view, the least operation, is
-subtracted too. No GPU is needed.
+Stand-ins for the kernels, registered for the CPU, only return tensors made beforehand. The dispatcher is told that the
+CPU is an H200. The figure is the time of the public function minus that of the bare operator, so the cost of the
+stand-in cancels. With gradients, the time that torch's autograd engine takes for a view, the smallest operation,
+is subtracted too. No GPU is needed.
 
 Prints a table; ``--json FILE`` also writes the figures.
 """
@@ -53,13 +53,13 @@ _kept: list[torch.library.Library] = []
 
 
 def microseconds(function: Callable[[], Any], repeats: int, calls: int) -> float:
-    """Returns the least mean time of ``calls`` calls in ``repeats`` runs, as other load can only add time."""
+    """Returns the mean time of a call in the fastest of ``repeats`` runs, as other load can only add time."""
     function()
     return min(timeit.repeat(function, number=calls, repeat=repeats)) / calls * 1e6
 
 
 def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
-    """Returns by name the public call, the part of it that any implementation needs, and the aim in microseconds."""
+    """Returns by name the public call, the floor that any implementation has, and the aim in microseconds."""
     query, key, value = (torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3))
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     tail = (None,) * 6 + (0, 0, 0.125, -1, -1, None, 0, 0, 0.0, 0.0)

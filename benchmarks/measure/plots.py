@@ -81,7 +81,7 @@ def draw_decode(document: Document, rows: list[Row]) -> Figure:
 
 
 def draw_int8(document: Document, rows: list[Row]) -> Figure:
-    """Draws the speed-up over cuBLAS with 16-bit weights by M, a panel for each layer, granularity and direction."""
+    """Draws the speed-up over cuBLAS with 16-bit weights by M, in a panel for each layer, granularity and direction."""
     baseline = {label(row["case"]): seconds_of(row) for row in rows if row["implementation"] == CUBLAS}
     compared = [row for row in rows if label(row["case"]) in baseline]
     return _panels(
@@ -173,7 +173,7 @@ def _panels(
 
 
 def _chosen(points: dict[str, int]) -> list[str]:
-    """Returns which settings to draw: an even choice from ``points`` (setting → point count), longest lines first."""
+    """Returns the settings to draw, evenly chosen from ``points`` (setting → number of points), longest lines first."""
     long = [setting for setting in points if points[setting] >= _FEWEST_POINTS] or list(points)
     long.sort(key=lambda setting: -points[setting])
     step = max(len(long) / _PANELS, 1.0)

@@ -1,6 +1,6 @@
-"""Defines the schema of the JSON that a benchmark writes, and is the only code to read or write it.
+"""Defines, validates, reads and writes the JSON of a benchmark.
 
-A document is one run of one benchmark: `_TOP` and the tables beside it have its fields.
+A document holds one run of one benchmark. `_TOP` and the tables below it list its fields.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _ROW: dict[str, Any] = {
     "version": str,
     "is_peer": bool,
     "status": str,  # one of STATUSES; only an "ok" row has times
-    "reason": (str, _NONE),  # why not "ok"; of an "ok" row, why a figure is missing
+    "reason": (str, _NONE),  # why the status is not "ok", or why an "ok" row lacks a figure
     "flops": int,  # the least work of a call
     "bytes": int,
     "error": (*_NUMBER, _NONE),  # the worst difference from float64, relative to the largest value
     "eager": (dict, _NONE),
     "graph": (dict, _NONE),  # per call within a CUDA graph
-    "peak_bytes": (int, _NONE),  # what a call allocates at its highest
-    "resource": (str, _NONE),  # COMPUTE, MEMORY or LAUNCH, which binds it
-    "fraction": (*_NUMBER, _NONE),  # of that limit
-    "ratio_to_best_peer": (*_NUMBER, _NONE),  # the best peer's time over this one's; None without a peer
+    "peak_bytes": (int, _NONE),  # the most memory that a call allocates
+    "resource": (str, _NONE),  # the limit that binds the call: COMPUTE, MEMORY or LAUNCH
+    "fraction": (*_NUMBER, _NONE),  # the speed as a fraction of that limit
+    "ratio_to_best_peer": (*_NUMBER, _NONE),  # the best peer's time over this row's; None without a peer
 }
 
 

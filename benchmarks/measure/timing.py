@@ -1,4 +1,4 @@
-"""Times calls on a GPU: chooses how often and over how many inputs, and sums up the samples, in seconds and bytes."""
+"""Times calls on a GPU: chooses the numbers of samples and of input sets, and summarises the samples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CudaTimer:
         """Times a call as part of a CUDA graph of all ``calls``: without the cost of a launch."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # a call that allocates the first time must do so before the capture
+        with torch.cuda.stream(stream):  # first runs may allocate, which must not happen in the capture
             for call in calls:
                 call()
         torch.cuda.current_stream().wait_stream(stream)

@@ -31,8 +31,8 @@ class AttentionCase:
 
     ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
     ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number of
-    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys. ``mask`` is one of those
-    of ranges of keys (`masks.MASKS`), in place of all others.
+    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys. ``mask`` names a mask of
+    key ranges (`masks.MASKS`), which replaces the causal mask and the window.
     """
 
     head_dim: int
@@ -65,7 +65,7 @@ class AttentionCase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Returns the number of keys of each sequence: packed, ``seqlen`` / 8 to ``seqlen``, the first the most."""
+        """Returns the number of keys of each sequence: ``seqlen``, or packed, from ``seqlen`` / 8 to ``seqlen``."""
         if not self.varlen:
             return (self.seqlen,) * self.batch
         draw = random.Random(f"{self.seqlen} {self.batch}")
@@ -74,7 +74,7 @@ class AttentionCase:
 
     @property
     def pairs(self) -> int:
-        """Returns the number of pairs of a query and a key that it sees, over all sequences and query heads."""
+        """Returns the number of visible pairs of query and key, over all sequences and query heads."""
         if self.mask:
             begin, end = ranges_of(self.mask, self.seqlen).long().unbind(-1)
             return self.batch * self.heads * int((end - begin).sum())
@@ -148,7 +148,7 @@ def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> Attenti
 
 
 def offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the offset where each packed sequence begins and, at last, the total length: int32 ``[B + 1]``."""
+    """Returns the offset at which each packed sequence begins, and the total length last: int32 ``[B + 1]``."""
     return torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
 
 
@@ -184,7 +184,7 @@ def prepare_backward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:
     return Prepared(lambda: torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True), tuple)
 
 
-# --- what is right -------------------------------------------------------------------------------------------------
+# --- expected results ----------------------------------------------------------------------------------------------
 
 
 def checked_slice(case: AttentionCase, tensor: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ expected_backward = partial(expected_results, with_gradients=True)
 def _by_chunks(
     case: AttentionCase, inputs: AttentionInputs, dtype: torch.dtype, sums: torch.dtype, with_gradients: bool
 ) -> tuple[Tensor, ...]:
-    """Computes the formula on the checked slice, some query rows at a time; gradients are summed in ``sums``."""
+    """Runs the reference on the checked slice, some query rows at a time; gradients are summed in dtype ``sums``."""
     query, key, value, grad_out = (checked_slice(case, t).to(sums) for t in inputs[:4])
     leaves = tuple(t.contiguous().requires_grad_(with_gradients) for t in (query, key, value))
     (group, num_queries), seqlen = query.shape[1:3], key.shape[2]
@@ -243,7 +243,7 @@ def _by_chunks(
     return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
 
 
-# --- which shapes --------------------------------------------------------------------------------------------------
+# --- grids of cases ------------------------------------------------------------------------------------------------
 
 
 def multi_head(head_dim: int, seqlen: int) -> AttentionCase:

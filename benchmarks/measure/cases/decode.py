@@ -108,7 +108,7 @@ def prepare(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def cached(case: DecodeCase, inputs: DecodeInputs, cache: Tensor, sequence: int) -> Tensor:
-    """Returns what a cache holds of one sequence, ``[1, Hkv, length, D]``."""
+    """Returns one sequence's rows of a cache, ``[1, Hkv, length, D]``."""
     if inputs.block_table is None:
         rows = cache[sequence]
     else:
@@ -117,7 +117,7 @@ def cached(case: DecodeCase, inputs: DecodeInputs, cache: Tensor, sequence: int)
 
 
 def checked_slice(case: DecodeCase, out: Tensor) -> Tensor:
-    """Returns the last KV head's query heads of the first and the last sequence: ``[2 or 1, group, 1, D]``."""
+    """Returns the last KV head's query heads, for the first and last sequence: ``[2 or 1, group, 1, D]``."""
     group = case.heads // case.kv_heads
     return out[[0, -1] if case.batch > 1 else [0], -group:]
 

@@ -1,4 +1,4 @@
-"""Defines the masks of benchmarks that are ranges of visible keys: as ranges, and as FlexAttention takes them."""
+"""Defines the benchmarks' masks of visible key ranges, for fastattn and for FlexAttention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from fastattn import masks
 
 MASKS = ("documents", "prefix", "shared prompt", "blocks")
-BLOCK = 128  # queries and keys of a block, which a query sees all of or nothing of
+BLOCK = 128  # queries, and keys, in a block; a query sees all keys of a block or none
 
 
 @functools.cache
 def ranges_of(mask: str, seqlen: int) -> Tensor:
-    """Returns the ranges of a sequence, int32 ``[1, 1, S, R, 2]``, on the CPU."""
+    """Returns the visible key ranges under a mask, int32 ``[1, 1, S, R, 2]``, on the CPU."""
     if mask == "documents":
         return masks.documents(_document_offsets(seqlen))
     if mask == "prefix":
@@ -48,7 +48,7 @@ def mask_mod(mask: str, seqlen: int, device: torch.device) -> Callable[..., Any]
 
 
 def _document_offsets(seqlen: int) -> Tensor:
-    """Returns documents of an eighth of the sequence on average, of which none is shorter than a fourth of that."""
+    """Returns the offsets of documents of 1/32 to 1/4 of the sequence each; the last one may be shorter."""
     draw = random.Random(seqlen)
     ends = [0]
     while ends[-1] < seqlen:
@@ -57,15 +57,15 @@ def _document_offsets(seqlen: int) -> Tensor:
 
 
 def _prompt_and_answers(seqlen: int) -> tuple[int, list[int]]:
-    """Returns a prompt of a fourth of the sequence, and eight answers in the rest."""
+    """Returns the lengths of a prompt, a fourth of the sequence, and of eight answers, the rest."""
     prompt = seqlen // 4
     ends = [(seqlen - prompt) * i // 8 for i in range(9)]
     return prompt, [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def _visible_blocks(seqlen: int) -> Tensor:
-    """Returns which blocks of keys each block of queries sees: its own, and up to three drawn runs, a tenth of all as
-    in sparse attention over video."""
+    """Returns which blocks of keys each block of queries sees, bool ``[blocks, blocks]``: its own and three random
+    runs, about a tenth of all as in sparse attention over video."""
     count = -(-seqlen // BLOCK)
     draw = random.Random(seqlen)
     visible = torch.eye(count, dtype=torch.bool)

@@ -33,7 +33,7 @@ NO_RANGES = "mask of ranges of keys but as one in memory"
 
 
 class Built(NamedTuple):
-    """Holds a peer's function for a case. ``bring`` converts fastattn's layout to the peer's, ``take_back`` back."""
+    """Holds a peer's function for a case. ``bring`` converts to the peer's layout, ``take_back`` to fastattn's."""
 
     attend: Callable[..., Tensor]
     bring: Callable[[Tensor], Tensor]
@@ -143,7 +143,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _flash(case: AttentionCase, inputs: AttentionInputs, module: str, unbounded: int | None) -> Built:
-    """Prepares a generation of flash-attn. They differ in their module and the value ``unbounded`` of no window."""
+    """Prepares a version of flash-attn. Versions differ in their module and in ``unbounded``, which means no window."""
     require(not case.bias, "additive bias")
     require(not case.mask, NO_RANGES)
     flash_attn = importlib.import_module(module)
@@ -252,7 +252,7 @@ def _xformers(case: AttentionCase, inputs: AttentionInputs) -> Built:
     return Built(attend, bring, take_back)
 
 
-# --- who is here ---------------------------------------------------------------------------------------------------
+# --- importable peers ----------------------------------------------------------------------------------------------
 
 
 def sdpa_contexts() -> dict[str, Callable[[], contextlib.AbstractContextManager[Any]]]:
@@ -267,7 +267,7 @@ def sdpa_contexts() -> dict[str, Callable[[], contextlib.AbstractContextManager[
 
 
 def torch_peers(sdpa: Prepare, flex: Prepare) -> list[Implementation]:
-    """Returns torch's own attention by each of its backends, which ``sdpa`` prepares, and FlexAttention."""
+    """Returns torch's SDPA with each of its backends, prepared by ``sdpa``, and FlexAttention, prepared by ``flex``."""
     version = torch_version()
     peers = [Implementation(name, version, sdpa, context) for name, context in sdpa_contexts().items()]
     return [*peers, Implementation("FlexAttention, compiled", version, flex)]
