@@ -154,7 +154,7 @@ DEALS = {"forward": forward, "backward": backward, "decode": step_of_decoding, "
 def cases(full: bool) -> Iterator[tuple[str, Any]]:
     """Yields each op with each case that this tool models."""
     sequences = attention.full_cases() if full else attention.quick_cases()
-    dense = [case for case in sequences if not (case.varlen or case.bias or case.window >= 0)]
+    dense = [case for case in sequences if not (case.varlen or case.bias or case.mask or case.window >= 0)]
     for op in ("forward", "backward"):
         yield from ((op, case) for case in dense)
     yield from (("decode", case) for case in (decode.full_cases() if full else decode.quick_cases()))

@@ -116,6 +116,12 @@ def test_geometry_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert numbers == ["1", f"{16 * 128 / 132:.2f}", "132", "128.0", "128"]
 
 
+def test_cases_with_ranges_of_keys_are_left_out() -> None:
+    """The tool counts the steps of a causal mask, and of none."""
+    attention = [case for full in (False, True) for op, case in geometry.cases(full) if op in ("forward", "backward")]
+    assert attention and not any(case.mask for case in attention)
+
+
 SMALL: list[tuple[str, Any]] = [
     *(
         (op, AttentionCase(dim, 512, batch=1, heads=2, kv_heads=kv_heads, causal=causal))
