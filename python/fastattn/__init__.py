@@ -1,7 +1,7 @@
-"""Brings hand-written CUDA C++ and Triton kernels for attention and int8 linear layers, with PyTorch's interfaces.
+"""Computes attention and int8 linear layers for PyTorch by hand-written CUDA C++ and Triton kernels.
 
-Importing this package replaces nothing; ``install()`` or ``with patch_sdpa():`` put its attention in place of
-``torch.nn.functional.scaled_dot_product_attention``.
+Importing this package changes nothing in torch. ``install()``, or ``with patch_sdpa():`` for a block, replaces
+``torch.nn.functional.scaled_dot_product_attention`` by the package's own function.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Imports ``distributed`` and ``integrations`` when they are first used, as most programs never need them."""
+        """Imports ``distributed`` or ``integrations`` at its first use, because most programs need neither."""
         if name in ("distributed", "integrations"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m fastattn`` says what is installed, what it was built for, and what runs on this machine's GPUs."""
+"""Prints, as ``python -m fastattn``, the installed versions, the built kernels and what this machine's GPUs run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ it brings a compiler. Elsewhere install a CUDA toolkit, set CUDA_HOME to it and 
 
 
 def native_code_for(arch: int) -> str:
-    """Returns a phrase for the code of the library that a GPU of compute capability ``arch`` (times ten) runs."""
+    """Returns a phrase that names the library's code for GPUs of ``arch``, a compute capability times ten."""
     code = native.code_for(arch)
     if "PTX" in code:
         return "CUDA C++ kernels, compiled from PTX by the driver at first use"
@@ -51,7 +51,7 @@ def describe_gpu(index: int) -> str:
 
 
 def report() -> str:
-    """Returns the whole description, one fact per line."""
+    """Returns the report on versions, kernels and GPUs, one fact per line."""
     build = native.BUILD
     kernels = WITHOUT_CUDA_KERNELS
     if build["archs"]:

@@ -1,4 +1,4 @@
-"""Lists the activations that a matmul can end with."""
+"""Defines the activations that ``int8_linear`` can apply to its product."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    """Returns ``silu(gate) * up`` of the first and the second half of ``x``: SwiGLU of Shazeer, "GLU Variants Improve
-    Transformer"."""
+    """Returns SwiGLU, ``silu(gate) * up`` for ``x = [gate, up]``, ``[..., 2 * N]`` (Shazeer, "GLU Variants Improve
+    Transformer", 2020)."""
     gate, up = x.chunk(2, dim=-1)
-    if x.is_nested:  # strided nested tensors have few operators on views
+    if x.is_nested:  # views of strided nested tensors support few operators
         gate, up = gate.contiguous(), up.contiguous()
     return F.silu(gate) * up
 
@@ -25,10 +25,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": _swiglu,
 }
-# Gated activations make one number of two, so the result has half as many columns as the weight has rows.
+# Gated activations combine two columns into one, so the result has half as many columns as the weight has rows.
 GATED = frozenset({"swiglu"})
 
 
 def result_columns(activation: str | None, weight_rows: int) -> int:
-    """Returns the number of columns of the result of a matmul that ends with ``activation``."""
+    """Returns the number of result columns of ``int8_linear`` with ``activation``."""
     return weight_rows // 2 if activation in GATED else weight_rows

@@ -1,4 +1,4 @@
-"""Runs callbacks when somebody else imports a module, so that work for that module waits until then."""
+"""Runs callbacks after other code has imported a module, so that fastattn need not import it itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 def after_import(module: str, then: Callable[[], None]) -> None:
     """Calls ``then`` as soon as ``module`` has been imported, or now if it already has been.
 
-    If an import fails, ``then`` waits for the next one.
+    If an import fails, ``then`` stays registered for the next attempt.
     """
     if module in sys.modules:
         then()
@@ -27,7 +27,7 @@ def after_import(module: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Lets the other finders find a module, and makes its loader call the callbacks."""
+    """Finds modules by the other finders of ``sys.meta_path``, and makes their loaders run the callbacks."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()

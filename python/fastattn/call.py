@@ -1,8 +1,8 @@
-"""Defines a call as one record: the public function makes it, and every floor down to the operator reads it.
+"""Defines one record for each kind of call: the public function makes it, and the code down to the operator reads it.
 
-A record's tensors come first, then the options that are checked once for each signature (`functional.checked_once`),
-then what is checked in each call or set by fastattn itself. A new option is a field here, an argument of the operator's
-schema and of ``reference``, and a parameter of the kernels; the floors between pass the record on.
+A record's tensors come first, then the options that are checked once per signature (`functional.checked_once`). Fields
+that are checked in each call, or set by fastattn itself, come last. A new option needs a field here, an argument of the
+operator's schema and of ``reference``, and a parameter of the kernels. The code in between passes the record on.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-UNBOUNDED = -1  # of a side of a window
+UNBOUNDED = -1  # a side of ``window`` without a limit
 
 
 class AttentionCall(NamedTuple):
-    """Holds a call of ``attention``, or with offsets of ``attention_varlen``.
+    """Holds a call of ``attention``, or of ``attention_varlen`` if ``cu_seqlens_q`` is not None.
 
-    The public functions document the arguments. Once the call is checked, its options have Python's own types,
-    ``scale`` is a number, and the window includes the causal mask, so that ``causal`` is False.
+    The public functions document the arguments. In a checked call, options have Python's own types, ``scale`` is a
+    number, ``window`` includes the causal mask, and ``causal`` is False.
 
     Attributes:
-        exact_out: whether the output is float32, as a merge of blocks needs it. Such a call is a block of a larger one.
-        first_row, first_key, first_head: the positions of the first row, key and head in the larger call, by which
-            windows, ALiBi and dropout go; with dropout ``first_key`` is a multiple of 4. If ``first_row`` is None, the
-            last row is at the last key, and dropout counts rows from 0.
+        exact_out: whether the output is float32, as the merge of blocks needs it; the call is then one block.
+        first_row, first_key, first_head: the positions of the first row, key and head in the larger call. Windows,
+            ALiBi and dropout use these positions. With dropout, ``first_key`` is a multiple of 4. If ``first_row`` is
+            None, the last row is at the last key, and dropout counts rows from 0.
     """
 
     query: Tensor
@@ -72,20 +72,20 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """Returns the fields that are tensors, from the query to the ranges of keys."""
+        """Returns the tensor fields, from ``query`` to ``key_ranges``."""
         return self[:10]
 
     def with_tensors(self, tensors: tuple[Any, ...]) -> AttentionCall:
-        """Returns the call with others of its first tensors."""
+        """Returns the call with ``tensors`` in place of its first fields."""
         return AttentionCall._make((*tensors, *self[len(tensors) :]))
 
     def without_tensors(self) -> AttentionCall:
-        """Returns the options alone, with None in the place of every tensor but the seed."""
+        """Returns the call with None in place of every tensor except the dropout seed."""
         return self.with_tensors((None,) * len(self.tensors))
 
 
 class DecodeCall(NamedTuple):
-    """Holds a call of ``attention_with_kv_cache``; once checked, its options are as in a checked `AttentionCall`."""
+    """Holds a call of ``attention_with_kv_cache``. Options of a checked call are as in a checked `AttentionCall`."""
 
     query: Tensor
     k_cache: Tensor
@@ -122,7 +122,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """Returns the fields that are tensors, from the query to ``out``."""
+        """Returns the tensor fields, from ``query`` to ``out``."""
         return self[:15]
 
     @property
@@ -132,7 +132,7 @@ class DecodeCall(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Returns the number of tokens of a sequence that fit into the cache."""
+        """Returns the number of tokens that fit into the cache for each sequence."""
         return self.k_cache.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
 
 
@@ -149,8 +149,8 @@ class AppendCall(NamedTuple):
 
 
 class Int8Call(NamedTuple):
-    """Holds a call of ``int8_linear``, with the data and the scales of its weight: ``weight [N, K]``, and ``scale``
-    ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]``. Once it is checked, no activation is ``"none"``."""
+    """Holds a call of ``int8_linear`` over int8 data ``weight [N, K]`` with ``scale [1, 1]``, ``[N, 1]`` or ``[N, K /
+    group]``. In a checked call, ``activation`` is ``"none"`` instead of None."""
 
     x: Tensor
     weight: Tensor
@@ -167,7 +167,7 @@ class Int8Call(NamedTuple):
 
 
 class OnRecord:
-    """Calls a function with those fields of a record for which it has parameters."""
+    """Calls ``function`` with a record: each parameter that is named like a field of the record gets that field."""
 
     def __init__(self, function: Callable[..., Any], record: type[NamedTuple]) -> None:
         self._function = function

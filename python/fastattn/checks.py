@@ -1,4 +1,4 @@
-"""Checks of arguments by what the host knows. Each error names the argument, what was expected and what came."""
+"""Checks arguments by what the host knows. Each error names the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.dispatch.device import is_emulated
 from fastattn.errors import InputError
 
-MOST_HEADS = 256  # that a model may have; the most so far are 128
+MOST_HEADS = 256  # the most heads that a model is assumed to have; known models have at most 128
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,7 +26,7 @@ def expect(condition: bool, name: str, expected: str, came: object) -> None:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
 
-# Arguments of which users have lists, and the dtypes that they need.
+# Arguments that users may pass as lists → the dtype of the tensor that is needed.
 _DTYPES_OF_LISTS = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"), "int32"),
     **dict.fromkeys(("alibi_slopes", "sinks"), "float32"),
@@ -43,7 +43,7 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {came}")
 
 
-# What other libraries call the arguments of attention, and what they are called here.
+# Names of attention's arguments in other libraries → the names here.
 _OTHER_NAMES = {
     "is_causal": "causal",
     "attn_mask": "bias",
@@ -63,7 +63,7 @@ _OTHER_NAMES = {
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raises Python's ``TypeError`` for unknown keywords: about the first that has another name here, else the
+    """Raises Python's ``TypeError`` for unknown keywords, and names the first that has another name here, else the
     first."""
     first, *others = unknown
     parameters = inspect.signature(function).parameters.items()
@@ -74,7 +74,7 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
 
 
 def advice_on_keyword(name: str, known: Collection[str]) -> str:
-    """Returns the end of an error about an unknown keyword: which of the ``known`` means the same, or looks like it."""
+    """Returns advice for an error about an unknown keyword: the ``known`` one that means the same or looks alike."""
     if name == "enable_gqa":
         return "; keys and values may have fewer heads without it"
     if name == "bias" and "key_ranges" in known:
@@ -83,13 +83,13 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
     note = ", and aligns to the bottom right" if name == "is_causal" else ""
     if meant in known:
         return f"; it is called {meant!r} here{note}"
-    same_initial = [other for other in known if other[:1] == name[:1]]  # k_scale is no scale
+    same_initial = [other for other in known if other[:1] == name[:1]]  # else k_scale would suggest scale
     similar = difflib.get_close_matches(name, same_initial, n=1, cutoff=0.8)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def check_rank(name: str, tensor: Tensor, layout: str, advice: str = "") -> None:
-    """Checks the number of dims; ``layout`` spells them, as in ``"[B, Hq, Sq, D]"``. ``advice`` ends the error."""
+    """Checks the number of dims; ``layout`` names them, as in ``"[B, Hq, Sq, D]"``. ``advice`` ends the error."""
     rank = layout.count(",") + 1 if layout != "[]" else 0
     expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}{advice}")
 
@@ -110,7 +110,7 @@ def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequence[str]) -> None:
-    """Checks that the query's heads, dimension 1, are a multiple of the key's; ``layouts`` spell the dims of both."""
+    """Checks that the query heads, dim 1, are a multiple of the KV heads; ``layouts`` name the dims of both."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0:
         expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
@@ -121,7 +121,7 @@ def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequen
 
 
 def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
-    """Returns the end of an error message: the shapes, and advice if head counts would divide with heads and rows
+    """Returns the end of an error: the shapes, and advice if the head counts would divide with heads and rows
     swapped."""
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
@@ -131,7 +131,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"
-    elif 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # a cache has heads before rows
+    elif 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # only the query is swapped, as with a cache
         swaps = f"query.transpose{dims[0]} and so on"
     else:
         return f": {shapes}"
@@ -139,7 +139,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
 
 
 def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
-    """Refuses nested tensors and DTensor, for which PyTorch's internals would raise less helpful errors."""
+    """Raises ``InputError`` for nested tensors and DTensor, about which PyTorch's own errors would say less."""
     if tensor is None or not isinstance(tensor, Tensor):
         return
     if tensor.is_nested:
@@ -156,14 +156,14 @@ def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Returns whether it is a DTensor, by the name of its class, as importing the class takes a second."""
+    """Returns whether ``tensor`` is a DTensor, by the name of its class, because importing the class takes a second."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:
-    """Returns whether a tensor, or one that ``torch.func`` has wrapped in it, requires a gradient.
+    """Returns whether a tensor, or a tensor that ``torch.func`` has wrapped in it, requires a gradient.
 
-    A mapped tensor itself always says no.
+    A tensor that ``torch.vmap`` maps over has ``requires_grad=False`` itself.
     """
     if tensor is None:
         return False
@@ -207,7 +207,7 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 
 def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
-    """Checks and returns a finite int or float within ``[low, high]``, as Python's; numpy's are taken too."""
+    """Checks and returns ``value`` as a finite Python number within ``[low, high]``; numpy's are taken too."""
     value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
@@ -228,18 +228,17 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def type_name(value: Any) -> str:
-    """Returns the name of the type of ``value`` for an error, with its module unless it is Python's own: numpy has a
-    bool too."""
+    """Returns the name of ``value``'s type for an error, with its module unless built in: numpy has a bool too."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _without_numpy(value: Any) -> Any:
-    """Returns a scalar of numpy (bool, integer or floating) as Python's, and everything else as it is."""
+    """Converts a numpy scalar (bool, integer or floating) to a Python one; returns everything else as it is."""
     if type(value) in (bool, int, float) or isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
-    numpy = sys.modules.get("numpy")  # fastattn does not need it, and its scalars exist only once it is imported
-    if numpy is None or isinstance(value, numpy.timedelta64):  # a duration is a subclass of numpy.integer
+    numpy = sys.modules.get("numpy")  # no import: numpy scalars exist only if numpy is imported already
+    if numpy is None or isinstance(value, numpy.timedelta64):  # a subclass of numpy.integer, but a duration
         return value
     for kind, python_kind in ((numpy.bool_, bool), (numpy.integer, int), (numpy.floating, float)):
         if isinstance(value, kind):
@@ -269,16 +268,16 @@ def device_checks_are_on() -> bool:
 
 
 def contents_are_checked(*tensors: Tensor | None) -> bool:
-    """Returns whether a call reads and checks these lengths, offsets or tables.
+    """Returns whether a call reads and checks the values of ``tensors``: lengths, offsets or tables.
 
-    It does where the host can read them for free, and wherever ``FASTATTN_CHECK=1`` asks for it. CPU tensors on an
-    emulated GPU count as GPU tensors.
+    It does where `is_readable` holds, and with ``FASTATTN_CHECK=1`` also on a GPU. CPU tensors of an emulated GPU count
+    as GPU tensors.
     """
     return device_checks_are_on() or (is_readable(*tensors) and not is_emulated())
 
 
 def is_readable(*tensors: Tensor | None) -> bool:
-    """Returns whether the host may read values for free: they are on a CPU, and nothing traces or records the call."""
+    """Returns whether the host can read values: the tensors are on a CPU, and nothing traces or transforms the call."""
     return (
         not torch.compiler.is_compiling()
         and all(t is None or (t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter)) for t in tensors)

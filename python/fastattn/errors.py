@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class InputError(ValueError, RuntimeError):
-    """An argument has the wrong shape, dtype, device or value.
+    """The error for an argument that has the wrong shape, dtype, device or value.
 
-    It is a ``ValueError`` by its meaning, and also a ``RuntimeError``, so that code that catches the error of
-    ``torch.nn.functional.scaled_dot_product_attention`` catches this one. The message names the argument, what was
-    expected and what came.
+    It is both a ``ValueError`` and a ``RuntimeError``, so that code that catches the errors of
+    ``torch.nn.functional.scaled_dot_product_attention`` catches it. The message names the argument, what was expected
+    and what came.
     """
 
 
 class CacheFull(RuntimeError):
-    """A key-value cache has no room for the new tokens. The cache is as it was before the call."""
+    """The error of a key-value cache into which the new tokens do not fit. The call leaves the cache unchanged."""

@@ -1,4 +1,4 @@
-"""Says which kernel a call would run, and why: ``fastattn.explain()``."""
+"""Tells which kernel a call would run, and why: ``fastattn.explain()``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fastattn.layout import as_matrix, reason_to_copy
 
 @dataclass(frozen=True)
 class Explanation:
-    """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` says why others do not.
+    """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` has reasons against others.
 
-    ``copied`` names the tensors that would have to be copied first, and why. ``computed`` is the fraction of all tiles
-    of scores that ``attention`` or ``attention_varlen`` computes with ``key_ranges``, or None. A causal mask or window
-    may leave fewer.
+    ``copied`` maps each tensor that would be copied first to the reason. With ``key_ranges``, ``computed`` is the
+    fraction of all tiles of scores that ``attention`` or ``attention_varlen`` computes, before a causal mask or window
+    removes more. It is None for other calls.
     """
 
     backend: str
@@ -49,10 +49,10 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
+    """Returns which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
 
-    ``function`` is one of fastattn's, or one that calls such a function: the first call is explained. Bad arguments
-    raise the same error as the call itself; a function that never reaches fastattn raises ``TypeError``.
+    ``function`` is a function of fastattn, or calls one: then its first such call is explained. Bad arguments raise the
+    same error as the call itself. A function that never calls fastattn raises ``TypeError``.
     """
     if not callable(function):
         call = "explain(fastattn.attention, query, key, value)"
@@ -78,8 +78,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
                 tensor = tensor.transpose(1, 2).values()
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
-            # In the int8 matmul, Triton kernels take x and weight at any address. The CUDA C++ ones copy 16 bytes of
-            # them at a time. Both take the residual at any address.
+            # The int8 matmul's Triton kernels take x and weight at any address; its CUDA C++ kernels need rows aligned
+            # to 16 bytes. Both take the residual at any address.
             rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
             rows = as_matrix(tensor) if name in ("x", "residual") else tensor
             reason: str | None = "its rows are not evenly apart"
@@ -96,7 +96,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
-    """Returns the share of tiles in which some query sees some key by its ranges, which are read back."""
+    """Returns the fraction of tiles in which some query's ranges include some key. It reads the ranges back."""
     ranges, key = named["key_ranges"].cpu(), named["key"]
     if named.get("cu_seqlens_q") is None:
         sequences = [(ranges, key.shape[-2])]
@@ -116,7 +116,7 @@ def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
-    """Returns why query, key or value is padded, or None."""
+    """Returns why ``tensor``, the query, key or value, is padded, or None."""
     if choice.padded is None:
         return None
     head_dim, value_dim = choice.padded
@@ -132,7 +132,7 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _read_as_they_lie(named: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that kernels read where they lie, or that are copied."""
+    """Returns the arguments that kernels read in place, or that are copied if their layout does not allow that."""
     pages = () if named.get("block_table") is None else ("key", "value")  # pages are never copied
     tensors = ("query", "key", "value", "k_new", "v_new", "x", "weight", "residual")
     read = [name for name in tensors if name not in pages]

@@ -15,11 +15,11 @@ ALIGNMENT_BYTES = 16  # one vector load of a thread
 
 
 def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
-    """Returns why a kernel cannot read ``tensor`` where it lies, or None.
+    """Returns why a kernel cannot read ``tensor`` in place, or None.
 
-    ``tensor`` is ``[B, H, S, D]``, packed ``[total, H, D]`` or a matrix. ``rows_anywhere`` says that the kernel takes
-    rows at any address. Heads and batches may share memory. Rows may not: no document says that the driver makes tensor
-    maps of such rows. ``csrc/api/checks.h`` has the same rule.
+    ``tensor`` is ``[B, H, S, D]``, packed ``[total, H, D]`` or a matrix. ``rows_anywhere`` means that the kernel takes
+    rows at any address. Heads and batches may overlap in memory. Rows may not, because CUDA does not document tensor
+    maps over overlapping rows. ``csrc/api/checks.h`` has the same rule.
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return "its last dimension is not contiguous"
@@ -37,7 +37,7 @@ def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
 
 
 def as_matrix(tensor: Tensor) -> Tensor | None:
-    """Returns ``tensor [..., K]`` as a matrix ``[N, K]`` in the same memory, or None if rows are not evenly apart."""
+    """Returns a view of ``tensor [..., K]`` as a matrix ``[N, K]``, or None if its rows have no common stride."""
     try:
         return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     except RuntimeError:
@@ -50,13 +50,13 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Returns ``tensor`` itself where it is contiguous, else a copy; None for None."""
+    """Returns ``tensor.contiguous()``, or None for None."""
     return None if tensor is None else tensor.contiguous()
 
 
 def has_aligned_rows(matrix: Tensor) -> bool:
-    """Returns whether the rows of ``matrix [N, K]`` are contiguous, share no memory, and start at multiples of the
-    alignment from its first element."""
+    """Returns whether the rows of ``matrix [N, K]`` are contiguous, do not overlap, and start at multiples of
+    ``ALIGNMENT_BYTES`` from its first element."""
     rows, columns = matrix.shape
     if matrix.numel() == 0:
         return True
@@ -77,7 +77,7 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 class SharedCopies:
-    """Gives tensors over the same memory one copy, while somebody holds it and its contents still match."""
+    """Gives tensors over the same memory the same copy, while that is in use and its contents are equal."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self._copy = copy
@@ -97,7 +97,7 @@ class SharedCopies:
 
 
 def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns an empty ``[B, H, S, last_dim]`` with the order of dims in memory of ``like [B, H, S, D]``.
+    """Returns an uninitialised ``[B, H, S, last_dim]`` whose dims have the memory order of ``like [B, H, S, D]``.
 
     It is ``[B, S, H, last_dim]`` in memory if the head stride of ``like`` is smaller than the row stride, else
     contiguous. ``dtype`` is by default that of ``like``.
@@ -109,9 +109,9 @@ def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = No
 
 
 def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:
-    """Adds up ``[..., N]`` to ``[N]`` in float32 and rounds once; the first ``samples`` dimensions stay.
+    """Sums ``rows [..., N]`` to ``[N]`` in float32 and rounds once; the first ``samples`` dimensions stay.
 
-    This is the gradient of a bias, where no kernel adds it up.
+    It computes the gradient of a bias where no kernel does.
     """
-    rows = rows.unsqueeze(samples).flatten(samples, -2)  # unsqueeze, as a single row has no dimension to flatten
+    rows = rows.unsqueeze(samples).flatten(samples, -2)  # unsqueeze: a single row would have no dim to flatten
     return rows.sum(samples, dtype=torch.float32).to(rows.dtype)

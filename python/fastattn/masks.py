@@ -1,9 +1,9 @@
-"""Makes ranges of visible keys, the ``key_ranges`` of ``attention`` and ``attention_varlen``.
+"""Makes the ranges of visible keys that ``attention`` and ``attention_varlen`` take as ``key_ranges``.
 
 Ranges are int32 ``[B or 1, H or 1, Sq, R, 2]``: each query sees the keys of up to four half-open ranges ``[begin,
-end)``. They say in O(S) memory what a bool mask says in O(S²), and kernels skip tiles that no query sees. Packed
-sequences take them without the batch, ``[H or 1, total_q, R, 2]``, as ``torch.cat([a[0], b[0]], dim=1)`` joins ranges
-of the same R, since keys count from the first one of each sequence.
+end)``. They need O(S) memory where a bool mask needs O(S²), and kernels skip tiles in which no query sees a key. For
+packed sequences, ranges are ``[H or 1, total_q, R, 2]``, and keys count from the first key of each sequence.
+``torch.cat([a[0], b[0]], dim=1)`` packs the ranges of two sequences with equal R.
 
 Example:
     >>> ranges = fastattn.masks.shared_prompt(4, [3, 3])  # one prompt, two answers
@@ -35,10 +35,10 @@ from fastattn.reference import mask_of_ranges
 
 
 def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = None) -> Tensor:
-    """Returns ranges ``[1, 1, S, 1, 2]`` by which each token sees its own document, up to itself where ``causal``.
+    """Returns ranges ``[1, 1, S, 1, 2]`` with which each token sees its own document, up to itself if ``causal``.
 
-    Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, int32 ``[N + 1]``. Tokens outside
-    of all documents, up to ``seqlen``, see nothing. Without ``seqlen`` the last offset is read back.
+    Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]`` (int32 ``[N + 1]``). ``seqlen`` is
+    S; tokens outside of all documents see nothing. By default S is the last offset, which is read back.
     """
     check_tensor("cu_seqlens", cu_seqlens)
     check_rank("cu_seqlens", cu_seqlens, "[N + 1]")
@@ -63,11 +63,12 @@ def prefix(lengths: int | Tensor, seqlen: int, *, device: Any = None) -> Tensor:
 
 
 def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) -> Tensor:
-    """Returns ranges ``[1, 1, S, 2, 2]`` of a prompt and several answers to it, one after the other in one sequence:
-    each answer sees the prompt and itself up to the token at hand, as if it were alone with the prompt.
+    """Returns ranges ``[1, 1, S, 2, 2]`` for one sequence of a prompt and several answers: a token of an answer sees
+    the prompt and its own answer up to itself, but no other answer.
 
-    Positions, as rotary embedding needs them, then count on from the prompt in every answer. ``window`` and
-    ``alibi_slopes`` go by positions in the sequence, where later answers are further from the prompt: they do not suit.
+    ``prompt`` and ``answers`` are numbers of tokens. For rotary embedding, let every answer's positions continue from
+    the end of the prompt. ``window`` and ``alibi_slopes`` do not suit these ranges: they go by positions in the
+    sequence.
     """
     sizes = [check_int("prompt", prompt, minimum=0), *(check_int("answers", n, minimum=0) for n in answers)]
     token = torch.arange(sum(sizes), dtype=torch.int32, device=device)
@@ -80,9 +81,9 @@ def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) ->
 def window_and_global(
     seqlen: int, window: tuple[int, int], num_global: int, *, causal: bool = False, device: Any = None
 ) -> Tensor:
-    """Returns ranges ``[1, 1, S, 2, 2]`` by which each token sees the first ``num_global`` tokens and a ``window``
-    around itself, as in ``attention``; those first tokens see all (Beltagy et al., "Longformer", 2020). With ``causal``
-    no token sees a later one, the first ones included (Xiao et al., "attention sinks", 2024)."""
+    """Returns ranges ``[1, 1, S, 2, 2]`` with which each token sees the first ``num_global`` tokens and a ``window``
+    around itself, as in ``attention``. The first tokens see all tokens (Beltagy et al., "Longformer", 2020). With
+    ``causal`` no token sees a later one (Xiao et al., "attention sinks", 2024)."""
     seqlen, num_global = check_int("seqlen", seqlen, minimum=0), check_int("num_global", num_global, minimum=0)
     left, right = (seqlen if side < 0 else min(side, seqlen) for side in check_window(window))
     token = torch.arange(seqlen, dtype=torch.int32, device=device)
@@ -97,8 +98,8 @@ def window_and_global(
 
 
 def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
-    """Returns ranges ``[1, 1, S, R, 2]`` by which each token sees itself and its ancestors. ``parents[i]`` comes before
-    ``i``, and is -1 for a root. A token needs one range for each run of consecutive ancestors.
+    """Returns ranges ``[1, 1, S, R, 2]`` with which a token of a tree sees itself and its ancestors. ``parents[i]`` is
+    an earlier token than ``i``, or -1 for a root. A token needs one range for each run of consecutive ancestors.
 
     Raises:
         InputError: a token needs more than four ranges, or its parent does not come before it.
@@ -119,11 +120,11 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
 
 
 def from_bool(mask: Tensor) -> Tensor:
-    """Returns the ranges ``[…, Sq, R, 2]`` of a bool mask ``[…, Sq, Sk]``, True = attend; those of a mask
-    ``[B or 1, H or 1, Sq, Sk]`` are what ``attention`` takes. It waits for the GPU.
+    """Converts a bool mask ``[…, Sq, Sk]``, True = attend, to ranges ``[…, Sq, R, 2]``. It waits for the GPU.
+    ``attention`` takes the ranges of a mask ``[B or 1, H or 1, Sq, Sk]``.
 
     Raises:
-        InputError: a query sees more than four ranges of keys; the message says which is the first.
+        InputError: a query sees more than four ranges of keys; the message names the first such query.
     """
     check_tensor("mask", mask)
     check_dtype("mask", mask, (torch.bool,))
@@ -137,7 +138,7 @@ def from_bool(mask: Tensor) -> Tensor:
     ranges = torch.zeros(*counts.shape, most, 2, dtype=torch.int32, device=mask.device)
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
         edges = is_edge.nonzero(as_tuple=True)
-        before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # edges of earlier rows
+        before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # edges in all earlier rows
         number = torch.arange(len(edges[-1]), device=mask.device) - before_row[edges[:-1]]
         index = *edges[:-1], number, torch.full_like(number, side)
         ranges[index] = (edges[-1] + side).to(torch.int32)
@@ -145,17 +146,17 @@ def from_bool(mask: Tensor) -> Tensor:
 
 
 def to_bool(ranges: Tensor, num_keys: int) -> Tensor:
-    """Returns the bool mask ``[…, Sq, Sk]`` of ranges ``[…, Sq, R, 2]``, True = attend. It takes O(Sq · Sk) memory."""
+    """Converts ranges ``[…, Sq, R, 2]`` to a bool mask ``[…, Sq, Sk]``, True = attend, in O(Sq · Sk) memory."""
     check_tensor("ranges", ranges)
     return mask_of_ranges(ranges, check_int("num_keys", num_keys, minimum=0))
 
 
 def from_block_mask(block_mask: Any) -> Tensor:
-    """Returns the ranges ``[B, H, Sq, R, 2]`` of a ``BlockMask`` of ``torch.nn.attention.flex_attention``. It looks at
-    the rows of one block at a time.
+    """Converts a ``BlockMask`` of ``torch.nn.attention.flex_attention`` to ranges ``[B, H, Sq, R, 2]``. It evaluates
+    the mask for one block of rows at a time.
 
     Raises:
-        InputError: a query sees more than four ranges of keys; the message says which is the first.
+        InputError: a query sees more than four ranges of keys; the message names the first such query.
     """
     batch, heads, num_queries, num_keys = block_mask.shape
     block_m, block_n = block_mask.BLOCK_SIZE
@@ -165,7 +166,7 @@ def from_block_mask(block_mask: Any) -> Tensor:
         fully = _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     indices = [torch.arange(size, device=partly.device) for size in (batch, heads, num_queries, num_keys)]
     sees = block_mask.mask_mod
-    for dim in (3, 2, 1, 0):  # the function of a mask takes single indices
+    for dim in (3, 2, 1, 0):  # mask_mod takes single indices
         sees = torch.vmap(sees, in_dims=tuple(0 if each == dim else None for each in range(4)))
     if num_queries == 0:
         return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
@@ -184,8 +185,8 @@ def from_block_mask(block_mask: Any) -> Tensor:
 
 
 def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width: int = 64) -> str:
-    """Returns a picture of ranges ``[B, H, Sq, R, 2]``, a line for each query and a character for each key: ``█`` is
-    seen and ``·`` is not. Beyond ``width`` keys or queries a character stands for several, ``▒`` if only some are seen.
+    """Draws ranges ``[B, H, Sq, R, 2]`` as text, a line for each query and a character for each key: ``█`` is seen,
+    ``·`` is not. Beyond ``width`` keys or queries a character stands for several; ``▒`` means that some are seen.
     """
     check_rank("ranges", ranges, "[B, H, Sq, R, 2]")
     mask = to_bool(ranges[batch, head].cpu(), num_keys)
@@ -198,7 +199,7 @@ def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width:
 
 
 def _ranges(*pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Stacks pairs (begin, end) of shape ``[…]`` to ranges ``[…, R, 2]``."""
+    """Stacks R pairs (begin, end) of tensors ``[…]`` to ranges ``[…, R, 2]``."""
     return torch.stack([torch.stack(pair, -1) for pair in pairs], -2)
 
 
@@ -212,7 +213,7 @@ def _expect_few(name: str, count: int, query: int) -> None:
 
 
 def _dense_blocks(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """Returns which blocks of keys are listed for each block of rows, bool ``[B, H, row blocks, key blocks]``."""
+    """Returns bool ``[B, H, row blocks, key blocks]``: whether ``indices`` list the key block for the row block."""
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     dense = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
     return dense.scatter(-1, torch.where(is_listed, indices, indices.shape[-1]).long(), True)[..., :-1]

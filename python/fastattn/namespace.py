@@ -1,4 +1,4 @@
-"""Gives this copy of the package its names: a process may have the installed copy and one from the Hub.
+"""Names this copy of the package: a process may load the installed copy and one from the Hugging Face Hub.
 
 ``NAMESPACE``  the namespace of its operators: ``torch.ops.fastattn`` holds the CUDA C++ kernels,
                ``torch.ops.fastattn_triton`` the Triton ones. In a kernel repository, this file is replaced by one with

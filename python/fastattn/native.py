@@ -1,11 +1,11 @@
 """Loads the native library, which defines ``torch.ops.fastattn``, and asks it about its kernels.
 
-``LIBRARY_PATH``  the library that was loaded: the one beside this file, or the one that FASTATTN_LIBRARY names
-``OPS``           its operators, as they are in ``torch.ops``
+``LIBRARY_PATH``  the loaded library: the file next to this one, or the file that FASTATTN_LIBRARY names
+``OPS``           its operators in ``torch.ops``
 ``BUILD``         how it was built: "version", "archs" (the GPU architectures that its CUDA C++ kernels are written for;
                   empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
-                  "cuda" and "nvcc" (versions, or None), "torch" (the one whose headers it was compiled with)
-``KERNELS``       the name of every kernel → its tile, {"block_m", "block_n", "num_warps", …}, or None
+                  "cuda" and "nvcc" (versions, or None), "torch" (the version whose headers it has)
+``KERNELS``       each kernel's name → its tile, {"block_m", "block_n", "num_warps", …}, or None
 ``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
 
 The library chooses the kernel of a call: the functions ``*_kernel`` return the name of the kernel that a launch would
@@ -28,21 +28,21 @@ import torch
 
 from fastattn.namespace import NAMESPACE
 
-# The variable concerns the installed package alone: a kernel repository needs its own library, with its own namespace.
+# A kernel repository ignores FASTATTN_LIBRARY: it needs its own library, with its own namespace.
 _other_library = os.environ.get("FASTATTN_LIBRARY") if NAMESPACE == "fastattn" else None
 LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so"))
 
 
 class LaunchSchedule(ctypes.Structure):
-    """Says how a launch schedules its main-loop steps on CTAs.
+    """Describes how a launch distributes its main-loop steps over CTAs.
 
     Attributes:
         ctas: the number of CTAs.
-        longest_steps: the steps of the longest CTA.
+        longest_steps: the steps of the CTA that has most.
         block_m: the rows of a tile.
-        slots: the workspace slots of the launch, one for each partial that may pass through them.
-        steps_of_full_gpu: for an int8 matmul, the number of steps that would take as long as the longest CTA is
-            predicted to, on a GPU full of CTAs that share the memory's bandwidth.
+        slots: the number of workspace slots, each of which holds one partial.
+        steps_of_full_gpu: for an int8 matmul, the predicted time of the longest CTA, in units of a step on a full GPU,
+            where CTAs share the memory's bandwidth.
     """
 
     ctas: int
@@ -57,8 +57,7 @@ class LaunchSchedule(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """Names the fastest kernel of an int8 matmul, with its predicted microseconds and those of dequantising for
-    cuBLAS."""
+    """Names the fastest kernel of an int8 matmul, and predicts its time and that of dequantising for cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -71,8 +70,8 @@ class Int8Ways(ctypes.Structure):
 
 
 class Int8Limits(ctypes.Structure):
-    """Holds the most that the kernels for int8 activations count: products of a sum, and what a launch leaves in
-    memory."""
+    """Holds limits of the kernels for int8 activations: the largest K whose sums of products are exact, and the count
+    at which a launch's counters overflow."""
 
     sum_depth: int
     launch_count: int
@@ -80,12 +79,12 @@ class Int8Limits(ctypes.Structure):
 
 
 class BackwardSchedule(ctypes.Structure):
-    """Says how the backward pass is split among CTAs: each walks from a tile of ``block_n`` keys over tiles of
-    ``block_m`` rows.
+    """Describes how the backward kernel for dK and dV is scheduled: a CTA takes a tile of ``block_n`` keys and loops
+    over tiles of ``block_m`` query rows.
 
-    From tile ``first_tile`` on, the query heads of a tile are divided into ``of_heads`` parts, and the rows of each
-    into ``of_rows``. ``heads_per_group`` is the number of KV heads whose tiles are claimed in turn. The fields are zero
-    where no tiles are shared.
+    From tile ``first_tile`` on, a tile has ``of_heads`` splits over its query heads times ``of_rows`` splits over its
+    rows. ``heads_per_group`` is the number of KV heads whose tiles are scheduled together. All fields are zero if the
+    kernel is not for Hopper.
     """
 
     first_tile: int
@@ -173,10 +172,10 @@ TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAME
 
 
 def code_for(arch: int) -> tuple[str, ...]:
-    """Returns the code of the library that a GPU runs, the newest first.
+    """Returns the names of the library's code that a GPU of ``arch`` runs, the newest first.
 
-    For the kernels of each architecture that is the best machine code ("sm_90a", "sm_90", "sm_80"), or "PTX" that the
-    driver compiles. The result is empty if the GPU can run none of it.
+    Each architecture's kernels have one name: that of the best machine code ("sm_90a", "sm_90", "sm_80"), or "PTX",
+    which the driver compiles. The result is empty if the GPU can run none of the code.
     """
     own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
     found = []
@@ -190,7 +189,7 @@ def code_for(arch: int) -> tuple[str, ...]:
 
 
 def device_facts() -> NativeDeviceFacts:
-    """Returns the facts of the current CUDA device by which launches deal their work; zeros if there is none."""
+    """Returns the facts of the current CUDA device by which launches are scheduled; zeros if there is no device."""
     return _LIBRARY.fastattn_device_facts()
 
 
@@ -207,7 +206,7 @@ def attention_forward_kernel(
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """Returns the kernel's name. ``changes_scores`` says that a bias, mask, ALiBi, dropout, softcap or ranges do."""
+    """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or ranges."""
     traits = _ForwardTraits(changes_scores, paged)
     is_bfloat16 = dtype == torch.bfloat16
     return _text(
@@ -228,7 +227,7 @@ def attention_backward_kernels(
     sinks: bool = False,
     slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
-    """Returns the kernels' names in the order in which they run; ``shared_bytes_per_cta`` is the GPU's limit."""
+    """Returns the kernels' names in launch order; ``shared_bytes_per_cta`` is the GPU's limit of shared memory."""
     names = (ctypes.c_char_p * 8)()
     is_bfloat16 = dtype == torch.bfloat16
     count = _LIBRARY.fastattn_attention_backward_kernels(
@@ -260,9 +259,9 @@ def backward_schedule(
     window: tuple[int, int] = (-1, -1),
     deterministic: bool = False,
 ) -> BackwardSchedule:
-    """Returns how the kernel for dK and dV deals a call without options.
+    """Returns the schedule of the kernel for dK and dV in a call without options.
 
-    ``total_keys`` is the number of keys of packed sequences, of which ``rows`` and ``keys`` are the longest lengths.
+    For packed sequences, ``total_keys`` is the number of all keys, and ``rows`` and ``keys`` are the longest lengths.
     ``window`` is how many keys a row sees before and after its own position; -1 means all.
     """
     total = -1 if total_keys is None else total_keys
@@ -275,27 +274,27 @@ CACHE_FORMATS = ("16-bit", "int8", "fp8")
 
 
 def decode_kernel(arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int) -> str | None:
-    """Returns the kernel's name; ``cache`` is one of ``CACHE_FORMATS``, and ``rows`` the queries times query heads of a
-    KV head."""
+    """Returns the decoding kernel's name; ``cache`` is one of ``CACHE_FORMATS``, and ``rows`` is the number of queries
+    times query heads per KV head."""
     is_bfloat16 = dtype == torch.bfloat16
     cache_format = CACHE_FORMATS.index(cache)
     return _text(_LIBRARY.fastattn_decode_kernel(arch, shared_bytes, widest, is_bfloat16, cache_format, rows))
 
 
 def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
-    """Returns the kernel's name; ``cache`` is one of ``CACHE_FORMATS``."""
+    """Returns the name of the kernel that appends to a cache; ``cache`` is one of ``CACHE_FORMATS``."""
     is_bfloat16 = dtype == torch.bfloat16
     return _text(_LIBRARY.fastattn_append_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
 
 
 when_forced: list[Callable[[], None]] = []  # called after forced_int8_tile() has changed the choice
-DEQUANTISED = "dequantise + cuBLAS"  # the way in which cuBLAS computes the product
+DEQUANTISED = "dequantise + cuBLAS"  # in place of a kernel's name: cuBLAS computes the product
 # The index of a name is the library's number for the operation.
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
 class Int8Product(NamedTuple):
-    """Describes a product with int8 weights: ``[tokens, outputs]`` sums of ``depth`` products each."""
+    """Describes a matmul with int8 weights: its result ``[tokens, outputs]`` is summed over ``depth``."""
 
     op: str
     """One of ``_INT8_OPS``; ``int8_matmul_s8`` is the matmul with int8 activations."""
@@ -303,14 +302,13 @@ class Int8Product(NamedTuple):
     has_groups: bool
     """The weights have scales for groups along K."""
     has_epilogue: bool
-    """Something follows the product, or the input gradient comes with that of a bias."""
+    """A bias, activation or residual follows the product, or the bias's gradient comes with the input gradient."""
     tokens: int
     outputs: int
     depth: int
 
     def arguments(self, arch: int, num_sms: int) -> tuple[int, ...]:
-        """Returns what the library's queries take: after the GPU the fields of Int8Traits of
-        csrc/api/kernel_choice.h, then the sizes."""
+        """Returns the library's arguments: operation, GPU, Int8Traits of csrc/api/kernel_choice.h, sizes."""
         is_gradient = self.op == "int8_matmul_grad_input"
         is_plain = is_gradient or (self.op == "int8_matmul" and not self.has_epilogue)
         traits = self.dtype == torch.bfloat16, self.has_groups, is_plain, is_gradient and self.has_epilogue
@@ -323,7 +321,7 @@ def int8_matmul_kernel(product: Int8Product, arch: int, num_sms: int) -> str | N
 
 
 def int8_ways(product: Int8Product, arch: int, num_sms: int) -> dict[str, float]:
-    """Returns the predicted microseconds of the ways of which `int8_matmul_kernel` chooses the fastest."""
+    """Returns the predicted microseconds of each way to compute the product; `int8_matmul_kernel` names the fastest."""
     ways = _LIBRARY.fastattn_int8_ways(*product.arguments(arch, num_sms))
     if ways.kernel is None:
         return {}
@@ -342,7 +340,7 @@ def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, dept
 def int8_matmul_schedule(
     op: str, arch: int, num_sms: int, has_groups: bool, tokens: int, outputs: int, depth: int
 ) -> LaunchSchedule:
-    """Returns how the fastest of our kernels deals the matmul, also where dequantising is faster."""
+    """Returns the schedule of the fastest kernel for the matmul, even where dequantising for cuBLAS is faster."""
     return _LIBRARY.fastattn_int8_matmul_schedule(
         _INT8_OPS.index(op), arch, num_sms, has_groups, tokens, outputs, depth
     )
@@ -353,8 +351,8 @@ def forced_int8_tile(arch: int = 0, tokens: int = 0) -> Iterator[None]:
     """Makes this process's int8 matmuls inside the block use kernels for ``arch`` with tiles of ``tokens`` tokens; 0
     means any.
 
-    It serves tests and benchmarks that compare kernels. A call for which there is no such kernel raises. With ``arch``
-    -1, weights are dequantised for cuBLAS wherever that computes the same.
+    It serves tests and benchmarks that compare kernels. A call that no such kernel takes raises. With ``arch`` -1,
+    weights are dequantised for cuBLAS wherever that gives the same result.
     """
     before = _forced
     _force_int8_tile(arch, tokens)
@@ -378,7 +376,7 @@ def _force_int8_tile(arch: int, tokens: int) -> None:
 def decode_schedule(
     facts: NativeDeviceFacts, widest: int, cache: str, batch: int, kv_heads: int, rows: int, capacity: int
 ) -> LaunchSchedule:
-    """Returns how the kernel that `decode_kernel` names deals ``rows`` of queries per KV head and ``capacity`` tokens
-    per sequence."""
+    """Returns the schedule of the kernel that `decode_kernel` names, for ``rows`` rows of queries per KV head and
+    ``capacity`` tokens per sequence."""
     cache_format = CACHE_FORMATS.index(cache)
     return _LIBRARY.fastattn_decode_schedule(ctypes.byref(facts), widest, cache_format, batch, kv_heads, rows, capacity)

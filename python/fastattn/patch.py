@@ -1,4 +1,4 @@
-"""Puts the drop-in in the place of ``torch.nn.functional.scaled_dot_product_attention``, and takes it out again."""
+"""Replaces ``torch.nn.functional.scaled_dot_product_attention`` by fastattn's function, and restores it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastattn.namespace import PACKAGE
 
 _lock = threading.Lock()
 _installed = False
-_users = 0  # the number of blocks, and install(), that want the drop-in in place
+_users = 0  # the number of patch_sdpa() blocks, and one for install()
 _sdpa_before = torch_sdpa
 _mha_fastpath_before = True
 
 
 def install() -> None:
-    """Replaces ``F.scaled_dot_product_attention`` for the whole process, until ``uninstall()``. A second call does
-    nothing.
+    """Replaces ``F.scaled_dot_product_attention`` by fastattn's function for the whole process, until ``uninstall()``.
+    A second call does nothing.
 
-    It also turns the fused fast path of ``nn.MultiheadAttention`` off, so that this module calls the drop-in when it
-    needs no weights. Modules that imported the function by name earlier keep torch's: ``missed_modules()`` names them.
+    It also turns off the fused fast path of ``nn.MultiheadAttention``, so that this module calls the replacement if
+    ``need_weights=False``. Modules that imported torch's function by name keep it; ``missed_modules()`` lists them.
     """
     global _installed
     with _lock:
@@ -36,9 +36,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes ``install()``; the original function comes back once no ``patch_sdpa()`` block is left.
+    """Undoes ``install()``; the original function is restored once no ``patch_sdpa()`` block is active.
 
-    Raises RuntimeError where ``install()`` is not in force.
+    Raises RuntimeError if ``install()`` is not in force.
     """
     global _installed
     with _lock:
@@ -50,8 +50,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def patch_sdpa() -> Iterator[None]:
-    """Does what ``install()`` does, for a ``with`` block. The switch is one for the process: other threads see it too,
-    and blocks nest.
+    """Replaces ``F.scaled_dot_product_attention`` by fastattn's function inside a ``with`` block, as ``install()``
+    does. The switch applies to the whole process: other threads see it too. Blocks nest.
 
     For training with checkpointing use ``install()``: the block is over when backward recomputes the forward.
     """
@@ -65,16 +65,16 @@ def patch_sdpa() -> Iterator[None]:
 
 
 def missed_modules() -> list[str]:
-    """Returns the names, ``"package.module.attribute"``, under which loaded modules hold torch's own function.
+    """Returns the names, ``"package.module.attribute"``, under which loaded modules hold torch's function.
 
     ``install()`` and ``patch_sdpa()`` do not reach these modules: they imported it by name, or kept it as an attribute.
     Import them inside the block or after ``install()``, set the attribute to ``fastattn.scaled_dot_product_attention``,
     or see ``fastattn.integrations.torch_flash``. References in objects and closures are not searched.
     """
-    own = {"torch._C._nn", "torch.nn.functional"}  # where it comes from, and where it is replaced
+    own = {"torch._C._nn", "torch.nn.functional"}  # where it is defined, and where it is replaced
     found = []
     for name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", None)  # not by getattr of a name, which would make lazy modules load it
+        held = getattr(module, "__dict__", None)  # getattr of each name would make lazy modules load it
         if isinstance(held, dict) and name not in own and not f"{name}.".startswith(f"{PACKAGE}."):
             found += [f"{name}.{attribute}" for attribute, value in list(held.items()) if value is torch_sdpa]
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Rounds to symmetric int8 and to fp8 (e4m3), and back."""
+"""Converts tensors to symmetric int8 and to fp8 (e4m3), and back."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def _scales_of_rows(x: Tensor, largest: float) -> Tensor:
-    """Returns a scale for each row of ``x [..., D]``, ``max|x| / largest``, or 1 for zeros and for no columns."""
+    """Returns a scale for each row of ``x [..., D]``, ``max|x| / largest``, or 1 for a zero or empty row."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.shape[-1] == 0:
         return x.new_ones(x.shape[:-1], dtype=dtype)
     scale = x.detach().to(dtype).abs().amax(-1) / largest
-    return torch.where(scale == 0, 1.0, scale)  # 0 for zeros, or for numbers so small that the division underflows
+    return torch.where(scale == 0, 1.0, scale)  # a row of zeros, or so small that the division underflows
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds ``x [..., D]`` to symmetric int8 ``[..., D]``, with a scale per row, ``[...]``, which is 1 for zeros."""
+    """Rounds ``x [..., D]`` to symmetric int8; returns it with a scale per row, ``[...]``, which is 1 for zeros."""
     scale = _scales_of_rows(x, 127)
     return (x.to(scale.dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
@@ -28,23 +28,23 @@ _LARGEST_FP8 = 448.0
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """Returns an fp8 tensor as its bytes, since torch has few operators for it, and other tensors as they are."""
+    """Views an fp8 tensor as bytes, because torch has few operators for fp8; returns other tensors as they are."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
     """Returns ``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None means 1.
 
-    Magnitudes above the largest number, 448, infinity too, become 448, and NaN stays NaN.
+    Magnitudes above 448, the largest fp8 number, become 448, infinity included. NaN stays NaN.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return (x if scale is None else x / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(FP8)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds ``x [..., D]`` to fp8 ``[..., D]``, with a scale per row, ``max|x| / 448``, ``[...]``, or 1 for zeros.
+    """Rounds ``x [..., D]`` to fp8; returns it with a scale per row, ``[...]``: ``max|x| / 448``, or 1 for zeros.
 
-    A row that is not finite becomes zeros with the scale NaN.
+    A row with infinity or NaN becomes zeros with the scale NaN.
     """
     scale = _scales_of_rows(x, _LARGEST_FP8)
     is_finite = scale.isfinite()
@@ -57,8 +57,8 @@ QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
 
 
 def are_given(scales: Tensor | None) -> bool:
-    """Returns whether the caller gives an fp8 cache's scales (None, one, or one a head), so that an append reads
-    them."""
+    """Returns whether ``scales`` of an fp8 cache are the caller's (None, one, or one per head): an append then reads
+    them and does not write them."""
     return scales is None or scales.dim() < 3
 
 

@@ -1,1 +1,1 @@
-"""Holds keys and values, in contiguous or in paged caches."""
+"""Provides contiguous and paged caches of keys and values."""

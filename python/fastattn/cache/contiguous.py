@@ -20,11 +20,10 @@ _MOST_TOKENS = 2**31 - 1  # lengths are int32
 
 
 class KVCache(StepCache):
-    """Keys and values of every layer for a batch of sequences, each with room for ``capacity`` tokens.
+    """A key-value cache with contiguous memory for each sequence of a batch in every layer, which grows as needed.
 
-    In a decoder's layer, ``cache.attend(layer, query, k, v)`` takes the place of attention: it appends the new tokens
-    and attends over all tokens. Nothing else needs to be done between steps: the cache is itself a ``StepCache``, where
-    ``PagedKVCache.step`` makes a new one for each step::
+    In a decoder's layer, call ``cache.attend(layer, query, k, v)`` instead of attention: it appends the new tokens and
+    attends over all tokens. The cache is itself the ``StepCache`` of every step::
 
         cache = KVCache(num_layers, batch, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
@@ -33,9 +32,9 @@ class KVCache(StepCache):
     If the sequences of a prompt differ in length, pad them on the right, and take the padding off again with
     ``cache.truncate(lengths)``.
 
-    When the tokens might no longer fit, the capacity doubles. The host counts the tokens that it appended and never
-    reads the lengths back. A CUDA graph captures addresses, so the cache cannot grow in one: ``reserve`` room before
-    the capture. The host does not see what a replay appends: tell it with ``note_replayed``.
+    The capacity doubles when tokens might no longer fit. The host counts the tokens that it appends and never reads the
+    lengths back. A CUDA graph captures addresses, so the cache cannot grow in it: call ``reserve`` before the capture.
+    The host does not see what a replay appends: call ``note_replayed`` after it.
 
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
@@ -44,7 +43,7 @@ class KVCache(StepCache):
         max_capacity: the capacity beyond which ``CacheFull`` is raised instead of growing; by default there is none.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
-            with a float32 scale for each key and each value of a token and head: half the memory of 16 bits.
+            with a float32 scale per key or value of a token and head. This takes half the memory of 16 bits.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -76,9 +75,9 @@ class KVCache(StepCache):
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
         self.num_layers, self.max_capacity, self._batch = num_layers, max_capacity, batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
-        with torch.inference_mode(False):  # for the same reason as zeros_in_aligned_rows
+        with torch.inference_mode(False):  # as in zeros_in_aligned_rows
             self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
-        # By layer, the most tokens that a sequence can have, as the host knows without reading the lengths back.
+        # For each layer, an upper bound of a sequence's tokens, which the host knows without reading the lengths back.
         self._longest = [0] * num_layers
 
     @property
@@ -93,8 +92,8 @@ class KVCache(StepCache):
 
     @property
     def cache_seqlens(self) -> Tensor:
-        """Returns the tokens of each sequence in every layer, int32 ``[batch]`` on the device; it is a view that
-        follows the cache."""
+        """Returns the number of tokens of each sequence in every layer, int32 ``[batch]`` on the device, as a view that
+        changes with the cache."""
         return self._lengths[-1]
 
     @property
@@ -143,7 +142,7 @@ class KVCache(StepCache):
         rotary_sin: Tensor | None = None,
         rotary_interleaved: bool = False,
     ) -> None:
-        """Appends tokens as ``attend`` does, but without a query."""
+        """Appends ``k_new`` and ``v_new`` to a layer as ``attend`` does, without computing attention."""
         check_tensor("k_new", k_new)
         no_query = k_new.new_empty(self.batch, self.layout.kv_heads, 0, self.layout.head_dim)
         self.attend(
@@ -164,8 +163,8 @@ class KVCache(StepCache):
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Forgets the tokens beyond ``lengths``: one int, one int per sequence, or int32 ``[batch]`` on the device.
 
-        Use it for the padding of a ragged prompt, or for rejected tokens of a draft model. Lengths on the device are
-        not read back, so the host still counts the forgotten tokens when it decides whether to grow.
+        Use it to remove the padding of prompts, or rejected tokens of a draft model. Lengths on the device are not read
+        back, so the host still counts the forgotten tokens when it decides whether to grow.
         """
         if isinstance(lengths, Tensor):
             check_shape("lengths", lengths, (self.batch,), "[batch]")
@@ -190,9 +189,9 @@ class KVCache(StepCache):
         self._longest = [0] * self.num_layers
 
     def reserve(self, capacity: int) -> None:
-        """Grows now, so that ``capacity`` tokens per sequence fit: before a CUDA graph is captured, for example.
+        """Grows the cache now, so that ``capacity`` tokens per sequence fit, for example before capturing a CUDA graph.
 
-        The old memory is kept until all tokens are copied, so nothing has changed if the memory does not suffice.
+        The old memory is kept until all tokens are copied, so running out of memory leaves the cache unchanged.
         """
         check_int("capacity", capacity, minimum=0)
         self._layers[:] = [self._storage_for(layer, capacity, exactly=True) for layer in range(self.num_layers)]
@@ -205,12 +204,12 @@ class KVCache(StepCache):
         self._longest = [longest + num_new for longest in self._longest]
 
     def reorder(self, sequences: Tensor) -> None:
-        """Replaces sequence ``i`` by what ``sequences[i]`` was, int64 ``[batch]``: the survivors of a beam search."""
+        """Replaces each sequence ``i`` by a copy of ``sequences[i]``, int64 ``[batch]``, as beam search does."""
         check_tensor("sequences", sequences)
         check_shape("sequences", sequences, (self.batch,), "[batch]")
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
         check_same_device("sequences", sequences, self._lengths.device)
-        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # nothing outside is read, whatever the device holds
+        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # no other index is read, whatever the device holds
         lengths = self._lengths.index_select(1, sequences)
         tensors = [as_numbers(tensor) for layer in self._layers for tensor in layer.tensors()]
         # Allocate all memory first: if it ran out half-way, some layers would be reordered and others not.
@@ -228,7 +227,7 @@ class KVCache(StepCache):
     def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
         """Returns the layer's memory if ``tokens`` tokens per sequence fit, else larger memory with the same contents.
 
-        The cache is unchanged: the caller puts the memory in its place once nothing can fail. Raises CacheFull.
+        The caller stores the result in the cache once nothing can fail. Raises CacheFull.
         """
         storage = self._layers[layer]
         capacity = storage.k.shape[2]

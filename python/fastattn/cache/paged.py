@@ -1,4 +1,4 @@
-"""Implements a key-value cache in pages, which sequences take from one pool and may share, and its steps."""
+"""Implements a key-value cache in pages, and its steps. Sequences take pages from one pool and may share them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat suc
 
 
 def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
-    """Returns the numbers, which must come in a list, even a single one."""
+    """Returns ``numbers`` as a list; refuses a single number and a tensor."""
     expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; of one pass [{numbers}]")
     expect(not isinstance(numbers, Tensor), argument, expected, f"a torch.Tensor; pass {argument}.tolist()")
     try:
@@ -37,10 +37,10 @@ def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
 
 
 class PagedKVCache:
-    """Keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
+    """A key-value cache that stores every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
-    Sequences come and go one by one and are named by the numbers that ``add`` and ``fork`` return. A step appends
-    tokens to some of them. A step is a ``StepCache``, which a model takes where it takes a ``KVCache``::
+    ``add`` and ``fork`` make a sequence and return its number. A step appends tokens to some of the sequences. It is a
+    ``StepCache``, which a model takes in place of a ``KVCache``::
 
         cache = PagedKVCache(num_layers, num_pages, kv_heads, head_dim, page_size=16)
         first = cache.add()
@@ -49,18 +49,18 @@ class PagedKVCache:
         model(next_tokens, cache.step([first, second], num_new=1))
         cache.free(first)
 
-    Prompts of different lengths can be processed together, and part by part. Such a chunk is a ``StepCache`` too, and
+    A chunk processes prompts of different lengths together, whole or in several steps. It is a ``StepCache`` too, and
     packs the tokens in one row::
 
         chunk = cache.chunk([first, second], [300, 17])          # 300 tokens of the first prompt, 17 of the second
         model(tokens[None], chunk)                               # chunk.attend takes [1, heads, 317, head_dim]
 
-    Tokens count once every layer has stored them. So a step that is abandoned half-way leaves no trace: the next step
-    of its sequences begins where it began, and the pages that it had reserved are free again.
+    Tokens count once every layer has stored them. So a step that is abandoned half-way has no effect: the next step of
+    its sequences begins where it began, and its reserved pages become free.
 
-    A page is shared by as many sequences as it has references, and is copied when one of them is about to write to it.
-    Lists on the host say which page belongs to which sequence; each step makes a block table and lengths from them. A
-    call that raises, with ``CacheFull`` too, has changed nothing.
+    Sequences may share a page, which is copied when one of them is about to write to it. The host keeps the list of
+    each sequence's pages; each step makes a block table and lengths from them. A call that raises, even ``CacheFull``,
+    changes nothing.
 
     Args:
         num_layers, num_pages, kv_heads, head_dim: the number of each; every layer has ``num_pages`` pages.
@@ -108,7 +108,7 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the pool takes."""
+        """Returns the bytes that the keys, values and scales take."""
         return sum(layer.nbytes for layer in self._layers)
 
     def length(self, sequence: int) -> int:
@@ -131,7 +131,7 @@ class PagedKVCache:
         return self._pool.fork(sequence, length)
 
     def free(self, sequence: int) -> None:
-        """Forgets a sequence; its pages that no other sequence shares are free again."""
+        """Forgets a sequence; its pages become free unless another sequence shares them."""
         self._pool.free(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -144,10 +144,10 @@ class PagedKVCache:
             self.free(sequence)
 
     def step(self, sequences: Sequence[int], num_new: int) -> PagedStep:
-        """Reserves pages for ``num_new`` more tokens of each of ``sequences``, the batch of one step.
+        """Makes a step that appends ``num_new`` tokens to each of ``sequences``, and reserves pages for them.
 
-        The step's ``attend`` stores them, layer by layer, and the sequences count them once every layer has them. An
-        earlier step of one of the sequences is refused from now on, and this one may take its pages.
+        The step's ``attend`` stores the tokens, layer by layer; they count once every layer has stored them. Earlier
+        steps of these sequences are refused from now on, and this step may take the pages that they reserved.
 
         Raises:
             CacheFull: the pool has too few free pages.
@@ -160,9 +160,9 @@ class PagedKVCache:
         return PagedStep(self, tuple(names), *self._reserve(demand), num_new, before)
 
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
-        """Reserves pages for ``num_new[i]`` more tokens of ``sequences[i]``: a part of each prompt, for instance.
+        """Makes a step that appends ``num_new[i]`` tokens to ``sequences[i]``, and reserves pages for them.
 
-        It is like ``step``, with the tokens of all sequences packed one after the other.
+        It is like ``step``, but with the tokens of all sequences packed one after the other.
 
         Raises:
             CacheFull: the pool has too few free pages.
@@ -199,7 +199,7 @@ class PagedKVCache:
         )
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """Returns a layer's pool as arguments of ``attention_with_kv_cache``."""
+        """Returns a layer's pages and scales as arguments of ``attention_with_kv_cache``."""
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
         return self._layers[layer].arguments()
@@ -210,9 +210,9 @@ class PagedKVCache:
         return arguments["k_cache"], arguments["v_cache"]
 
     def _reserve(self, demand: PageDemand) -> tuple[Tensor, Reservation]:
-        """Takes the pages of ``demand``, and returns the block table with them, int32 ``[B, max_pages]``.
+        """Reserves the pages of ``demand``, and returns the block table, int32 ``[B, max_pages]``, and the reservation.
 
-        It changes the device first, whose memory may run out, then the host.
+        It allocates and copies on the device first, where memory may run out, then changes the host's lists.
         """
         tables = demand.tables()
         width = max([1, *map(len, tables)])
@@ -246,21 +246,20 @@ class PagedKVCache:
 
 @dataclass(frozen=True, eq=False)
 class _NewTokens(StepCache):
-    """Holds what steps and chunks have in common.
+    """The base of steps and chunks: new tokens of some sequences, with reserved pages.
 
     The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are unchanged.
-    Layers may attend in any order, and more than once: a layer then writes its tokens again. As soon as one of the
-    sequences gets another step or is forked, truncated or freed, this step is refused with ``InputError``, and its
-    tokens that do not count yet never will. Its reserved pages are then free again. They are also freed when nobody
-    holds the step any more.
+    Layers may attend in any order, and more than once: a layer then writes its tokens again. Once one of the sequences
+    gets another step or is forked, truncated or freed, this step raises ``InputError``, and tokens that did not count
+    yet never will. Its reserved pages then become free, as they do when the step is garbage-collected.
 
     Attributes:
-        cache: the cache of which this is a step.
+        cache: the cache that gets the tokens.
         sequences: the sequences that get tokens.
-        block_table: int32 ``[B, max_pages]``, filled up with -1.
+        block_table: int32 ``[B, max_pages]``, padded with -1.
     """
 
-    _name: ClassVar[str]  # in messages
+    _name: ClassVar[str]  # used in error messages
 
     cache: PagedKVCache
     sequences: tuple[int, ...]
@@ -275,7 +274,7 @@ class _NewTokens(StepCache):
         return [self.cache.length(sequence) for sequence in self.sequences]
 
     def commit(self) -> None:
-        """Counts the tokens now, for a replayed CUDA graph or a kernel of your own that has stored them."""
+        """Counts the tokens now: call it after a replayed CUDA graph or a kernel of your own has stored them."""
         self.reservation.check_current()
         self.reservation.stored[:] = [True] * self.cache.num_layers
 
@@ -289,7 +288,7 @@ class _NewTokens(StepCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedStep(_NewTokens):
-    """Gives each of its sequences ``num_new`` tokens; batch row ``i`` is ``sequences[i]``.
+    """A ``StepCache`` that appends ``num_new`` tokens to each of its sequences; batch row ``i`` is ``sequences[i]``.
 
     Attributes:
         num_new: the number of tokens that each sequence gets.
@@ -331,10 +330,10 @@ class PagedStep(_NewTokens):
 
 @dataclass(frozen=True, eq=False)
 class PagedChunk(_NewTokens):
-    """Gives each of its sequences any number of tokens, packed one sequence after the other.
+    """A ``StepCache`` that appends any number of tokens to each of its sequences, packed one after the other.
 
-    Its ``attend`` takes the tokens as one row, ``[1, H, total_new, D]``, or as ``attention_varlen`` does, ``[total_new,
-    H, D]``, and returns results in the same form. There is one query for each new token, at the same position.
+    Its ``attend`` takes tensors ``[1, H, total_new, D]``, or ``[total_new, H, D]`` as ``attention_varlen`` does, and
+    returns results in the same form. There is one query for each new token, at the same position.
 
     Attributes:
         cu_seqlens_q: int32 ``[B + 1]``, the offsets of the new tokens.
@@ -406,7 +405,7 @@ class PagedChunk(_NewTokens):
         key, value = self.cache.pools(layer)
         call = AttentionCall(query, key, value, **self.arguments(), causal=True, return_lse=return_lse)
         own: dict[str, Any] = {name: value for name, value in options.items() if name in AttentionCall._fields}
-        prepared = prepare(call._replace(**own))  # it raises what is wrong before anything is stored
+        prepared = prepare(call._replace(**own))  # it raises before anything is stored
         self._write(layer, k_new, v_new)
         result: Any = carry_out(prepared)
         self.reservation.stored[layer] = True
@@ -418,7 +417,7 @@ class PagedChunk(_NewTokens):
         return out.transpose(0, 1)[None], lse[None]
 
     def _packed(self, name: str, tensor: Tensor, is_row: bool) -> Tensor:
-        """Returns ``[total_new, H, D]``, whichever of the two forms ``tensor`` has."""
+        """Returns ``tensor``, which is ``[1, H, total_new, D]`` if ``is_row``, as ``[total_new, H, D]``."""
         check_tensor(name, tensor)
         check_rank(name, tensor, "[1, H, total_new, D]" if is_row else "[total_new, H, D]")
         if is_row:

@@ -1,7 +1,6 @@
-"""Keeps the books of the pages of a pool, on the host alone and without tensors.
+"""Tracks which pages of a pool are free, reserved or held by sequences, on the host only and without tensors.
 
-A page is free, or reserved for the tokens of a step that is under way, or held by as many sequences as it has
-references.
+A page is reserved for the tokens of an open step. Its reference count is the number of sequences that hold it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class PageList:
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    latest: Reservation | None = None  # that of its newest step, as long as that step may write
+    latest: Reservation | None = None  # of its newest step, while that step may still write
 
 
 @dataclass(eq=False)
@@ -33,11 +32,11 @@ class Reservation:
     Attributes:
         sequences: the sequences that get tokens.
         num_new: the number of tokens that each sequence gets.
-        pages: the pages that each sequence gets beyond those that it has.
+        pages: the new pages of each sequence.
         stored: whether each layer has stored the tokens.
         refusal: why the step may not write any more, or None.
         is_open: whether the pages are still reserved, and the tokens do not count yet.
-        holder: a function that returns the step, or None when nobody holds it any more.
+        holder: returns the step, or None once it has been garbage-collected.
     """
 
     sequences: list[PageList]
@@ -49,13 +48,13 @@ class Reservation:
     holder: Callable[[], object | None] = object
 
     def check_current(self) -> None:
-        """Raises InputError where the step's pages may belong to another one by now."""
+        """Raises InputError if the step was ended, since its pages may belong to another step."""
         if self.refusal is not None:
             raise InputError(f"step: this one can store no more, as {self.refusal}; make a new one")
 
 
 class PageCopy(NamedTuple):
-    """Describes a copy on write: ``target``, a copy of ``source``, is to replace the last page of ``sequence``."""
+    """A copy on write: page ``source`` is copied to page ``target``, which becomes the last page of ``sequence``."""
 
     sequence: PageList
     source: int
@@ -64,13 +63,13 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class PageDemand:
-    """Holds the pages that a step would take from the pool, found before anything has changed.
+    """Holds the pages that a step would take from the pool, before anything has changed.
 
     Attributes:
         names, sequences, num_new: the names of the step's sequences, the sequences, and the tokens that each gets.
-        pages: the new pages that each gets.
+        pages: the new pages that each sequence gets.
         copies: the pages to copy before ``PagePool.reserve``.
-        superseded: the steps of these sequences that are under way, which this one ends.
+        superseded: the open steps of these sequences, which this step ends.
         copies_take_reserved: whether a target of ``copies`` is a page that a superseded step has reserved.
     """
 
@@ -90,7 +89,7 @@ class PageDemand:
 
 
 class PagePool:
-    """Keeps the sequences and the pages that they hold. A method that raises has changed nothing."""
+    """Tracks the sequences and the pages that they hold. A method that raises changes nothing."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -101,7 +100,7 @@ class PagePool:
         self._next_name = 0
 
     def find(self, name: int) -> PageList:
-        """Returns a sequence, with all of its tokens that count by now."""
+        """Returns a sequence, after counting its tokens that every layer has stored."""
         self.settle()
         check_int("sequence", name)
         found = self.sequences.get(name)
@@ -113,7 +112,7 @@ class PagePool:
     def settle(self) -> None:
         """Counts the tokens that every layer has stored by now, and frees the pages of abandoned steps.
 
-        The other methods begin with it, because ``attend`` may be compiled and cannot do it itself.
+        It runs before pages or lengths are read, because ``attend`` may be compiled and cannot call it.
         """
         for reservation in list(self._open):
             if all(reservation.stored):
@@ -145,7 +144,7 @@ class PagePool:
         del self.sequences[name]
 
     def demand(self, names: Sequence[int], num_new: Sequence[int]) -> PageDemand:
-        """Returns the pages that a step of ``num_new[i]`` more tokens of ``names[i]`` takes.
+        """Returns the pages for a step that appends ``num_new[i]`` tokens to sequence ``names[i]``.
 
         Raises CacheFull, InputError.
         """
@@ -176,7 +175,7 @@ class PagePool:
         return PageDemand(list(names), sequences, list(num_new), pages, copies, superseded, copies_take_reserved)
 
     def end_superseded(self, demand: PageDemand) -> None:
-        """Ends the steps whose sequences get another one."""
+        """Ends the open steps that the step of ``demand`` replaces."""
         names = {id(s): name for s, name in zip(demand.sequences, demand.names, strict=True)}
         for reservation in demand.superseded:
             if reservation.is_open:
@@ -217,7 +216,7 @@ class PagePool:
     def _release(self, reservation: Reservation, reason: str) -> None:
         self._close(reservation)
         reservation.refusal = reason
-        # They go to the bottom of the stack, where `demand` expects the pages of a superseded step.
+        # The pages go to the bottom of the stack, where `demand` expects the pages of a superseded step.
         self.free_pages[:0] = _pages_of(reservation)
 
     def _close(self, reservation: Reservation) -> None:
@@ -259,7 +258,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def _sharing_their_last_page(self, writers: list[PageList]) -> list[PageList]:
-        """Returns the writers that must copy their last page: it is shared and not full. Its last writer keeps it."""
+        """Returns the writers that must copy their last page, which is shared and not full; one sequence keeps it."""
         leaving: dict[int, int] = {}
         copiers = []
         for sequence in writers:

@@ -1,4 +1,4 @@
-"""Defines the interface of key-value caches that a model's layers see, whichever cache it is."""
+"""Defines the interface through which a model's layers use any key-value cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_options(function: str, names: Iterable[str]) -> None:
 class StepCache(ABC):
     """Defines the interface of a cache during one step: a ``KVCache``, or a step or chunk of a ``PagedKVCache``.
 
-    A model that is written against this class takes each of them, in whatever dtype they store tokens::
+    A model that is written against this class takes all three, in whatever dtype they store tokens::
 
         def forward(self, x: Tensor, layer: int, cache: StepCache) -> Tensor:
             query, key, value = self.project(x)  # [batch, heads, new tokens, head_dim] each
@@ -49,8 +49,7 @@ class StepCache(ABC):
     @property
     @abstractmethod
     def batch(self) -> int:
-        """Returns the number of rows that ``attend`` takes: one for each sequence, or one in which a chunk packs them
-        all."""
+        """Returns the number of rows that ``attend`` takes: one per sequence, or 1 for a chunk, which packs them."""
 
     @abstractmethod
     def lengths(self) -> list[int]:
@@ -109,7 +108,7 @@ class StepCache(ABC):
         return_lse: bool = False,
         **options: Unpack[AttendOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Appends ``k_new``, ``v_new`` to a layer, then attends over its tokens.
+        """Appends ``k_new`` and ``v_new`` to a layer of the cache, then computes attention over all of its tokens.
 
         Args:
             layer: the number of the layer, from 0.
@@ -123,7 +122,7 @@ class StepCache(ABC):
             ``[batch, Hq, Sq, value_dim]``, and with ``return_lse`` the lse.
 
         Raises:
-            CacheFull: there is no room.
+            CacheFull: the new tokens do not fit.
             InputError, TypeError: an argument is wrong. The cache is then unchanged.
         """
         check_options(f"{type(self).__name__}.attend", options)

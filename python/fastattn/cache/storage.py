@@ -1,4 +1,4 @@
-"""Allocates the memory behind the key-value caches of one layer."""
+"""Allocates and copies the memory of one layer of a key-value cache."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ QUANTIZED = {"int8": torch.int8, "fp8": FP8}
 
 
 def zeros_in_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros ``[…, D]``, with every row on the boundary that the kernels' vector loads need.
+    """Returns zeros ``[…, D]``, with every row aligned as the kernels' vector loads need.
 
-    Memory that is allocated in inference mode could not be written outside of it, so the mode is left for this.
+    It leaves inference mode, because memory that is allocated in that mode could not be written outside of it.
     """
     *outer, dim = shape
     unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -72,7 +72,7 @@ class CacheLayout:
         return cls(kv_heads, head_dim, value_dim, dtype, device, _stored_as(quantized))
 
     def check_new(self, batch: int, query: Tensor, k_new: Tensor, v_new: Tensor) -> int:
-        """Checks what ``attend`` gets for ``batch`` rows, and returns how many new tokens each row has."""
+        """Checks the tensors that ``attend`` gets for ``batch`` rows, and returns the number of new tokens per row."""
         for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new)):
             check_tensor(name, tensor)
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
@@ -81,7 +81,7 @@ class CacheLayout:
         return k_new.shape[2]
 
     def check_query(self, query: Tensor) -> None:
-        """Checks that the query has the cache's head dim and, where that is not quantized, its dtype under autocast."""
+        """Checks the query's head dim and, if the cache is not quantized, its dtype under autocast."""
         expect(query.shape[-1] == self.head_dim, "query", f"the cache's head_dim {self.head_dim}", query.shape[-1])
         cast = autocast_dtype(query.device.type)
         dtype = query.dtype if cast is None or query.dtype == torch.float64 else cast
@@ -105,7 +105,7 @@ class CacheLayout:
 
 
 def _stored_as(quantized: Any) -> torch.dtype | None:
-    """Returns the 8-bit dtype that a constructor's argument asks for, or None. Raises InputError, TypeError."""
+    """Returns the 8-bit dtype that the argument ``quantized`` asks for, or None. Raises InputError, TypeError."""
     if isinstance(quantized, (str, torch.dtype)):
         check_choice("quantized", quantized, (*QUANTIZED, *QUANTIZED.values()))
         return quantized if isinstance(quantized, torch.dtype) else QUANTIZED[quantized]

@@ -1,1 +1,1 @@
-"""Defines the public functions: each checks its arguments, asks for a backend, and runs the call there."""
+"""Defines the public functions: each checks its arguments, chooses a backend, and runs the call there."""

@@ -1,4 +1,4 @@
-"""Writes tokens into the slots of a paged cache that the caller names."""
+"""Writes tokens into given slots of a paged cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def append_to_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes tokens into a paged cache in place, each into the slot that ``slot_mapping`` names for it.
+    """Writes new keys and values into a paged cache in place, each token into the slot that ``slot_mapping`` names.
 
     Slot ``s`` is row ``s % page_size`` of page ``s // page_size``. A server that assigns slots itself calls this before
     ``attention_varlen`` or ``attention_with_kv_cache`` over the pages, for the tokens of all sequences at once. Keys
@@ -39,19 +39,19 @@ def append_to_cache(
             dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. They are written in place, hence
             never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
             They may be views of one tensor.
-        slot_mapping: int64 or int32 ``[tokens]``. A token whose slot is negative is skipped (padding), and so is one
-            whose slot does not exist. Where two tokens have the same slot, its contents are undefined.
+        slot_mapping: int64 or int32 ``[tokens]``. A token is skipped if its slot is negative (padding) or does not
+            exist. If two tokens have the same slot, its contents are undefined.
         k_scale, v_scale: float32, the caches' shape without the last dim; the call writes them. An int8 cache stores
             each token's head as ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros,
             as ``attention_with_kv_cache`` does when it appends. An fp8 cache stores ``x / scale``, to nearest even,
             with ``scale = max|x| / 448``; the scale of a head that is not finite is NaN. An fp8 cache also takes given
-            scales for all tokens, float32 ``[Hkv]``, ``[1]`` or ``[]``, which are read, not written, or None, which
-            means 1. With given scales, magnitudes above 448 after the division, infinity too, become 448, and NaN stays
+            scales for all tokens, float32 ``[Hkv]``, ``[1]`` or ``[]``, which the call reads and does not write; None
+            means 1. With given scales, magnitudes above 448 after the division, and infinity, become 448; NaN stays
             NaN.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also slots that are
-            too large, or given twice. The cache is then unchanged.
+        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also a slot that is
+            too large or given twice. The cache is then unchanged.
     """
     check_tensor("k_new", k_new)
     check_tensor("v_new", v_new)

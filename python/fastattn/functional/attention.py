@@ -6,7 +6,7 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Never, TypedDict, Unpack  # torch brings it; before Python 3.11 typing's is not generic
+from typing_extensions import Never, TypedDict, Unpack  # torch needs it; typing's TypedDict is generic from 3.11 on
 
 from fastattn import run
 from fastattn.call import UNBOUNDED, AttentionCall
@@ -36,7 +36,7 @@ _MaxLogit = TypeVar("_MaxLogit")
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Lists the options that do not change the type of the result."""
+    """Lists the options of ``attention`` that do not change the type of its result."""
 
     causal: bool
     window: tuple[int, int]
@@ -50,7 +50,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class _Options(AttentionOptions, Generic[_Lse, _MaxLogit], total=False):
-    """Adds the options that do; a type checker takes the first overload whose types of these two fit."""
+    """Adds the two options that change the result's type; a type checker takes the first overload that fits them."""
 
     return_lse: _Lse
     return_max_logit: _MaxLogit
@@ -109,8 +109,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, in tiles (Dao, "FlashAttention-2", 2023).
 
-    Kernels take float16 and bfloat16 and head dims up to 256 (Triton's up to 512 without gradients), padded to a
-    multiple of 8. float32, float64 and larger heads run in PyTorch.
+    Kernels run float16 and bfloat16 with head dims up to 256 (Triton's up to 512 without gradients), which are padded
+    to a multiple of 8. float32, float64 and larger head dims run in PyTorch.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 256, 64) for _ in range(3))  # [B, H, S, D]
@@ -118,8 +118,8 @@ def attention(
         torch.Size([2, 8, 256, 64])
 
     Args:
-        query: ``[B, Hq, Sq, D]``; key: ``[B, Hkv, Sk, D]``; value: ``[B, Hkv, Sk, Dv]``; one floating dtype. Query head
-            ``h`` reads KV head ``h // (Hq // Hkv)``.
+        query: ``[B, Hq, Sq, D]``; key: ``[B, Hkv, Sk, D]``; value: ``[B, Hkv, Sk, Dv]``; all of one floating dtype.
+            Query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         causal: query ``i``, at position ``i + Sk - Sq``, sees the keys up to its own position.
         window: ``(left, right)``: how many keys before and after its position a query sees; -1 is unbounded.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
@@ -127,10 +127,10 @@ def attention(
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added (Press et al., "Train short, test
             long", 2022). Differentiable.
         sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
-        key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees the keys of its ranges ``[begin,
-            end)`` alone, as far as the other options let it; where ``begin == end`` there are none. Kernels skip
-            tiles without such keys; only the one for the gradient of a bias computes them. ``fastattn.masks`` makes
-            ranges. On a CPU, and with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
+        key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees only those keys of its ranges
+            ``[begin, end)`` that the other options let it see. ``fastattn.masks`` makes ranges; a range with ``begin ==
+            end`` is empty. Kernels skip tiles outside of the ranges, except the kernel for the gradient of a bias. On a
+            CPU, and with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
         dropout_p: the probability with which dropout zeroes an attention weight.
         dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
             generator.
@@ -139,8 +139,7 @@ def attention(
         return_max_logit: also return the largest score of each head over all rows of the batch, after scale, softcap,
             bias and mask, without sinks, as QK-clip needs it (Kimi K2, 2025, section 2.1). NaN is ignored. The call may
             then run on another kernel, or with other tiles.
-        deterministic: whether gradients have the same bits every time; by default as
-            ``torch.use_deterministic_algorithms`` says.
+        deterministic: whether gradients have equal bits in every run; default: ``torch.use_deterministic_algorithms``.
 
     Returns:
         ``[B, Hq, Sq, Dv]``, then with ``return_lse`` the lse, ``[B, Hq, Sq]``, then with ``return_max_logit`` the
@@ -148,7 +147,7 @@ def attention(
         -inf (or its sink) and gradient 0; a head of such rows has the largest score -inf.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong.
+        InputError, TypeError: the host can see that an argument is wrong.
     """
     if unknown:
         refuse_keywords(attention, unknown)
@@ -271,24 +270,24 @@ def attention_varlen(
             are never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16
             bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
-            up to ``cu_seqlens[b + 1]``. On a GPU they are not read back: rows behind wrong offsets count as absent, and
-            only ``FASTATTN_CHECK=1`` reads the offsets and raises. On a CPU wrong offsets always raise. Rows of no
-            sequence have output 0. For keys in pages, ``cu_seqlens_k`` only gives the number of keys of each sequence.
-        max_seqlen_q, max_seqlen_k: the longest lengths; rows of a sequence beyond them count as absent.
+            up to ``cu_seqlens[b + 1]``. On a GPU the offsets are not read back: rows outside of the tensor count as
+            absent, and wrong offsets raise only with ``FASTATTN_CHECK=1``. On a CPU they always raise. Rows that belong
+            to no sequence have output 0. For keys in pages, ``cu_seqlens_k`` only counts each sequence's keys.
+        max_seqlen_q, max_seqlen_k: the most queries and the most keys of a sequence; rows beyond them count as absent.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
             of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. PyTorch
             computes gradients over pages, through a copy of all pages that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
-        key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; keys count from the first one of the query's sequence.
+        key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; keys count from the first key of the query's sequence.
         batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default, if a batch
-            does not fill the GPU, the keys of long sequences are split, which depends on all lengths together.
+            does not fill the GPU, the keys of long sequences are split, and the splits depend on all lengths.
 
     Returns:
         ``[total_q, Hq, Dv]``, then with ``return_lse`` the lse, ``[Hq, total_q]``, and with ``return_max_logit`` the
         largest scores, ``[Hq]``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong.
+        InputError, TypeError: the host can see that an argument is wrong.
     """
     if unknown:
         refuse_keywords(attention_varlen, unknown)
@@ -324,11 +323,11 @@ def attention_varlen(
 
 
 def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
-    """Warns once where the tensors look like ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``, whose heads a causal mask would
-    cut as if they were tokens.
+    """Warns once if the tensors look like ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``: a causal mask would then hide heads
+    as if they were tokens.
 
-    Such tensors have as many "heads" on both sides, and a whole number of "queries" for each "key". A tensor that was
-    transposed on purpose, as by the flash-attn integration, has the strides of these dims the other way round.
+    Read as ``[B, H, S, D]``, such tensors have equally many heads, and the number of queries is a multiple of the
+    number of keys. Tensors that were transposed on purpose, as for flash-attn, have other strides.
     """
     global _has_warned_of_layout
     (_, query_heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
@@ -344,7 +343,7 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
 
 
 def _attend_over_wrapped(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
-    """Attends with a query that may be nested, a DTensor, or another subclass of Tensor."""
+    """Runs a call whose query may be nested, a DTensor, or another subclass of Tensor."""
     query = call.query
     check_tensor("query", query)
     if is_distributed(query):
@@ -358,7 +357,7 @@ def _attend_over_wrapped(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
 
 
 class Prepared(NamedTuple):
-    """Holds a checked call and the choice for it; nothing has run and nothing has changed yet."""
+    """Holds a checked call and the backend that was chosen for it, before anything runs."""
 
     call: AttentionCall
     request: Request
@@ -366,7 +365,7 @@ class Prepared(NamedTuple):
 
 
 def attend(call: AttentionCall) -> Tensor | tuple[Tensor, ...]:
-    """Returns what the public functions return for a call of theirs."""
+    """Checks and runs a call, and returns what ``attention`` or ``attention_varlen`` returns for it."""
     return carry_out(prepare(call))
 
 
@@ -380,7 +379,7 @@ def prepare(call: AttentionCall) -> Prepared:
     if cast is not None:
         if call.block_table is None:  # pages keep their dtype, as they are never copied
             key, value = autocast_to(cast, key), autocast_to(cast, value)
-        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # every query takes a float32 bias: it stays exact
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 stays: every query dtype takes it
             bias = autocast_to(cast, bias)
         call = call.with_tensors((autocast_to(cast, query), key, value, bias))
     call, request = check_once(call)
@@ -395,7 +394,7 @@ def prepare(call: AttentionCall) -> Prepared:
 
 
 def _check_contents(call: AttentionCall) -> None:
-    """Checks offsets and table of packed sequences. It reads them back."""
+    """Checks the offsets and the block table of packed sequences, which it reads back."""
     query, key, table = call.query, call.key, call.block_table
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
@@ -408,10 +407,10 @@ def _check_contents(call: AttentionCall) -> None:
 
 
 def _check_ranges(call: AttentionCall) -> None:
-    """Checks ranges of keys, which it reads back. Those of rows of no sequence may reach beyond all keys."""
+    """Checks ranges of keys, which it reads back. Rows that belong to no sequence may have ranges beyond the keys."""
     assert call.key_ranges is not None
     if torch._C._are_functorch_transforms_active():
-        return  # what is mapped cannot be read
+        return  # tensors under torch.func cannot be read
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         check_ranges(call.key_ranges, call.key.shape[2])
         return
@@ -422,7 +421,7 @@ def _check_ranges(call: AttentionCall) -> None:
 
 
 def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:
-    """Runs a prepared call and returns what the public functions return for it."""
+    """Runs a prepared call and returns what ``attention`` or ``attention_varlen`` returns for it."""
     call, request, choice = prepared
     if call.dropout_p > 0 and call.dropout_seed is None:  # after the choice: explain must not draw from the generator
         call = call._replace(dropout_seed=draw_seed(call.query.device))

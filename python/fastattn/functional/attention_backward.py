@@ -38,9 +38,9 @@ def attention_backward(
     grad_lse: Tensor | None = None,
     by_kernel_only: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the gradients of query, key and value; ``out``, ``lse`` and their gradients are those of all blocks.
+    """Returns a block's gradients of query, key and value; ``out``, ``lse`` and their gradients are of all blocks.
 
-    With ``by_kernel_only`` it returns None where no kernel takes the call.
+    With ``by_kernel_only`` it returns None if no kernel takes the call.
     """
     with torch.enable_grad():
         inputs = tuple(tensor.detach().requires_grad_() for tensor in call[:3])

@@ -1,10 +1,10 @@
-"""Attends with some rows over some keys of a larger call, whose result is the merge of such blocks.
+"""Computes a block of attention, some rows over some keys of a larger call; such blocks are then merged.
 
 Nothing is rounded to 16 bits before the merge: output and gradients are float32 (float64 for float64 inputs). Autograd
-does not differentiate a block: whoever merges blocks also computes their gradients, with the output and the lse of the
-whole (Liu et al., "Ring attention", 2023, section 3).
+does not differentiate a block: the caller that merges blocks also computes their gradients, from the output and the lse
+of the larger call (Liu et al., "Ring attention", 2023, section 3).
 
-A block is an ``AttentionCall`` with ``first_row``, ``first_key`` and ``first_head``, its positions in the whole.
+A block is an ``AttentionCall`` with ``first_row``, ``first_key`` and ``first_head``, its positions in the larger call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BackwardTensors(NamedTuple):
     lse: Tensor
 
     def of(self, rows: slice, keys: slice) -> BackwardTensors:
-        """Returns the tensors of a smaller block."""
+        """Returns the tensors of a smaller block, over these rows and keys."""
         grad_out, grad_lse, query, out, lse = (
             tensor[:, :, rows] for tensor in (self.grad_out, self.grad_lse, self.query, self.out, self.lse)
         )
@@ -66,11 +66,11 @@ def add_gradients_of_block(
     tensors: BackwardTensors,
     block: AttentionCall,
 ) -> None:
-    """Adds the gradients of query, key and value to ``sums``, and that of the slopes to ``slopes_sum`` unless it is
-    None.
+    """Adds a block's gradients of query, key and value to ``sums``, and its gradient of the slopes to ``slopes_sum``
+    unless that is None.
 
-    The query, key and value are those of ``tensors``, whose output and gradient have the query's dtype. ``sums`` have
-    the dtype of the lse and contiguous rows. ``slopes_sum`` has the slopes' shape.
+    ``tensors`` replaces the query, key and value of ``block``; its ``out`` and ``grad_out`` have the query's dtype.
+    ``sums`` have the dtype of the lse and contiguous rows. ``slopes_sum`` has the slopes' shape.
     """
     grad_out, grad_lse, query, key, value, out, lse = tensors
     slopes = None if slopes_sum is None else block.alibi_slopes
@@ -79,7 +79,7 @@ def add_gradients_of_block(
         call, request = check_once(_with_inputs(block._replace(exact_out=True), inputs))
         choice = choose(request)
         if choice.backend == "torch":
-            exact = [t.detach().to(lse.dtype).requires_grad_() for t in inputs]  # for gradients in that dtype
+            exact = [t.detach().to(lse.dtype).requires_grad_() for t in inputs]  # so that gradients have this dtype
             found = _by_reference(_with_inputs(call, exact))
             grads = through_the_block(grad_out, grad_lse, tuple(exact), out, lse, *found)
             for total, grad in zip((*sums, slopes_sum), grads, strict=False):
@@ -95,6 +95,6 @@ def add_gradients_of_block(
 
 
 def _with_inputs(call: AttentionCall, inputs: list[Tensor]) -> AttentionCall:
-    """Returns the call over these query, key, value and, if they are given, slopes."""
+    """Returns the call with the query, key, value and, if given, slopes of ``inputs``."""
     query, key, value, *slopes = inputs
     return call._replace(query=query, key=key, value=value, alibi_slopes=slopes[0] if slopes else call.alibi_slopes)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``attention`` and ``attention_varlen``, and what the host can conclude from them."""
+"""Checks the arguments of ``attention`` and ``attention_varlen``, and describes the calls."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fastattn.functional.checked_once import CheckedOnce
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
 from fastattn.ops.describe import describe_attention
 
-MOST_RANGES = 4  # of visible keys for a query
+MOST_RANGES = 4  # the most ranges of keys for a query
 
 
 def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
-    """Returns the call with checked options, and its description; raises where the host can see that it is wrong."""
+    """Returns the call with checked options and its description; raises if the host sees a wrong argument."""
     query, key, value, bias, alibi_slopes, sinks = call[:6]
     for name, tensor in zip(call._fields, call.tensors, strict=False):
         refuse_wrapped(name, tensor)
@@ -191,8 +191,8 @@ def check_shape_of_ranges(ranges: Any, query: Tensor, is_packed: bool) -> None:
 
 
 def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
-    """Checks that ranges ``[…, rows, R, 2]`` lie within the keys, of which each row may have another number, and do not
-    overlap. It reads them back, so call it only if `contents_are_checked`, and not under ``torch.func``."""
+    """Checks that the ranges ``[…, rows, R, 2]`` of each row do not overlap and lie within ``num_keys``, an int or
+    ``[rows]``. It reads them back, so call it only if `contents_are_checked`, and not under ``torch.func``."""
     begin, end = ranges.unbind(-1)
     if isinstance(num_keys, Tensor):
         num_keys = num_keys[:, None]
@@ -202,7 +202,7 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         row, wrong = index[:-1], ranges[tuple(index)].tolist()
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
         raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at key_ranges{row}")
-    # Empty ranges go last, behind all others.
+    # Sort each row's ranges, the empty ones last.
     order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
     begin, end = begin.gather(-1, order), end.gather(-1, order)
     overlap = (begin[..., 1:] < end[..., :-1]) & (begin[..., 1:] < end[..., 1:])
@@ -214,7 +214,7 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:
-    """Raises where a kernel cannot read a cache without a copy; ``why`` says in the error why it is not copied."""
+    """Raises if a kernel cannot read a cache without a copy; ``why`` tells in the error why the cache is not copied."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return  # a traced or wrapped tensor has no address
     for name, cache in caches.items():
@@ -236,7 +236,7 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
 
 
 def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
-    """Checks offsets against ``total`` packed rows (None: there is no packed tensor) and the longest length.
+    """Checks that offsets stay within ``total`` packed rows (None: keys in pages), and lengths within ``max_seqlen``.
 
     It reads the offsets back, so call it only if `contents_are_checked`. Rows that belong to no sequence, such as the
     end of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.

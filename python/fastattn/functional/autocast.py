@@ -30,7 +30,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def autocast_to(dtype: torch.dtype, tensor: Argument) -> Argument:
     """Returns ``tensor`` in ``dtype``; float64 and tensors that are not floating stay as they are, as in torch.
 
-    None and arguments that are no tensors stay too: the checks say what is wrong with them.
+    None and arguments that are no tensors stay too; later checks raise about these.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

@@ -1,8 +1,8 @@
-"""Runs ``attention_with_kv_cache`` and ``append_to_cache`` on a CPU, at the cost of the cached tokens alone.
+"""Runs ``attention_with_kv_cache`` and ``append_to_cache`` on a CPU, over the cached tokens only.
 
-The reference reads no lengths, so it processes the whole capacity of the caches. On a CPU the lengths are at hand: only
-new tokens are written, and attention runs over slices of the caches. A sequence's slice ends with its last token and
-begins with the first token that its window shows to a query, so that a single query needs no mask.
+The reference does not read lengths, so it processes the whole capacity of the caches. This module reads them: it writes
+only the new tokens and attends over slices of the caches. A sequence's slice runs from the first token in the window of
+any query to the last token, so that a single query needs no mask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fastattn.rotary import rotary_at
 
 
 def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse of a checked call, or None where the host may not read lengths or a tensor is empty.
+    """Returns output and lse of a checked call, or None if the host may not read lengths or a tensor is empty.
 
-    The lse is empty unless it is wanted.
+    The lse is empty without ``return_lse``.
     """
     if not is_readable(*call.tensors) or 0 in (*call.query.shape, *call.k_cache.shape, *call.v_cache.shape):
         return None
@@ -59,7 +59,7 @@ def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
 
 
 def append_to_cache(call: AppendCall) -> bool:
-    """Writes the tokens that have a slot and returns True; returns False where the host may not read the slots."""
+    """Writes the tokens that have a slot and returns True; returns False if the host may not read the slots."""
     if not is_readable(*call) or 0 in call.k_cache.shape[:3]:
         return False
     num_slots = call.k_cache.shape[0] * call.k_cache.shape[2]
@@ -98,7 +98,7 @@ def _append(call: DecodeCall, before: list[int]) -> None:
 
 
 def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:
-    """Writes ``new [tokens, Hkv, D]`` to rows of pages in the format of the cache, with scales computed or given."""
+    """Writes ``new [tokens, Hkv, D]`` to ``cache[page, :, row]`` in its format, with computed or given scales."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, None if scales is None else scales.reshape(-1, 1))
     elif scales is not None:
@@ -108,7 +108,7 @@ def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row:
 
 
 def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
-    """Yields runs of neighbouring sequences with equally many tokens, each of which is one view of the cache."""
+    """Yields slices of consecutive sequences with equally many tokens; with ``each_alone``, of single sequences."""
     begin = 0
     for _, run in groupby(enumerate(totals), key=lambda item: item if each_alone else item[1]):
         end = begin + len(list(run))
@@ -117,9 +117,9 @@ def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
 
 
 def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of a run of sequences whose queries see no tokens but ``tokens``.
+    """Returns output and lse of the sequences ``run``, whose queries see only the cached ``tokens``.
 
-    The lse is meaningless unless it is wanted.
+    Without ``return_lse`` the second result is a placeholder.
     """
     num_queries, scale = query.shape[2], call.scale
     assert scale is not None
@@ -138,10 +138,10 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
     dtype = torch.promote_types(query.dtype, key.dtype)  # 8-bit keys are float32 by now
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     is_plain = not call.return_lse and call.softcap == 0 and slopes is None and call.sinks is None and scale > 0
-    if is_plain and value.shape[-1] == key.shape[-1]:  # for other values PyTorch's composite would expand KV heads
+    if is_plain and value.shape[-1] == key.shape[-1]:  # for Dv != D PyTorch would expand KV heads
         if mask is not None or (left, right) != (-1, -1):
             return torch_sdpa.attend(query, key, value, mask, (left, right), scale), query
-        # PyTorch's kernel may take a score of NaN for a number.
+        # PyTorch's kernel may lose a NaN score: zero such keys here, and put the NaN back below.
         spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
         if spoiled is not None:
             key = key.masked_fill(spoiled, 0.0)
@@ -166,7 +166,7 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
 
 
 def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
-    """Returns the mask for absent pages and a tree, bool ``[B, 1, Sq or 1, tokens]``, or None, without the window."""
+    """Returns the mask of absent pages and a tree (not the window), bool ``[B, 1, Sq or 1, tokens]``, or None."""
     mask = None
     if call.block_table is not None:
         table = call.block_table[run, _pages(call, tokens)]
@@ -182,7 +182,7 @@ def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tens
 
 
 def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
-    """Returns the keys or values of tokens, ``[B, Hkv, tokens, D]``: a view, unless they are paged or 8-bit."""
+    """Returns the keys or values of ``tokens``, ``[B, Hkv, tokens, D]``: a view, or a copy if paged or 8-bit."""
 
     def rows(stored: Tensor) -> Tensor:
         if call.block_table is None:
@@ -202,9 +202,8 @@ def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, to
 def _from_fp8(x: Tensor) -> Tensor:
     """Returns fp8 numbers as float32, ten times as fast as PyTorch's own conversion.
 
-    Behind its sign, fp8 has four bits of the exponent and three of the mantissa. Shifted behind the first bit of a
-    float16 exponent, the same seven bits mean a number that is smaller by 2 ** 8. The code of NaN becomes 480, which no
-    fp8 number is.
+    fp8 has a sign bit, four exponent bits and three mantissa bits. The shift puts the last seven below the top exponent
+    bit of a float16, where they mean the number divided by 2 ** 8. The code of NaN becomes 480, which is no fp8 number.
     """
     bits = (x.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     numbers = bits.view(torch.float16).to(torch.float32).mul_(2**8)
@@ -215,11 +214,11 @@ def _from_fp8(x: Tensor) -> Tensor:
 
 
 def _pages(call: DecodeCall, tokens: slice) -> slice:
-    """Returns the range of a sequence's pages that hold these tokens."""
+    """Returns which columns of the block table name the pages of ``tokens``."""
     page_size = call.k_cache.shape[2]
     return slice(tokens.start // page_size, -(-tokens.stop // page_size))
 
 
 def _tokens_of(rows: Tensor, dim: int, call: DecodeCall, tokens: slice) -> Tensor:
-    """Returns these tokens from all rows of the pages that hold them."""
+    """Returns ``tokens`` out of all ``rows`` of the pages that hold them."""
     return rows.narrow(dim, tokens.start % call.k_cache.shape[2], tokens.stop - tokens.start)

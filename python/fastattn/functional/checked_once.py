@@ -1,4 +1,4 @@
-"""Checks a call's arguments once per signature, not once per call, and keeps what came out."""
+"""Checks a call's arguments once per signature, not once per call, and keeps the result."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastattn.checks import mapped_size, needs_gradient
 Record = TypeVar("Record", bound=tuple[Any, ...])
 Facts = TypeVar("Facts")
 
-_MOST_KEPT = 4096  # results; a server that sees ever new lengths must not grow for ever
+_MOST_KEPT = 4096  # the limit of results, for servers that see ever new lengths
 
 
 class CheckedOnce(Generic[Record, Facts]):
-    """Keeps the results of ``check(call)``, by everything that the host knows about the arguments.
+    """Calls ``check(call)`` and remembers its results, keyed by everything that the host knows about the arguments.
 
-    ``check`` returns the call with checked options, and facts about it. It raises where arguments are wrong; errors are
+    ``check`` returns the call with checked options, and facts about it. It raises if arguments are wrong; errors are
     not kept. Under ``torch.compile`` it is traced each time, and the compiled graph keeps the result.
 
     Args:
-        record: the type of the calls: fields before ``first_option`` are tensors, those from there up to ``end`` are
+        record: the type of the calls. Fields before ``first_option`` are tensors, fields from there up to ``end`` are
             options, and the rest are not checked.
     """
 
@@ -52,12 +52,12 @@ class CheckedOnce(Generic[Record, Facts]):
         signature: tuple[Any, ...] = (*signatures, options, *map(type, options), torch.is_grad_enabled())
         if self._window is not None and isinstance(call[self._window], tuple):
             signature += tuple(map(type, call[self._window]))
-        if torch._C._are_functorch_transforms_active():  # `requires_grad` and `shape` do not tell all then
+        if torch._C._are_functorch_transforms_active():  # wrappers hide `requires_grad` and sizes of what they wrap
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)
         try:
             found = self._kept.get(signature)
-        except TypeError:  # an option that cannot be hashed is a wrong one: the checks say what is wrong with it
+        except TypeError:  # an option that cannot be hashed is wrong: the checks raise
             return self._check(call)
         if found is None:
             checked, facts = self._check(call)
@@ -69,8 +69,7 @@ class CheckedOnce(Generic[Record, Facts]):
 
 
 def _signature(tensor: Any) -> Any:
-    """Returns what checks depend on: the facts and the type of a tensor, since subclasses go to PyTorch; of anything
-    else the type."""
+    """Returns what the checks use: a tensor's facts and type (subclasses go to PyTorch), otherwise the type."""
     if not isinstance(tensor, Tensor):
         return type(tensor)
     shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none

@@ -1,8 +1,8 @@
-"""Attends where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
+"""Computes attention where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
 
-``attend`` computes it from PyTorch's operators on a CPU, with what PyTorch's own attention lacks: softcap, ALiBi,
-sinks, the lse. It is the reference's mathematics without the work that few calls need: it expands no KV heads, computes
-one softmax, and handles NaN only where there is NaN.
+``attend`` computes attention from PyTorch's operators on a CPU, including what PyTorch's own attention lacks: softcap,
+ALiBi, sinks and the lse. Unlike the reference, it does not expand KV heads, computes one softmax, and handles NaN only
+if there is NaN.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def attend(
     sinks: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None where the host may not look at values or a
-    tensor is empty.
+    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None if a tensor is empty or not readable.
 
     The arguments are those of ``attention``; a causal mask is part of ``window``. Everything is differentiable.
     """
@@ -82,7 +81,7 @@ def attend(
     if spoiled_values is not None:
         seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ spoiled_values.to(dtype) > 0
 
-    # Weights are relative to the largest score. Neither result depends on it, so no gradient needs to go through it.
+    # Weights are relative to the largest score, ``level``. Neither result depends on it, so it needs no gradient.
     level = scores.detach().amax(-1, keepdim=True)
     sink = None if sinks is None else sinks.to(dtype).view(1, *by_kv_head, 1, 1)
     if sink is not None:
@@ -111,7 +110,7 @@ _attend_packed_by_reference = OnRecord(reference.attention_varlen, AttentionCall
 
 
 def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Request]:
-    """Returns a dense call with a mask in place of its ranges of keys."""
+    """Returns a dense call and its request with a mask in place of the ranges of keys."""
     assert call.key_ranges is not None
     visible, bias = reference.mask_of_ranges(call.key_ranges, call.key.shape[2]), call.bias
     if bias is not None:
@@ -121,7 +120,7 @@ def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Re
 
 
 def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ...]:
-    """Returns output, lse and, where they are wanted, the largest scores; an lse that is not wanted may be empty.
+    """Returns output, lse and, if asked for, the largest scores. The lse may be empty without ``return_lse``.
 
     PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
     """
@@ -143,7 +142,7 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
         elif (
             not call.return_lse and (slopes is None or slopes.dim() == 1) and call.query.numel() and call.value.numel()
         ):
-            # The offsets are readable, so the composite attends.
+            # `attend_packed` passes on readable tensors only, for which the composite never returns None.
             out = torch_sdpa.attend_packed(call, lambda some: _attend_composite(some)[0])
             if out is not None:
                 return out, out.new_empty(0)

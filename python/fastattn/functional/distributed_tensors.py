@@ -1,4 +1,4 @@
-"""Attends over DTensor: batch entries and heads do not depend on each other, so each rank attends over its own."""
+"""Computes attention over DTensor: batch entries and heads are independent, so each rank computes its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class Dims(NamedTuple):
-    """Says which dimensions of a tensor are its batch and its heads (KV heads for keys and values), or None.
+    """Names the batch dimension and the heads dimension of a tensor (KV heads for keys and values), or None.
 
-    ``over_batch`` is the reduction that makes a result without a batch from the results of ranks with different batch
-    entries.
+    ``over_batch`` is the reduction over ranks with different batch entries, for a result that has no batch dimension.
     """
 
     batch: int | None
@@ -36,7 +35,7 @@ _Results = TypeVar("_Results")
 
 
 def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall], _Results]) -> _Results:
-    """Runs ``attend`` over each rank's parts of the call's tensors; the query is a DTensor."""
+    """Runs ``attend`` on each rank over its shards of the call's tensors; the query is a DTensor."""
     if call.dropout_p and call.dropout_seed is None:
         raise InputError(
             "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
@@ -59,14 +58,14 @@ def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall
 
 
 def _check_sizes(call: AttentionCall, dims: dict[str, Dims]) -> None:
-    """Checks batch sizes and heads of the whole tensors, as the parts of one rank may fit where the wholes do not."""
+    """Checks batch sizes and heads of the whole tensors, because shards may fit where whole tensors do not."""
     query, query_dims = call.query, dims["query"]
-    if query.dim() < 3:  # the checks of each rank's part say what is wrong with it
+    if query.dim() < 3:  # each rank's check of its shard raises
         return
     for name, its_dims in dims.items():
         tensor = getattr(call, name)
         if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
-            continue  # those checks say so here, too
+            continue  # each rank's check raises here, too
         pairs = ("batch size", its_dims.batch, query_dims.batch), ("heads", its_dims.heads, query_dims.heads)
         for what, dim, query_dim in pairs:
             is_grouped = what == "heads" and name in ("key", "value")
@@ -93,7 +92,7 @@ def dims_of_mask(shape: Sequence[int]) -> Dims:
 
 
 def _shape(tensor: Any) -> Sequence[int]:
-    """Returns the shape, or () for what is no tensor: the checks say what is wrong with it."""
+    """Returns the shape, or () for other arguments, about which later checks raise."""
     return tensor.shape if isinstance(tensor, Tensor) else ()
 
 
@@ -104,16 +103,16 @@ def attend_locally(
     may_shard: bool,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
-    """Runs ``attend`` over each rank's parts. The results, one tensor or several, are placed like the query.
+    """Runs ``attend`` on each rank over its shards, and returns one or several DTensor that are sharded like the query.
 
     Args:
         tensors: query, key and value, which must be DTensor, then the other arguments of the call: DTensor, or plain
-            tensors that are the same on each rank. Each rank gets the part for its batch entries and heads; gradients
-            of plain tensors are those of all ranks together.
+            tensors that are the same on each rank. Each rank gets the shard for its batch entries and heads. Gradients
+            of plain tensors are gathered or summed over all ranks.
         dims: the dims of each tensor.
         dims_of_results: the dims of each result.
-        may_shard: False gives each rank all batch entries and heads, for options that number them. The same happens to
-            a query that is split along other dims, or unevenly.
+        may_shard: False gives each rank all batch entries and heads, for options that depend on their numbers. So does
+            a query that is sharded along other dims, or unevenly.
 
     Raises:
         InputError: one of the first three is no DTensor, or they are on several meshes.
@@ -143,7 +142,7 @@ def attend_locally(
 
 def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int], enable_gqa: bool) -> bool:
     """Returns whether query, key and value ``[B, H, S, D]`` are DTensor that fit together and fit a mask of these
-    sizes, and are all split evenly, over batch or heads alone."""
+    sizes, and are sharded alike and evenly, over batch or heads only."""
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
         return False
@@ -162,7 +161,7 @@ def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int],
 
 
 def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[str | None]:
-    """Returns for each mesh dimension ``"batch"`` or ``"heads"`` if it splits these evenly, else None."""
+    """Returns for each mesh dimension ``"batch"`` or ``"heads"`` if it shards these evenly, else None."""
     from torch.distributed.tensor import Shard
 
     query = tensors[0]
@@ -184,7 +183,7 @@ def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
 
 
 def placement(kind: str | None, dims: Dims) -> Placement:
-    """Returns the placement of a tensor on a mesh dimension that splits ``kind``: batch, heads or nothing."""
+    """Returns the placement of a tensor on a mesh dimension that shards ``kind``: batch, heads or nothing."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     dim = {None: None, "batch": dims.batch, "heads": dims.heads}[kind]
@@ -194,8 +193,8 @@ def placement(kind: str | None, dims: Dims) -> Placement:
 
 
 def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
-    """Returns this rank's part of a tensor. If every rank has the whole tensor beside a part of the query, the tensor's
-    gradient is the sum over these ranks."""
+    """Returns this rank's shard of a tensor. Where ranks have different shards of the query but the same tensor, the
+    tensor's gradient is the sum over these ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not isinstance(tensor, Tensor):
@@ -215,8 +214,8 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
 def redistributed_local(
     tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement]
 ) -> Tensor:
-    """Returns this rank's part of ``tensor`` in ``placements``; its gradient has the placements ``grad_placements``."""
+    """Returns this rank's shard of ``tensor`` in ``placements``; its gradient has ``grad_placements``."""
     local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
-    if type(local).__name__ == "AsyncCollectiveTensor":  # it is still on its way
+    if type(local).__name__ == "AsyncCollectiveTensor":  # the collective is still in flight
         return torch.ops._c10d_functional.wait_tensor(local)
     return local

@@ -1,4 +1,4 @@
-"""Makes dropout seeds as the kernels take them, on the device."""
+"""Makes dropout seeds in the form that kernels take: tensors on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattn.checks import check_dtype, check_int, check_same_device, expect
 
 
 def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
-    """Returns a dropout seed as an int64 tensor of one element on the device, without a synchronisation."""
+    """Returns a dropout seed as an int64 tensor of one element on the device, without synchronising."""
     if isinstance(seed, Tensor):
         check_dtype("dropout_seed", seed, (torch.int64,))
         check_same_device("dropout_seed", seed, device)

@@ -1,4 +1,4 @@
-"""Runs the linear layer over int8 weights."""
+"""Computes linear layers over int8 weights."""
 
 from __future__ import annotations
 
@@ -56,32 +56,32 @@ def int8_linear(
     residual: Tensor | None = None,
     input_precision: str = "16bit",
 ) -> Tensor:
-    """Returns ``activation(x @ weight^T + bias) + residual``; the int8 weight is dequantised on the fly.
+    """Computes ``activation(x @ weight^T + bias) + residual`` with an int8 weight that is dequantised on the fly.
 
-    Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, once
-    more before the activation and the residual). cuBLAS may compute a plain product of many tokens, as
-    ``fastattn.explain`` tells. Then the weight is first rounded, as by ``weight.dequantize``, and so are partial sums
-    where PyTorch lets cuBLAS round them (docs/concepts.md). Autocast is honoured as by ``F.linear``.
+    Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, also
+    before the activation and the residual). For many tokens, cuBLAS may compute a plain product; ``fastattn.explain``
+    tells when. The weight is then rounded first, as by ``weight.dequantize``, and so are partial sums where PyTorch
+    lets cuBLAS round them (docs/concepts.md). Autocast applies as to ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.
-        weight: from ``quantize_int8``, ``[N, K]``, or the ``weight`` of an ``fastattn.nn.Int8Linear``. If its rows are
-            sharded (by ``ColwiseParallel``; with ``"swiglu"`` by that of ``fastattn.distributed``, ``fused=2``), each
-            rank takes its own rows. Then ``x`` is a DTensor, as ``PrepareModuleInput`` makes it, and so is the result.
+        weight: ``[N, K]`` from ``quantize_int8``, or the ``weight`` of a ``fastattn.nn.Int8Linear``. If its rows are
+            sharded (by ``ColwiseParallel``, or for ``"swiglu"`` by ``fastattn.distributed.ColwiseParallel(fused=2)``),
+            each rank computes with its own rows, and ``x`` (by ``PrepareModuleInput``) and the result are DTensor.
         bias: ``[N]`` in the dtype of ``x``.
-        activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. The last is gated
-            and takes a fused weight, whose first N / 2 rows are the gate's and the others the up projection's (as
-            ``gate_up_proj`` of Hugging Face's models): ``silu(x @ gate^T + …) * (x @ up^T + …)``, N / 2 columns.
+        activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. ``"swiglu"``
+            takes a fused weight: its first N / 2 rows are the gate projection, the others the up projection (as in
+            Hugging Face's ``gate_up_proj``). The result ``silu(x @ gate^T + …) * (x @ up^T + …)`` has N / 2 columns.
         residual: ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, added last.
-        input_precision: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of it to symmetric
-            int8 (the gradient passes straight through).
+        input_precision: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of ``x`` to
+            symmetric int8 (with a straight-through gradient).
 
     Returns:
         ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, differentiable in ``x``, ``bias`` and
         ``residual``.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also scales that
+        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also scales that
             are not finite.
     """
     if isinstance(weight, Int8Tensor):
@@ -96,7 +96,7 @@ def int8_linear(
 
 
 def linear_over(call: Int8Call) -> Tensor:
-    """Computes a call over a weight that is known to be sound."""
+    """Checks and computes a call whose weight and scales are known to fit together."""
     x = call.x
     check_tensor("x", x)
     check_tensor("bias", call.bias, optional=True)
@@ -135,7 +135,7 @@ def linear_over(call: Int8Call) -> Tensor:
 
 @replaces_function(F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Replaces ``F.linear`` over an ``Int8Tensor``."""
+    """Computes ``F.linear`` over an ``Int8Tensor``."""
     if not isinstance(weight, Int8Tensor):
         raise InputError("F.linear: expected an int8 weight as weight only, got one as input or bias")
     return int8_linear(input, weight, bias)
@@ -174,7 +174,7 @@ def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _nested_linear(call: Int8Call) -> Tensor:
-    """Runs nested tensors through PyTorch's linear layer, which checks them: they lack shapes and most operators."""
+    """Runs a nested ``x``, which lacks a shape and most operators, through PyTorch's linear layer, which checks it."""
     x, activation = call.x, call.activation
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
@@ -249,7 +249,7 @@ def _linear_over_sharded(
     has_rows = not others and isinstance(rows, (Shard, _StridedShard)) and rows.dim == 0
     if not has_rows or not isinstance(own, Int8Tensor):
         raise InputError(f"weight: expected an int8 weight that is sharded by rows, got {weight.placements}")
-    columns: Any = Shard(0) if activation in GATED else rows  # of the result, which a rank's own rows make
+    columns: Any = Shard(0) if activation in GATED else rows  # the placement of the result's columns
     if activation in GATED:
         by = f"fastattn.distributed.ColwiseParallel(fused=2), as {activation!r} needs rows of both halves"
         expect(rows == _StridedShard(0, split_factor=2), "weight", f"one that is sharded by {by}", rows)

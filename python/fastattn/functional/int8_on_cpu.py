@@ -1,8 +1,8 @@
 """Computes ``x @ dequantize(weight)^T`` on a CPU, block by block: the whole weight never exists in floating point.
 
-A block of rows is converted into one buffer and multiplied while it is still in the core's cache. That takes about as
-long as PyTorch's product over a float32 weight, which reads four times the bytes from memory. No floating copy of the
-weight remains, and autograd saves the int8 weight: the backward pass converts the blocks again.
+Each block of rows is converted into one buffer and multiplied while it is still in the core's cache. This takes about
+as long as PyTorch's product over a float32 weight, which reads four times the bytes from memory. No floating copy of
+the weight remains, and autograd saves the int8 weight: the backward pass converts the blocks again.
 """
 
 from __future__ import annotations

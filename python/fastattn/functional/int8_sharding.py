@@ -1,7 +1,7 @@
-"""int8 weights in parts: slices and concatenations, and the collectives of DDP, FSDP2 and tensor parallelism, which
-send first the data, then the scales.
+"""Implements slices, concatenations and collectives of int8 weights for DDP, FSDP2 and tensor parallelism. The
+collectives send first the data, then the scales.
 
-Importing this module makes the operators take int8 weights.
+Importing this module registers these operators for ``Int8Tensor``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> 
 
 @replaces_operator(_aten.index_select.default)
 def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
-    """Selects rows, which puts shards whose rows are not consecutive together in order."""
+    """Selects rows, which puts the rows of gathered shards in order where shards are not consecutive."""
     weight = as_matrix(weight, op)
     expect(dim % 2 == 0, "index_select", "rows of an int8 weight", "columns")
     data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
@@ -100,9 +100,9 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
 
 
 class FlatTensors(Tensor):
-    """Holds flat tensors, int8 weights among them, that DDP has concatenated to broadcast them at once.
+    """Stands for the concatenation of flat tensors, int8 weights among them, that DDP broadcasts at once.
 
-    This holds the tensors themselves, so that the broadcast writes into them, and slices give them back.
+    It holds the tensors themselves: the broadcast writes into them, and slices return them.
     """
 
     parts: list[Tensor]
@@ -151,11 +151,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _into_parts(output: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
-    """Calls ``run(i, part)``, a collective that writes, for each plain tensor of ``output``, and waits for it; returns
-    the last handle."""
+    """Runs the collective ``run(i, part)``, which writes ``part``, for each plain tensor of ``output``, and waits for
+    it. Returns the last handle."""
     work = None
     for i, part in enumerate(_parts(output)):
-        dense = part.contiguous()  # a copy where rows have room behind them
+        dense = part.contiguous()  # a copy where rows are padded
         _, work = run(i, dense)
         dist.Work.unbox(work).wait()
         if dense is not part:
@@ -178,7 +178,7 @@ def _scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *argum
 
 @_replaces_collective("_c10d_functional", "all_gather_into_tensor")
 def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -> Int8Tensor:
-    """Gathers the rows of all ranks, waits for them, and returns them below each other."""
+    """Gathers the rows of all ranks, waits for them, and returns them concatenated."""
 
     def gather(part: Tensor) -> Tensor:
         whole: Tensor = torch.ops._c10d_functional.wait_tensor(op(part.contiguous(), group_size, group_name))
@@ -194,8 +194,8 @@ def _already_waited(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 
 def _replace_wrap() -> None:
-    _replaces_collective("_c10d_functional", "_wrap_tensor_autograd")(_already_waited)  # which torch 2.10 lacks
+    _replaces_collective("_c10d_functional", "_wrap_tensor_autograd")(_already_waited)  # torch 2.10 lacks it
 
 
-# This module makes that operator when it is imported, and DTensor imports it.
+# Importing that module defines the operator, and DTensor imports it.
 after_import("torch.distributed._functional_collectives", _replace_wrap)

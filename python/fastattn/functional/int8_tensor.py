@@ -1,4 +1,4 @@
-"""Carries an int8 weight with its scales in a tensor subclass, so that it can be a parameter."""
+"""Defines a tensor subclass that holds an int8 weight with its scales, so that it can be a parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
 def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
     """Makes the decorated function replace these operators where an ``Int8Tensor`` is among the arguments.
 
-    It takes the operator itself, then the operator's own arguments.
+    The decorated function takes the operator itself, then the operator's arguments.
     """
 
     def register(replacement: Operator) -> Operator:
@@ -46,13 +46,13 @@ def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
 
 
 class Int8Tensor(Tensor):
-    """Gives an ``Int8Weight`` the shape of a floating tensor, so that it can be a module's parameter.
+    """A tensor that holds an int8 weight with its scales, so that a module can have it as a parameter.
 
     Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
-    nothing but its ``dtype``. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``.
-    Operators that move, copy, shard and load parameters work. ``F.linear`` runs ``int8_linear``. ``copy_`` from a
-    floating tensor quantises, and ``copy_`` into a floating tensor dequantises. Other operators raise ``InputError``:
-    call ``dequantize()`` for them.
+    only its ``dtype``. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``. Operators that
+    move, copy, shard or load parameters work. ``F.linear`` runs ``int8_linear``. ``copy_`` from a floating tensor
+    quantises, and ``copy_`` into a floating tensor dequantises. Other operators raise ``InputError``: call
+    ``dequantize()`` first.
 
     Attributes:
         int8_data: int8 ``[N, K]``, as ``Int8Weight.data``.
@@ -60,7 +60,7 @@ class Int8Tensor(Tensor):
         granularity: as ``Int8Weight.granularity``.
         form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The attributes
             above do not depend on it.
-        is_being_placed: whether ``data_ptr`` answers, which it does while transformers spreads a model over devices.
+        is_being_placed: whether ``data_ptr`` returns instead of raising, while transformers places a model on devices.
     """
 
     int8_data: Tensor
@@ -81,7 +81,7 @@ class Int8Tensor(Tensor):
     ) -> Int8Tensor:
         """Makes a tensor over ``data`` and ``scale`` themselves, unchecked; ``from_weight`` takes a checked weight.
 
-        ``row_stride`` is the width of the matrix of which the tensor is some columns.
+        ``row_stride`` is the number of columns of the whole matrix, if ``data`` is a slice of its columns.
         """
         rows, columns = data.shape
         stride = columns if row_stride is None else row_stride
@@ -107,7 +107,7 @@ class Int8Tensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Returns the bytes that the int8 data and the scales take, without the room behind rows."""
+        """Returns the bytes that the int8 data and the scales take, without the padding of rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
 
     def element_size(self) -> int:
@@ -115,14 +115,14 @@ class Int8Tensor(Tensor):
         return self.int8_data.element_size()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a plain tensor of the same shape, in ``dtype`` or else in the dtype of this one."""
+        """Returns the weight as a plain floating tensor of the same shape, by default in this tensor's ``dtype``."""
         weight = Int8Weight(self.int8_data, self.int8_scale, self.granularity).dequantize(dtype or self.dtype)
         return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
 
     def requires_grad_(self, requires_grad: bool = True) -> Int8Tensor:
         """Raises ``InputError`` for True where this is a parameter: an int8 weight is not trained.
 
-        A tensor that is no parameter is left as it is, since ``nn.Parameter(weight)`` asks for a gradient by itself.
+        A tensor that is no parameter yet is left unchanged, because ``nn.Parameter(weight)`` calls this with True.
         """
         is_parameter = getattr(self, "_is_param", False)
         expect(
@@ -178,16 +178,16 @@ class Int8Tensor(Tensor):
             )
         return replacement(func, *args, **(kwargs or {}))
 
-    # FSDP2 calls these two on each rank's shard, before and after the collective that makes the whole weight.
+    # FSDP2 calls the next two methods on each rank's shard, before and after the all-gather of the whole weight.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Int8Tensor]]:
-        """Returns the tensors that a rank sends, and what it remembers: the whole weight's shape and its own shard.
+        """Returns the tensors that a rank sends, and the metadata that it keeps: the whole shape and its shard.
 
-        Data is sent with the room behind its rows, so that the whole weight's rows are aligned too. Where the ranks do
-        not divide the rows, FSDP2 needs tensors of one shape, that of the largest shard. The scales are then sent as
-        bytes in a tensor of the same shape as the data.
+        The data is sent with padded rows, so that the whole weight's rows are aligned too. If the ranks do not divide
+        the rows, FSDP2 needs all tensors in one shape, that of the largest shard. The scales are then sent as bytes,
+        padded to that shape.
         """
         data, scale = self.int8_data, self.int8_scale
         (rows, columns), ranks = outer_size, mesh.size()
@@ -211,9 +211,9 @@ class Int8Tensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Int8Tensor, tuple[Tensor, ...]] | None:
-        """Returns the whole weight over the gathered memory, and the tensors that it owns besides.
+        """Returns the whole weight over the gathered memory, and the tensors that this method allocated.
 
-        From the second time on, it updates ``out`` and returns None.
+        From the second call on, FSDP2 passes ``out``, which this method updates; it then returns None.
         """
         (rows, columns), shard = metadata
         data, scale, own = gathered[0][:rows, :columns], shard.int8_scale, []
@@ -225,11 +225,11 @@ class Int8Tensor(Tensor):
             own = [scale]
         if out is None:
             return Int8Tensor(data, scale, shard.granularity, param_dtype), tuple(own)
-        # FSDP2 keeps the parameter of the first time, whose data lies in memory that it has just filled again.
+        # FSDP2 keeps the first call's parameter and has gathered into its data; only scales may need an update.
         parameter = getattr(out, "_local_tensor", out)
         assert isinstance(parameter, Int8Tensor)
         if own or not scales_have_rows(shard):
-            parameter.int8_scale.data.copy_(scale)  # by .data, so that autograd, which saved it, sees no new version
+            parameter.int8_scale.data.copy_(scale)  # .data: autograd saved the scale and must see no new version
         return None
 
 
@@ -262,14 +262,14 @@ def as_matrix(weight: Int8Tensor, what: Any) -> Int8Tensor:
     return weight
 
 
-# --- what keeps the values -------------------------------------------------------------------------------------------
+# --- operators that keep the values -----------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 
 
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
-    """Returns a tensor over the same data and scale tensors, not views: these identify layers that share a weight."""
+    """Returns a tensor over the same data and scale objects, not over views: shared weights are recognised by them."""
     return _in_form(weight, weight.form, row_stride_of(weight))
 
 
@@ -343,7 +343,7 @@ def _as_strided(op: Any, weight: Int8Tensor, size: Any, stride: Any, storage_off
     return _same(_aten.alias.default, weight)
 
 
-# --- new tensors -----------------------------------------------------------------------------------------------------
+# --- operators that make new tensors ----------------------------------------------------------------------------------
 
 
 def new_weight(
@@ -372,7 +372,7 @@ def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: A
     return new_weight(rows, columns, group, dtype, device)
 
 
-# --- values that change ----------------------------------------------------------------------------------------------
+# --- operators that change the values ---------------------------------------------------------------------------------
 
 
 @replaces_operator(_aten.copy_.default)
@@ -402,8 +402,8 @@ def _zero_(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 @replaces_function(Tensor.data_ptr, Tensor.storage)
 def _data_ptr(tensor: Int8Tensor) -> Any:
-    """Refuses the address: readers of raw memory (safetensors, and so ``save_pretrained``) would lose the scales, or
-    read past the end."""
+    """Refuses to return an address: readers of raw memory (safetensors, and so ``save_pretrained``) would lose the
+    scales, or read past the end."""
     if vars(tensor).get("is_being_placed"):  # accelerate compares the address with those of tied weights
         return tensor.int8_data.data_ptr()
     raise InputError(

@@ -1,4 +1,4 @@
-"""Holds int8 weights, their values and scales, and quantises floating ones."""
+"""Defines int8 weights with their scales, and quantises floating weights."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Int8Weight:
-    """Holds a weight ``[N, K]`` as int8 numbers with scales.
+    """A weight ``[N, K]`` that is stored as int8 numbers with scales.
 
     Element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
-        data: int8 ``[N, K]``, rows contiguous, from -127 to 127. Rows from ``quantize_int8`` start at multiples of 16
-            bytes, with room behind each; other data is copied to such rows at each call of a CUDA C++ kernel.
+        data: int8 ``[N, K]`` from -127 to 127, with contiguous rows. ``quantize_int8`` pads rows to start at multiples
+            of 16 bytes; each call of a CUDA C++ kernel copies other data to such rows.
         scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
             group.
         granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
@@ -74,7 +74,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the int8 data and the scales take, without the room behind rows."""
+        """Returns the bytes that the int8 data and the scales take, without the padding of rows."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,13 +96,12 @@ class Int8Weight:
 
 
 def laid_out_like(old: Tensor, new: Tensor) -> Tensor:
-    """Returns ``new``, a copy of ``old``, with aligned rows if ``old`` has them: a copy by torch has no room behind
-    rows."""
+    """Returns ``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch's copies lose the padding."""
     return with_aligned_rows(new) if has_aligned_rows(old) else new
 
 
 def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
-    """Makes a weight without checks, as the leaves of a tree may be anything for a while."""
+    """Makes a weight without checks, because the leaves of a pytree may be placeholders."""
     weight = object.__new__(Int8Weight)
     for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
         object.__setattr__(weight, name, leaf)
@@ -144,7 +143,7 @@ def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:
-    """Quantises to symmetric int8: ``round(weight / scale)`` with ``scale = absmax / 127``, to nearest, ties to even.
+    """Quantises a weight to symmetric int8: ``round(weight / scale)``, ties to even, with ``scale = absmax / 127``.
 
     Args:
         weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
@@ -152,7 +151,7 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
             32, 64 or 128 along K. Values that are all zero have scale 1.
 
     Raises:
-        InputError, TypeError: an argument that the host can see is wrong; with ``FASTATTN_CHECK=1`` also a weight that
+        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also a weight that
             is not finite.
     """
     check_tensor("weight", weight)

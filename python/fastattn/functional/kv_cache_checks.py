@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``attention_with_kv_cache`` and ``append_to_cache``, and what the host concludes."""
+"""Checks the arguments of ``attention_with_kv_cache`` and ``append_to_cache``, and describes the calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
 def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Checks that every argument is a plain tensor that needs no gradient, or None where it is not ``needed``."""
+    """Checks that every argument is a plain tensor that needs no gradient, or None if it is not ``needed``."""
     for name, tensor in named.items():
         check_tensor(name, tensor, optional=name not in needed)
         refuse_wrapped(name, tensor)
@@ -54,7 +54,7 @@ def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
 
 
 def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
-    """Returns the call with checked options, and its description; raises where the host can see that it is wrong."""
+    """Returns the call with checked options, and its description; raises if the host sees a wrong argument."""
     query = call.query
     named = dict(zip(call._fields, call.tensors, strict=False))
     _check_tensors(named, _NEEDED)
@@ -118,7 +118,7 @@ def _check_caches(t: DecodeCall) -> None:
 
 
 def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
-    """Checks the dtypes of caches beside tensors of ``dtype``, and the scales that belong to them."""
+    """Checks the dtypes of caches that take tokens of ``dtype``, and the dtypes and shapes of their scales."""
     expected = f"{dtype}, as query and new tokens are, torch.int8 or {FP8}"
     expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, t.k_cache.dtype)
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
@@ -156,7 +156,7 @@ def _check_append(t: DecodeCall) -> None:
 
 
 def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
-    """Checks the cosines and sines by which a query of ``head_dim`` dims is rotated, both of which may be None."""
+    """Checks the cosines and sines that rotate a query of ``head_dim`` dims; both may be None."""
     if cos is None and sin is None:
         return
     check_tensor("rotary_cos", cos, optional=True)
@@ -176,7 +176,7 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
 
 
 def _check_tree(t: DecodeCall, window: tuple[int, int]) -> None:
-    """Checks the tree mask, and refuses options that go by a token's place in the cache: its position is its depth."""
+    """Checks the tree mask, and refuses options that need a token's index in the cache: its position is its depth."""
     assert t.tree_mask is not None
     batch, _, num_queries, _ = t.query.shape
     check_dtype("tree_mask", t.tree_mask, (torch.bool,))
@@ -228,19 +228,19 @@ def check_slots(t: AppendCall) -> None:
 
 
 def check_out_memory(t: DecodeCall) -> None:
-    """Checks where ``out`` lies, in every call, since a signature of arguments says nothing about addresses."""
+    """Checks the strides and the memory of ``out``, in every call: `check_once` does not know addresses."""
     out = t.out
     if out is None:
         return
     contiguous = out.shape[-1] <= 1 or out.stride(-1) == 1
     expect(contiguous, "out", "a contiguous last dimension", f"strides {out.stride()}")
-    extent = 1  # the elements that the dimensions so far span
+    extent = 1  # the elements that the dimensions so far cover in memory
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and out.numel() > 0:
             expect(stride >= extent, "out", "a place of its own for each element", f"strides {out.stride()}")
             extent += stride * (size - 1)
     if torch.compiler.is_compiling() or out.numel() == 0:
-        return  # it has no address
+        return  # a traced or empty tensor has no address
     begin, end = _addresses(out)
     for name, tensor in zip(t._fields, t[:14], strict=False):
         if tensor is None or tensor.numel() == 0:
@@ -258,7 +258,7 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 
 
 def check_contents(t: DecodeCall) -> None:
-    """Checks lengths and block table. It reads them back, so call it only if `contents_are_checked`."""
+    """Checks lengths and the block table. It reads them back, so call it only if `contents_are_checked`."""
     num_new, capacity = t.num_new, t.capacity
     for sequence, length in enumerate(t.cache_seqlens.tolist()):
         where = f"{length} for sequence {sequence}"
@@ -273,8 +273,8 @@ def check_contents(t: DecodeCall) -> None:
 
 
 def check_scales(t: DecodeCall) -> None:
-    """Checks that the scales of cached tokens are finite. It reads as many scales as there are tokens, so call it only
-    with ``FASTATTN_CHECK=1``."""
+    """Checks that the scales of cached tokens are finite. It reads all of them back, so call it only with
+    ``FASTATTN_CHECK=1``."""
     capacity = t.capacity
     is_old = (torch.arange(capacity, device=t.query.device) < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):

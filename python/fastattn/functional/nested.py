@@ -1,4 +1,4 @@
-"""Attends over nested tensors: jagged ones become packed sequences, strided ones go to PyTorch."""
+"""Computes attention over nested tensors: jagged ones become packed sequences, strided ones go to PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Unpacked(NamedTuple):
 
 
 def unpack(call: AttentionCall) -> Unpacked:
-    """Returns the call over the sequences of jagged tensors ``[B, H, j, D]``, without a copy.
+    """Converts a call over jagged tensors ``[B, H, j, D]`` to one over packed sequences, without a copy.
 
     Raises ``InputError`` for other tensors.
     """
@@ -93,7 +93,7 @@ def attend_jagged(
 
 
 def attend_strided(call: AttentionCall) -> Tensor:
-    """Attends over strided nested ``[B, H, S, D]`` by PyTorch's function, which takes no option but the scale."""
+    """Computes attention over strided nested ``[B, H, S, D]`` by PyTorch, with no option other than the scale."""
     query, key, value = call[:3]
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
@@ -115,7 +115,7 @@ def attend_strided(call: AttentionCall) -> Tensor:
 
 
 def _longest(tensor: Any, rows: Tensor) -> int:
-    """Returns the longest length, or an upper bound where only device memory has the lengths."""
+    """Returns the longest length, or an upper bound if the lengths are only in device memory."""
     known: int | None = tensor._maybe_max_seqlen
     if known is not None:
         return known

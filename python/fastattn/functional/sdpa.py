@@ -1,6 +1,6 @@
-"""Stands in for ``torch.nn.functional.scaled_dot_product_attention``.
+"""Defines the replacement for ``torch.nn.functional.scaled_dot_product_attention``.
 
-Where torch's own devices or versions differ from each other, our GPU kernels do this:
+Where torch's devices or versions differ from each other, our GPU kernels do this:
 
 - ``attn_mask`` together with ``is_causal=True``: both apply.
 - values with fewer or more rows than keys: the call goes to PyTorch, whatever that does.
@@ -54,7 +54,7 @@ class _SdpaCall(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Holds the description of a call, and the sizes that make ``[B, H, S, D]`` of its tensors; ``batch`` is the
+    """Holds the description of a call, and the sizes for reshaping its tensors to ``[B, H, S, D]``; ``batch`` is the
     broadcast shape of the dimensions before the heads."""
 
     request: Request
@@ -74,7 +74,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attends as torch's function of this name does, with the same signature, results, gradients and errors.
+    """Computes ``softmax(scale * Q K^T + attn_mask) V`` with the signature, results, gradients and errors of
+    ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
         query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast;
@@ -83,7 +84,7 @@ def scaled_dot_product_attention(
         dropout_p: the probability with which an attention weight is zeroed (also outside training, as in torch).
         is_causal: query ``i`` sees keys ``0 … i`` (aligned to the top left, as torch's is).
         scale: by default ``1 / sqrt(E)``.
-        enable_gqa: the heads of key and value may be fewer, each serving as many consecutive query heads.
+        enable_gqa: lets key and value have fewer heads; each serves equally many consecutive query heads.
 
     Returns:
         ``[..., Hq, L, Ev]`` in the query's dtype.
@@ -92,7 +93,7 @@ def scaled_dot_product_attention(
         RuntimeError: torch rejects the arguments; the message is torch's.
     """
     call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not isinstance(query, Tensor):  # torch.fx traces it, or else torch says what is wrong with it
+    if not isinstance(query, Tensor):  # torch.fx traces it, or torch raises
         return call.in_torch()
     if (spread := in_force()) is not None:
         return spread.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -133,11 +134,9 @@ def scaled_dot_product_attention(
 
 
 def _over_distributed(call: _SdpaCall) -> Tensor | None:
-    """Attends on each rank by itself, over DTensor that are split by batch entries and heads; returns None for calls
-    that torch must handle.
+    """Runs each rank over its own shards of batch or heads; returns None for calls that torch must handle.
 
-    These are calls with dropout, as DTensor has a generator of its own, and with tensors that torch's context parallel
-    has split.
+    Torch must handle dropout, because DTensor has its own generator, and tensors that its context parallel has sharded.
     """
     mask = call.attn_mask
     mask_sizes = mask.shape if isinstance(mask, Tensor) else ()
@@ -153,7 +152,7 @@ def _over_distributed(call: _SdpaCall) -> Tensor | None:
 
 
 def _over_jagged(call: _SdpaCall) -> Tensor | None:
-    """Attends over jagged ``[B, H, j, D]`` as packed sequences; returns None for calls that torch must handle."""
+    """Runs jagged ``[B, H, j, D]`` as packed sequences; returns None for calls that torch must handle."""
     query, is_causal = call.query, call.is_causal
     if query.layout != torch.jagged or call.attn_mask is not None:
         return None
@@ -171,7 +170,7 @@ def _over_jagged(call: _SdpaCall) -> Tensor | None:
         return None
     if attention.query.shape[1] != attention.key.shape[1] and not call.enable_gqa:
         return None
-    # torch aligns to the top left, kernels over packed sequences do not
+    # torch aligns a causal mask to the top left, kernels over packed sequences to the bottom right
     if is_causal and attention.cu_seqlens_q is not attention.cu_seqlens_k:
         return None
     choice = choose(request)
@@ -201,7 +200,7 @@ def _check(call: _SdpaCall) -> tuple[_SdpaCall, _Facts]:
         "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
         "bias gradients": needs_grad and needs_gradient(attn_mask),
     }
-    # Aligned to the top left, few queries see few keys.
+    # The decoding kernel aligns a causal mask to the bottom right.
     may_decode = not is_causal and not torch._C._are_functorch_transforms_active()
     details = AttentionDetails(math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2], may_decode)
     scale = default_scale(query.shape[-1]) if scale is None else float(scale)
@@ -213,7 +212,7 @@ _check_once = CheckedOnce(_check, _SdpaCall, first_option="dropout_p")
 
 
 def _reason_for_torch(call: _SdpaCall) -> str | None:
-    """Returns why only torch's function can say what the arguments mean (or what is wrong with them), or None."""
+    """Returns why the call must go to torch, which decides what the arguments mean or raises; None for other calls."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     numbers = (dropout_p,) if scale is None else (dropout_p, scale)
@@ -264,7 +263,7 @@ def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    """Returns ``[..., h, S, D]`` as ``[B, heads, S, D]``: a view wherever one exists."""
+    """Returns ``[..., h, S, D]`` as ``[B, heads, S, D]``: a view if possible."""
     if tensor.dim() == 4 and tensor.shape[0] == batch[0] and len(batch) == 1 and tensor.shape[1] == heads:
         return tensor
     tensor = tensor if tensor.dim() > 2 else tensor.unsqueeze(0)

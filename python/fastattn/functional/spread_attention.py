@@ -1,4 +1,4 @@
-"""Keeps the attention that ``fastattn.distributed.context_parallel`` puts in the place of models' own."""
+"""Holds the attention by which ``fastattn.distributed.context_parallel`` replaces that of models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
-    """Attends over a sequence of which each rank has a part, the same part in every layer."""
+    """Computes attention over a sequence that is sharded over ranks, in the same way in every layer."""
 
-    num_parts: int  # the parts of the sequence that a rank has side by side
+    num_parts: int  # the number of separate ranges of the sequence in a rank's shard
 
     def __call__(
         self,
@@ -43,14 +43,14 @@ class SpreadAttention(Protocol):
         """Stands in for ``F.scaled_dot_product_attention``."""
 
     def refuse(self, error: InputError) -> NoReturn:
-        """Raises ``error`` in place of a call; with ``FASTATTN_CHECK=1`` the other ranks, which make it, raise too."""
+        """Raises ``error`` in place of a call; with ``FASTATTN_CHECK=1`` the other ranks' calls raise too."""
 
 
 _in_force: list[SpreadAttention] = []
 
 
 def in_force() -> SpreadAttention | None:
-    """Returns the innermost attention that is in force, or None outside of all blocks."""
+    """Returns the attention of the innermost ``context_parallel`` block, or None outside of all blocks."""
     return _in_force[-1] if _in_force else None
 
 

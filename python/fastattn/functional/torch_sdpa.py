@@ -1,8 +1,8 @@
-"""Runs ``attention`` and ``attention_varlen`` by PyTorch's own attention, where that means what ours means.
+"""Runs ``attention`` and ``attention_varlen`` by PyTorch's own attention, where that can compute the same.
 
 ``F.scaled_dot_product_attention`` needs no memory for the scores and is many times faster than ``reference``. Here it
-gets every mask that it can express: causal, windows, bool masks and additive biases, in each sequence of a packed
-batch. Three differences from ours are corrected around it:
+computes causal masks, windows, bool masks and additive biases, also for each sequence of a packed batch. Three
+differences from our results are corrected around it:
 
 - For a row that sees no key, one kernel of PyTorch returns 0, another NaN. Here such a row attends to all keys, and its
   result is then set to 0.
@@ -10,8 +10,8 @@ batch. Three differences from ours are corrected around it:
   are set to 0, and the rows that see them are then set to NaN.
 - ``is_causal`` counts from the top left, ours from the bottom right. Where the two differ, a mask is passed instead.
 
-Other calls go to composite.py on a CPU if it can compute them, else to the reference, since PyTorch's function does not
-do what `attention` promises, for
+PyTorch's function does not do what `attention` promises in the following calls. They go to composite.py on a CPU if it
+can compute them, else to the reference:
 
 - ``return_lse``: it returns no lse;
 - softcap, ALiBi slopes, sinks and pages (``block_table``): it does not have them;
@@ -19,7 +19,7 @@ do what `attention` promises, for
 - no keys at all: not every version of it takes that;
 - a mask with a scale that is not positive: its CPU kernel returns NaN;
 - a bias of another dtype than the query's: it may be rounded to that dtype;
-- a bias with gradients: beside scores of ``finfo.min`` the lse loses the number of keys, and with it the gradients;
+- a bias with gradients: in a row of ``finfo.min`` scores the lse loses the log of their number, so gradients are wrong;
 - a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which turns ``finfo.min`` into -inf;
 - packed sequences on a GPU: their lengths are not read back;
 - ``deterministic=True`` on a GPU without ``torch.use_deterministic_algorithms``: it has no such argument;
@@ -54,7 +54,7 @@ IN_TORCH = _MASKING | {"gradients", "bias gradients", "gqa", "value dim"}
 
 
 def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | None) -> bool:
-    """Returns whether PyTorch's function can compute the call, from what all calls of its signature have in common."""
+    """Returns whether PyTorch's function can compute the call, as far as its signature tells."""
     if not request.features <= IN_TORCH or num_keys == 0:
         return False
     if not request.features & _MASKING:
@@ -69,7 +69,7 @@ def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | No
 
 
 def can_express_now(request: Request, deterministic: bool | None) -> bool:
-    """Returns whether PyTorch's state (forward-mode AD, torch.func, determinism) lets its function compute it."""
+    """Returns whether PyTorch's state (forward-mode AD, torch.func, determinism) lets its function compute the call."""
     if forward_ad._current_level >= 0:
         return False
     is_unordered = "gradients" in request.features and request.device.type != "cpu"
@@ -86,9 +86,9 @@ def attend(
     window: tuple[int, int],
     scale: float,
 ) -> Tensor:
-    """Returns ``[B, Hq, Sq, Dv]``, as ``attention`` does; a causal mask is part of ``window``."""
+    """Computes attention by PyTorch's function and returns ``[B, Hq, Sq, Dv]``; a causal mask is part of ``window``."""
     is_grouped = False
-    if query.shape[1] != key.shape[1]:  # which may be a symbol, and torch takes none
+    if query.shape[1] != key.shape[1]:  # an `if`: the comparison may be a SymBool, which torch does not take
         is_grouped = True
     num_queries, num_keys = query.shape[2], key.shape[2]
     left, right = window
@@ -129,8 +129,7 @@ def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tens
     """Returns ``[total_q, Hq, Dv]``, as ``attention_varlen`` does, or None where the host cannot see the offsets or no
     sequence has both queries and keys.
 
-    It reads the offsets, which have been checked. ``attend_to`` attends over dense sequences; sequences of the same
-    lengths go together.
+    It reads the offsets, which have been checked. ``attend_to`` attends over batches of equally long sequences.
     """
     query, key, value, cu_seqlens_q, cu_seqlens_k = *call[:3], call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None and cu_seqlens_k is not None
@@ -147,7 +146,7 @@ def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tens
     rows_q = [_rows(starts_q, sequences, length) for (length, _), sequences in groups.items()]
     rows_k = [_rows(starts_k, sequences, length) for (_, length), sequences in groups.items()]
     pieces = []
-    # Split all groups at once: the gradient of a slice for each would be as long as the whole packed tensor.
+    # Split all groups at once: if each were a slice, each gradient would be as long as the whole packed tensor.
     for (length_q, length_k), *parts in zip(
         groups, _split(query, rows_q), _split(key, rows_k), _split(value, rows_k), strict=True
     ):
@@ -182,10 +181,10 @@ def _group(query: Tensor, key: Tensor) -> int:
 
 
 def is_known_finite(*tensors: Tensor) -> bool:
-    """Returns whether all elements are known to be finite, by their sums, which read them once.
+    """Returns whether all elements are known to be finite, because their sum is.
 
-    Returns False where the host may not read them, and where a sum overflows. PyTorch sums the last two dims of 16-bit
-    tensors ten times as fast as whole tensors.
+    Returns False if the host may not read them, or if a sum overflows. PyTorch sums the last two dims of 16-bit tensors
+    ten times as fast as whole tensors.
     """
     if not is_readable(*tensors):
         return False

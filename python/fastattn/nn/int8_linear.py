@@ -1,4 +1,4 @@
-"""Makes the int8 linear layer a module, with its state dicts."""
+"""Defines ``Int8Linear``, a module that runs ``int8_linear``, and its state dicts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fastattn.functional.int8_tensor import Int8Tensor, new_weight
 from fastattn.functional.int8_weight import Int8Weight, check_granularity, quantize_int8
 from fastattn.layout import SharedCopies, with_aligned_rows
 
-# The copies of weights for plain state dicts and from them: layers that share a weight share its copy.
+# Copies of weights that saving and loading plain state dicts makes: layers that share a weight share its copy.
 _contiguous_copies = SharedCopies(Tensor.contiguous)
 _aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Linear):
-    """Computes ``y = x @ weight^T + bias``, as an ``nn.Linear`` whose int8 weight is dequantised on the fly.
+    """A linear layer ``x @ weight^T + bias``, like ``nn.Linear``, whose int8 weight is dequantised on the fly.
 
-    The weight is a parameter that is not trained; gradients flow to the input and the bias. It stays int8 with float32
-    scales whatever ``.half()`` or ``.to(dtype)`` do to the module. Loading a state dict with a floating ``weight``,
-    like that of an ``nn.Linear``, quantises it. The other way round, an ``nn.Linear`` that loads the state dict of this
-    layer gets the dequantised weight (with ``assign=True`` the int8 weight).
+    Gradients flow to the input and the bias; the weight is a parameter that is not trained. It stays int8 with float32
+    scales under ``.half()`` and ``.to(dtype)``. Loading a state dict with a floating ``weight``, like that of an
+    ``nn.Linear``, quantises it. Conversely, an ``nn.Linear`` that loads the state dict of this layer gets the
+    dequantised weight (with ``assign=True`` the int8 weight).
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is that of the bias, and of the
@@ -37,9 +37,9 @@ class Int8Linear(nn.Linear):
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
 
     Attributes:
-        weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until a weight is loaded. Where
-            ``in_features`` is not a multiple of 16, its int8 rows have room behind them. ``torch.export.save`` loses
-            that room on a GPU, so such a model must be exported on the CPU.
+        weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until a weight is loaded. If
+            ``in_features`` is not a multiple of 16, its int8 rows are padded. ``torch.export.save`` loses the padding
+            on a GPU, so such a model must be exported on the CPU.
         bias: ``[out_features]``, a parameter, or None.
     """
 
@@ -71,7 +71,7 @@ class Int8Linear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, granularity: str | int = "channel", *, input_precision: str = "16bit"
     ) -> Int8Linear:
-        """Quantises ``linear``, which stays as it is; the bias is the same ``Parameter``."""
+        """Makes a quantised copy of ``linear``, which is unchanged; both layers share the bias ``Parameter``."""
         if not isinstance(linear, nn.Linear) or isinstance(linear, Int8Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
         weight = Int8Tensor.from_weight(quantize_int8(linear.weight, granularity), linear.weight.dtype)
@@ -86,7 +86,7 @@ class Int8Linear(nn.Linear):
         input_precision: str = "16bit",
         training: bool = True,
     ) -> Int8Linear:
-        """Makes a layer over ``weight`` and ``bias`` themselves.
+        """Makes a layer from ``weight`` and ``bias``, without copying them.
 
         Layers made from one ``Int8Weight`` share its memory; layers made from the ``weight`` of another layer share the
         parameter too, and so stay together when the model moves.
@@ -119,14 +119,14 @@ class Int8Linear(nn.Linear):
         return self.weight
 
     def reset_parameters(self) -> None:
-        """Sets weight and bias to zeros, which they are until values are loaded."""
+        """Sets the weight and the bias to zeros, as in a new layer."""
         with torch.no_grad():
             self.weight.zero_()
             if self.bias is not None:
                 self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., out_features]`` for ``x [..., in_features]``."""
+        """Computes ``x @ weight^T + bias``, ``[..., out_features]``, for ``x [..., in_features]``."""
         weight = self.weight
         if isinstance(weight, Int8Tensor):
             call = Int8Call(x, weight.int8_data, weight.int8_scale, self.bias, input_precision=self.input_precision)
@@ -134,7 +134,7 @@ class Int8Linear(nn.Linear):
         if self.input_precision != "16bit":
             came = f"{self.input_precision!r} over a {type(weight).__name__}"
             raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}")
-        return F.linear(x, weight, self.bias)  # a DTensor calls the operators of Int8Tensor on its parts
+        return F.linear(x, weight, self.bias)  # a DTensor calls Int8Tensor's operators on its shard
 
     def extra_repr(self) -> str:
         return (
@@ -143,8 +143,7 @@ class Int8Linear(nn.Linear):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """Applies ``fn`` as in any module, except to the weight: torch cannot swap a tensor subclass after
-        ``torch.compile``."""
+        """Applies ``fn`` as usual, but to the weight in place: torch cannot swap that after ``torch.compile``."""
         weight = self._parameters.get("weight")
         if not isinstance(weight, Int8Tensor):
             return super()._apply(fn, recurse)
@@ -171,7 +170,7 @@ class Int8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
-        """Returns the weight of a state dict as an ``Int8Tensor``: quantised, assembled, or as it is."""
+        """Returns the weight of a state dict as an ``Int8Tensor``: quantised, joined with its scales, or as it is."""
         if isinstance(found, Int8Tensor):
             expect(
                 found.granularity == self.granularity, "granularity", repr(self.granularity), repr(found.granularity)
@@ -190,7 +189,7 @@ class Int8Linear(nn.Linear):
 
 
 def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
-    """Makes ``parameter`` become ``changed`` and returns the same object, so that layers that share it still do."""
+    """Makes ``parameter`` become ``changed`` and returns the same object, so that layers still share it."""
     if changed is parameter:
         return parameter
     is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)

@@ -1,4 +1,4 @@
-"""Replaces a model's ``nn.Linear`` layers by ``Int8Linear``, and reports about it."""
+"""Replaces a model's ``nn.Linear`` layers by ``Int8Linear``, and reports the changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattn.nn.int8_linear import Int8Linear
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Reports about one layer; bytes are the weight's.
+    """Describes a layer that was quantised; ``bytes_before`` and ``bytes_after`` are those of its weight.
 
     ``relative_error`` is ``|W - dequantised W| / |W|`` in the Frobenius norm, NaN on the meta device.
     """
@@ -35,7 +35,7 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Reports what ``quantize_model`` did. ``print`` it for a table.
+    """Reports which layers ``quantize_model`` replaced and skipped; ``print`` shows a table.
 
     Attributes:
         layers: the replaced layers, in the model's order. If several share a weight, only the first counts its bytes.
@@ -84,9 +84,9 @@ def quantize_model(
 
     - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
     - A layer that shares its weight with another module (an embedding, say) stays as it is, and the report says so.
-      ``include_tied=True`` quantises it nevertheless, and the other module keeps its floating weight.
-    - Other subclasses of ``nn.Linear`` stay, since their owners use them in their own ways (``nn.MultiheadAttention``
-      reads the weight of its ``out_proj``). So do layers with hooks, which a new module would not have.
+      ``include_tied=True`` quantises it too, and the other module keeps its floating weight.
+    - Subclasses of ``nn.Linear`` stay, because their owners may use them differently (``nn.MultiheadAttention`` reads
+      the weight of its ``out_proj``). Layers with hooks stay, because a new module would lose them.
     - A module that looks like a linear layer but is no ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says
       so.
     - If nothing was replaced, a warning says so.
@@ -134,7 +134,7 @@ def quantize_model(
 def choose_layers(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None = None
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """Returns the layers inside ``model`` that can become ``Int8Linear``, with their names, and why others stay."""
+    """Returns the layers inside ``model`` that can become ``Int8Linear`` → name, and name → why a layer stays."""
     chosen: dict[nn.Linear, str] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -154,7 +154,7 @@ def choose_layers(
 
 
 def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Linear, way_out: str) -> None:
-    """Does ``check_granularity``; the error names the layer, and what can leave it out."""
+    """Checks ``granularity`` for a layer; the error names the layer, and the ``way_out`` that can leave it out."""
     try:
         check_granularity(granularity, layer.in_features)
     except InputError as error:
@@ -162,7 +162,7 @@ def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Line
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
-    """Puts ``replacements`` in the place of modules inside ``model``, wherever it uses them."""
+    """Replaces modules inside ``model`` by ``replacements[module]``, wherever it uses them."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in replacements:
@@ -170,12 +170,12 @@ def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> 
 
 
 def _reason_if_like_linear(module: nn.Module) -> str | None:
-    """Returns why a module that is no ``nn.Linear`` stays, if somebody may expect that it is replaced, or None."""
+    """Returns why a module that looks like a linear layer, but is no ``nn.Linear``, stays; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         return None
     kind, shape = type(module).__name__, tuple(weight.shape)
-    if shape[1] == getattr(module, "nf", None):  # as Conv1D of transformers has it, with or without nx
+    if shape[1] == getattr(module, "nf", None):  # Conv1D of transformers
         return f"it is a {kind}, whose weight is [in, out], and only nn.Linear layers are replaced"
     if shape == (getattr(module, "out_features", None), getattr(module, "in_features", None)):
         return f"it is a {kind}, which is not an nn.Linear"

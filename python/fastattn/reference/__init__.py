@@ -1,4 +1,4 @@
-"""Computes every operation by its mathematics, in plain PyTorch.
+"""Computes every operation by its mathematical definition, in plain PyTorch.
 
 It is the oracle of the tests (in float64), and runs where no kernel does. It materialises the scores, so it needs
 O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the same names. Every function takes any

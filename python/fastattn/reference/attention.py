@@ -1,4 +1,4 @@
-"""Attends over dense and over packed sequences."""
+"""Computes attention over dense and over packed sequences."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def attention(
     """Returns ``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
     ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
 
-    ``first_row``, ``first_key`` and ``first_head`` are the positions of the first row, key and head in a larger call,
-    of which this is a block. If ``first_row`` is None, the last row is at the last key. ``compute_dtype`` is the dtype
-    of every intermediate: the tests set it to a 16-bit dtype to see what a composite in that dtype loses. With
+    ``first_row``, ``first_key`` and ``first_head`` are the positions of the first row, key and head in the larger call
+    that contains this block. If ``first_row`` is None, the last row is at the last key. ``compute_dtype`` is the dtype
+    of every intermediate: the tests set it to a 16-bit dtype to measure the error of a composite in that dtype. With
     ``exact_out`` the output keeps that dtype.
     """
     offset = key.shape[2] - query.shape[2] if first_row is None else first_row - first_key
@@ -66,8 +66,8 @@ def attention(
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    """Returns the packed row of row ``i`` of sequence ``b``, ``[B, max_seqlen]``, or ``total`` where there is none, and
-    the lengths ``[B]``."""
+    """Returns the packed index of each sequence's rows, ``[B, max_seqlen]``, or ``total`` for absent rows, and the
+    lengths ``[B]``."""
     cu_seqlens = cu_seqlens.to(torch.int64)
     begin = cu_seqlens[:-1].clamp(0, total)
     length = (torch.maximum(cu_seqlens[1:].clamp(max=total), begin) - begin).clamp(max=max_seqlen)
@@ -106,8 +106,8 @@ def attention_varlen(
     return_max_logit: bool = False,
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Pads packed sequences, attends, and packs the results again: ``([total_q, Hq, Dv], [Hq, total_q])``, and with
-    ``return_max_logit`` the largest scores, ``[Hq]``. Places count within each sequence."""
+    """Computes attention over packed sequences by padding them; returns ``([total_q, Hq, Dv], [Hq, total_q])``, and
+    with ``return_max_logit`` the largest scores, ``[Hq]``. Positions count within each sequence."""
     rows_q, length_q = _packed_rows(cu_seqlens_q, query.shape[0], min(max_seqlen_q, query.shape[0]))
     if block_table is None:
         rows_k, length_k = _packed_rows(cu_seqlens_k, key.shape[0], min(max_seqlen_k, key.shape[0]))

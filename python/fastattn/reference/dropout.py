@@ -1,4 +1,4 @@
-"""Says which attention weights dropout keeps, by random numbers that depend on the seed and the place alone."""
+"""Computes which attention weights dropout keeps, by random numbers that depend only on seed and position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the low 64 bits, which int64 wraps to
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps to the low 64 bits
         high0, high1 = (product0 >> 32) & MASK32, (product1 >> 32) & MASK32
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & MASK32, high0 ^ c3 ^ k1, product0 & MASK32
         k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
@@ -36,10 +36,10 @@ def dropout_keep(
 ) -> Tensor:
     """Returns which probabilities dropout keeps, bool ``[batch, heads, rows, columns]``.
 
-    ``origin`` is the place of the first row, column and head in a larger call, of which this is a block.
+    ``origin`` is the position of the first row, column and head in the larger call that contains this block.
     """
     first_row, first_column, first_head = origin
-    beside = first_column % 4  # words of the first counter that belong to the columns before
+    beside = first_column % 4  # how many words of the first counter belong to earlier columns
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     head = first_head + torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     row = first_row + torch.arange(rows, device=device).view(1, 1, rows, 1)

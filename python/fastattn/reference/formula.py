@@ -35,9 +35,8 @@ def attend(
 ) -> tuple[Tensor, ...]:
     """Returns output and lse, and with ``return_max_logit`` the largest score of each head.
 
-    ``position`` is the place of each query among the keys, int64 ``[B or 1, Sq]``. ``key_ranges`` are
-    ``[B or 1, Hq or 1, Sq, R, 2]``. ``row_is_present``, bool ``[B, Sq]``, says which queries count for the largest
-    score.
+    ``position`` is each query's index among the keys, int64 ``[B or 1, Sq]``. ``key_ranges`` are ``[B or 1, Hq or 1,
+    Sq, R, 2]``. ``row_is_present``, bool ``[B, Sq]``, says which queries count for the largest score.
     """
     dtype = compute_dtype or torch.promote_types(query.dtype, torch.float32)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -112,7 +111,7 @@ def attend(
 
 
 def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
-    """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``: NaN is ignored, -inf means none."""
+    """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``: without NaN, -inf if none."""
     if scores.shape[-1] == 0:
         return scores.new_full((scores.shape[1],), -math.inf)
     row_maxima = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)

@@ -26,7 +26,7 @@ def int8_linear(
     ``"swiglu"`` ``[..., N / 2]``.
 
     ``input_precision="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
-    ``product``, if given, computes the product of ``x``, ``weight`` and ``scale``.
+    ``product(x, weight, scale)``, if given, computes the matmul with the dequantised weight.
     """
     dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)
     inputs = x.to(dtype)

@@ -1,4 +1,4 @@
-"""Attends over a key-value cache, after new tokens are appended to it."""
+"""Computes attention over a key-value cache, after appending new tokens to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattn.rotary import rotary_at
 
 
 def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
-    """Writes ``new [B, Hkv, S_new, …]`` into ``cache [X, Hkv, block_rows, …]`` at the flat ``rows [B, S_new]``.
+    """Writes ``new [B, Hkv, S_new, …]`` into ``cache [blocks, Hkv, block_rows, …]`` at the flat ``rows [B, S_new]``.
 
     A token whose row is past the end is dropped.
     """
@@ -26,7 +26,7 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
 
 
 def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
-    """Appends in the format of the cache, and computes and writes scales unless they are given."""
+    """Writes ``new`` in the format of the cache, and computes and writes scales unless they are given."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, scales if scales is None else _by_head(scales))
     elif scales is not None:
@@ -95,7 +95,7 @@ def attention_with_kv_cache(
     tree_mask: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Appends to the cache in place, attends over it, and returns ``([B, Hq, Sq, Dv], [B, Hq, Sq])``."""
+    """Appends to the cache in place, attends, and returns output ``[B, Hq, Sq, Dv]`` and lse ``[B, Hq, Sq]``."""
     batch, _, num_queries, _ = query.shape
     block_rows = k_cache.shape[2]
     device = query.device
@@ -150,7 +150,7 @@ def attention_with_kv_cache(
 def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
     """Returns ``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as a mask over all keys, bool ``[B, 1, Sq, Sk]``.
 
-    ``token [B, Sk]`` says which of the last ``Sq`` tokens a key is; it is below 0 for keys before them.
+    ``token [B, Sk]`` is each key's index among the last ``Sq`` tokens, and negative for earlier keys.
     """
     num_queries = tree_mask.shape[-1]
     is_before = (token < 0)[:, None, :]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns output and lse, as ``fastattn.distributed.merge_attention`` does."""
+    """Merges two outputs and their lse, as ``fastattn.distributed.merge_attention`` does."""
     is_packed = out_a.dim() == 3
     dtype = torch.float32
     for tensor in (out_a, lse_a, out_b, lse_b):
         dtype = torch.promote_types(dtype, tensor.dtype)
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
 
-    # Weights are relative to the larger lse. The results do not depend on it, so no gradient needs to go through it.
+    # Weights are relative to the larger lse, ``level``. The results do not depend on it, so it needs no gradient.
     level = torch.maximum(lse_a, lse_b).detach()
     level = level.masked_fill(level == -math.inf, 0.0)
     sum_a, sum_b = (lse_a - level).exp(), (lse_b - level).exp()

@@ -1,4 +1,4 @@
-"""Carries a choice out: pads head dims, and turns a call into that of another operation with a better kernel."""
+"""Runs a call on the chosen backend: pads head dims, and uses another operation's kernel where that is better."""
 
 from fastattn.run.attention import attention, attention_backward, attention_backward_add
 from fastattn.run.int8_linear import int8_linear

@@ -1,4 +1,4 @@
-"""Runs attention as the choice says: by its own kernel, over padded head dims, or by the decoding kernel."""
+"""Runs attention on the chosen backend: by the attention kernel, over padded head dims, or by the decoding kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fastattn.ops.decode import attention_split_keys
 
 
 def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
-    """Returns output, lse and largest scores of a checked call, whose slopes may have any shape and dtype.
+    """Runs a checked call and returns output, lse and largest scores. Slopes may have any shape and dtype.
 
-    With ``needs_grad`` the first two are differentiable in query, key, value, bias, slopes and sinks.
+    With ``needs_grad`` output and lse are differentiable in query, key, value, bias, slopes and sinks.
     """
     value_dim = call.value.shape[-1]
     if choice.padded is not None:
@@ -44,7 +44,7 @@ def _with_exact_options(call: AttentionCall) -> AttentionCall:
 
 
 def attention_backward(choice: Choice, backward: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, not differentiable; ``out`` and ``lse`` may be over more keys."""
+    """Returns the gradients of query, key and value, outside of autograd. ``out`` and ``lse`` may be over more keys."""
     head_dim, value_dim = backward.call.query.shape[-1], backward.call.value.shape[-1]
     backward = _for_kernel(choice, backward)
     grad_query, grad_key, grad_value, *_ = ops.attention_backward(choice.backend, backward)
@@ -55,7 +55,7 @@ def attention_backward(choice: Choice, backward: AttentionBackward) -> tuple[Ten
 
 
 def attention_backward_add(choice: Choice, sums: tuple[Tensor, Tensor, Tensor], backward: AttentionBackward) -> Tensor:
-    """Adds the gradients of query, key and value to float32 ``sums``; returns that of the slopes, or an empty one."""
+    """Adds the gradients of query, key and value to float32 ``sums``; returns the slopes' gradient, or an empty one."""
     backward = _for_kernel(choice, backward)
     grads: tuple[Tensor, ...] = sums
     if choice.padded is not None:
@@ -70,7 +70,7 @@ def attention_backward_add(choice: Choice, sums: tuple[Tensor, Tensor, Tensor], 
 
 
 def _for_kernel(choice: Choice, backward: AttentionBackward) -> AttentionBackward:
-    """Returns the backward pass as the kernel takes it."""
+    """Returns the backward pass with options and padded head dims as the kernel takes them."""
     backward = backward._replace(call=_with_exact_options(backward.call))
     if choice.padded is None:
         return backward

@@ -1,4 +1,4 @@
-"""Runs the int8 linear layer as the choice says: in one kernel, or with gradients partly in PyTorch."""
+"""Runs ``int8_linear`` on the chosen backend: in one kernel, or with gradients partly in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastattn.ops.int8_matmul import differentiable_int8_product, int8_matmul
 
 
 def int8_linear(choice: Choice, call: Int8Call, needs_grad: bool) -> Tensor:
-    """Returns ``activation(x @ dequantize(weight)^T + bias) + residual`` of a checked call.
+    """Computes ``activation(x @ dequantize(weight)^T + bias) + residual`` of a checked call.
 
     With ``needs_grad`` it is differentiable in x, bias and residual: PyTorch then applies the activation and the
     residual to the kernel's product.

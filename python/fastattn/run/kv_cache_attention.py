@@ -1,4 +1,4 @@
-"""Runs attention over a cache as the choice says: by the decoding kernel, or for a prompt by the attention kernel."""
+"""Runs attention over a cache on the chosen backend, by the decoding kernel, or for prompts by the attention kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastattn.rotary import rotary_at
 
 
 def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Appends to the caches in place, attends over them, and returns output and lse, not differentiable.
+    """Appends to the caches in place, attends over them, and returns output and lse without gradients.
 
     If the call has an ``out``, the output is written to it. ``tree_mask`` may have any shape that the public function
     takes, and the slopes any dtype.
@@ -39,7 +39,7 @@ def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor
     return result, lse
 
 
-# The 16-bit copy of 8-bit caches has at most this many bytes at a time, or what one KV head of a sequence needs.
+# The 16-bit copy of 8-bit caches takes at most this at a time, unless one KV head of a sequence needs more.
 _DEQUANTISED_BYTES = 256 << 20
 
 
@@ -71,8 +71,7 @@ def _prefill(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
 
 
 def _attend(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    """Attends by the attention kernel over ``cache_seqlens`` tokens in pages; a sequence's part of a contiguous cache
-    is one page."""
+    """Runs the attention kernel over ``cache_seqlens`` tokens in pages; a contiguous cache is a page per sequence."""
     query, table = call.query, call.block_table
     (batch, heads, num_queries, head_dim), device = query.shape, query.device
     if table is None:
@@ -116,7 +115,7 @@ def _dequantised(backend: str, call: DecodeCall) -> DecodeCall:
 
 
 def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
-    """Yields calls over so few of the sequences and heads that the 16-bit copy of each stays within the limit."""
+    """Yields calls over slices of the sequences and heads that are small enough for the limit of the 16-bit copy."""
     query, k_cache, v_cache, slopes = call.query, call.k_cache, call.v_cache, call.alibi_slopes
     k_scale, v_scale = call.k_scale, call.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]
@@ -127,7 +126,7 @@ def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]
     is_paged = call.block_table is not None
 
     def part_of(tensor: Tensor, sequences: slice, heads: slice) -> Tensor:
-        """Returns a part of a cache or of its scales, which may be given ones, [Hkv], [1] or []."""
+        """Slices a cache or its scales; given scales are [Hkv], [1] or []."""
         if tensor.dim() < 3:
             return tensor if tensor.numel() == 1 else tensor[heads]
         return tensor[:, heads] if is_paged else tensor[sequences, heads]
