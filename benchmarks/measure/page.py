@@ -33,15 +33,16 @@ How a figure is taken:
 
 - The result is checked against float64 first. A kernel of fastattn may err by twice as much as PyTorch in the same
   dtype, a peer by 5 % of the largest value. An implementation that fails the check gets no time.
-- CUDA events then time single calls after a warm-up. The calls alternate between random inputs, so that none is still in
-  the L2. A figure is the median of 11 to 201 calls. Short calls are also timed within a CUDA graph; that time, without the
-  cost of a launch, then represents them.
+- CUDA events then time single calls after a warm-up. The calls alternate between random inputs, so that none is still
+  in the L2. A figure is the median of 11 to 201 calls. Short calls are also timed within a CUDA graph; that time,
+  without the cost of a launch, then represents them.
 - FLOPs are those of the matrix products: half of them under a causal mask (the FlashAttention papers' convention), or
-  only the visible pairs if a sequence has fewer queries than keys (chunked prefill). Bytes count every input and every
-  output once.
-- "of limit" compares with what the same run measured: device copy, large cuBLAS matmul, or the smallest possible kernel,
-  whichever binds the case. "error" is the worst difference from float64, relative to the largest value. "to best peer" is
-  the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1, fastattn is faster."""
+  only the visible pairs if a sequence has fewer queries than keys (chunked prefill). Bytes count every input and
+  every output once.
+- "of limit" compares with what the same run measured: device copy, large cuBLAS matmul, or the smallest possible
+  kernel, whichever binds the case. "error" is the worst difference from float64, relative to the largest value. "to
+  best peer" is the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1, fastattn is
+  faster."""
 
 
 def page(folder: Path, page_path: Path) -> str:

@@ -213,7 +213,8 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
         advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
         raise TypeError(f"{name}: expected a number, got {type_name(value)}{advice}")
     in_range = (low is None or value >= low) and (high is None or value <= high)
-    finite = -float("inf") < value < float("inf")
+    largest = sys.float_info.max  # an int may be larger, and still less than infinity
+    finite = -largest <= value <= largest
     bounds = f" from {low} to {high}" if high is not None else f" of at least {low}" if low is not None else ""
     expect(finite and in_range, name, f"a finite number{bounds}", value)
     return value  # type: ignore[return-value]  # a SymFloat counts as a float

@@ -121,6 +121,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),
     "softcap negative": (A, dense(softcap=-1.0), InputError, ("softcap", "at least 0", "-1")),
     "softcap NaN": (A, dense(softcap=float("nan")), InputError, ("softcap", "finite", "nan")),
+    "an int past every float": (A, dense(scale=10**400), InputError, ("scale", "finite")),
     "dropout range": (A, dense(dropout_p=1.5), InputError, ("dropout_p", "from 0.0 to 1.0", "1.5")),
     "dropout type": (A, dense(dropout_p="0.5"), TypeError, ("dropout_p", "number", "str")),
     "seed type": (A, dense(dropout_p=0.5, dropout_seed=1.5), TypeError, ("dropout_seed", "int", "float")),
