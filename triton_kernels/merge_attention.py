@@ -55,7 +55,7 @@ def load_lse(lse, strides, batch, head, row, num_rows):
 
 
 @triton.jit
-def shares_of(lse_a, lse_b):
+def weights_of(lse_a, lse_b):
     """Returns the weight of each side in the merged output, and the merged lse.
 
     If both sides are -inf, these are 0, 0 and -inf; if one is NaN or +inf, they are NaN.
@@ -91,7 +91,7 @@ def merge_attention_kernel(
     batch, head, row = rows_of_cta(num_rows, num_heads, BLOCK_S)
     exists = row < num_rows
 
-    share_a, share_b, row_lse = shares_of(
+    weight_a, weight_b, row_lse = weights_of(
         load_lse(lse_a, lse_a_strides, batch, head, row, num_rows),
         load_lse(lse_b, lse_b_strides, batch, head, row, num_rows),
     )
@@ -102,10 +102,10 @@ def merge_attention_kernel(
     for first_dim in range(0, VALUE_DIM, BLOCK_D):
         dim = first_dim + tl.arange(0, BLOCK_D)
         mask = exists[:, None] & (dim < VALUE_DIM)[None, :]
-        read_a, read_b = mask & (share_a != 0.0)[:, None], mask & (share_b != 0.0)[:, None]
+        read_a, read_b = mask & (weight_a != 0.0)[:, None], mask & (weight_b != 0.0)[:, None]
         a = tl.load(row_pointers(out_a, out_a_strides, batch, head, row, dim), mask=read_a, other=0.0)
         b = tl.load(row_pointers(out_b, out_b_strides, batch, head, row, dim), mask=read_b, other=0.0)
-        merged = share_a[:, None] * a.to(tl.float32) + share_b[:, None] * b.to(tl.float32)
+        merged = weight_a[:, None] * a.to(tl.float32) + weight_b[:, None] * b.to(tl.float32)
         tl.debug_barrier()
         out_pointers = row_pointers(out, out_strides, batch, head, row, dim)
         tl.store(out_pointers, merged.to(out.dtype.element_ty), mask=mask)

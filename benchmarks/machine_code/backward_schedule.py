@@ -88,15 +88,15 @@ def _tiles(shape: BackwardShape, dealt: native.BackwardSchedule) -> Iterator[tup
 
 def _splits(heads: range, rows: range, dealt: native.BackwardSchedule, is_cut: bool) -> Iterator[tuple[range, range]]:
     """Yields the query heads and the row tiles of each CTA that computes a split of a key tile."""
-    steps_of_heads = len(heads) // dealt.of_heads * len(rows)
+    steps_of_heads = len(heads) // dealt.over_heads * len(rows)
     if not is_cut or steps_of_heads < LEAST_STEPS_OF_SPLIT:
         yield heads, rows
         return
-    of_rows = min(steps_of_heads // LEAST_STEPS_OF_SPLIT, len(rows), dealt.of_rows)
-    per_split = len(heads) // dealt.of_heads
+    over_rows = min(steps_of_heads // LEAST_STEPS_OF_SPLIT, len(rows), dealt.over_rows)
+    per_split = len(heads) // dealt.over_heads
     for first in range(0, len(heads), per_split):
         left = rows
-        for more in range(of_rows, 0, -1):  # the last rows first
+        for more in range(over_rows, 0, -1):  # the last rows first
             count = -(-len(left) // more)
             yield heads[first : first + per_split], left[len(left) - count :]
             left = left[: len(left) - count]
@@ -166,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for order in (shape, replace(shape, deterministic=True)):
         whole, split = deal(order, chosen.head_dim), deal(order, chosen.head_dim)
-        whole.of_heads = whole.of_rows = 1
-        chosen_by_library = f"{split.of_heads} x {split.of_rows} from tile {split.first_tile}"
+        whole.over_heads = whole.over_rows = 1
+        chosen_by_library = f"{split.over_heads} x {split.over_rows} from tile {split.first_tile}"
         for name, dealt in (("whole tiles", whole), (chosen_by_library, split)):
             found = schedule(order, dealt)
             numbers = f"{found.busy:.0%}", f"{found.useful:.0%}", f"{found.steps:.1f}"

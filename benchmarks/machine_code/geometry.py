@@ -113,7 +113,7 @@ def backward(case: AttentionCase, gpu: Gpu) -> Geometry:
             keys=case.seqlen,
             window=(-1, 0 if case.causal else -1),
         )
-        ctas = min(dealt.first_tile + (tiles - dealt.first_tile) * dealt.of_heads * dealt.of_rows, gpu.num_sms)
+        ctas = min(dealt.first_tile + (tiles - dealt.first_tile) * dealt.over_heads * dealt.over_rows, gpu.num_sms)
     return Geometry(kernel, tiles, ctas, sum(steps) / len(steps), max(steps))
 
 

@@ -91,11 +91,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     is_told = function in (attention, attention_varlen) and isinstance(named.get("key_ranges"), Tensor)
     if choice.backend != "torch" and is_told:
         tile = choice.tile if isinstance(choice.tile, dict) else vars(choice.tile)
-        computed = _share_of_tiles(named, tile["block_m"], tile["block_n"])
+        computed = _fraction_of_tiles(named, tile["block_m"], tile["block_n"])
     return Explanation(choice.backend, choice.kernel, choice.tile, dict(choice.rejected), copied, computed)
 
 
-def _share_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
+def _fraction_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
     """Returns the fraction of tiles in which some query's ranges include some key. It reads the ranges back."""
     ranges, key = named["key_ranges"].cpu(), named["key"]
     if named.get("cu_seqlens_q") is None:

@@ -82,20 +82,20 @@ class BackwardSchedule(ctypes.Structure):
     """Describes how the backward kernel for dK and dV is scheduled: a CTA takes a tile of ``block_n`` keys and loops
     over tiles of ``block_m`` query rows.
 
-    From tile ``first_tile`` on, a tile has ``of_heads`` splits over its query heads times ``of_rows`` splits over its
-    rows. ``heads_per_group`` is the number of KV heads whose tiles are scheduled together. All fields are zero if the
-    kernel is not for Hopper.
+    From tile ``first_tile`` on, a tile has ``over_heads`` splits over its query heads times ``over_rows`` splits over
+    its rows. ``heads_per_group`` is the number of KV heads whose tiles are scheduled together. All fields are zero if
+    the kernel is not for Hopper.
     """
 
     first_tile: int
-    of_heads: int
-    of_rows: int
+    over_heads: int
+    over_rows: int
     heads_per_group: int
     block_m: int
     block_n: int
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ("first_tile", "of_heads", "of_rows", "heads_per_group", "block_m", "block_n")
+        for name in ("first_tile", "over_heads", "over_rows", "heads_per_group", "block_m", "block_n")
     )
 
 

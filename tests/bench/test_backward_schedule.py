@@ -32,7 +32,7 @@ def dense(tokens: int, batch: int, heads: int, kv_heads: int, window: tuple[int,
 
 
 def is_cut(found: native.BackwardSchedule) -> bool:
-    return found.of_heads * found.of_rows > 1
+    return found.over_heads * found.over_rows > 1
 
 
 # --- Splits where SMs would be idle -----------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_whole_tiles_would_not_do() -> None:
     shape = dense(8192, 1, 32, 1, CAUSAL)
     found = deal(shape, 128)
     assert is_cut(found)
-    found.of_heads = found.of_rows = 1
+    found.over_heads = found.over_rows = 1
     assert backward_schedule.schedule(shape, found).busy < 0.3
 
 
@@ -117,7 +117,7 @@ def test_deterministic_cuts_do_not_depend_on_the_gpu(window: tuple[int, int], kv
     shape = dense(4096, 1, 32, kv_heads, window, deterministic=True)
     gpus = itertools.product((1, 16, 78, 132), (6 << 20, 50 << 20))
     found = [deal(shape, 128, *gpu) for gpu in gpus]
-    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
+    assert len({(each.first_tile, each.over_heads, each.over_rows, each.heads_per_group) for each in found}) == 1
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1152, 32), (1024, 40), (2048, 128)], ids=str)
@@ -125,7 +125,7 @@ def test_deterministic_cuts_of_the_last_rounds_do_not_depend_on_the_gpu(tokens: 
     """Splits begin at a number in the order of claims, which follows the heads of a group."""
     shape = dense(tokens, 1, heads, heads, FULL, deterministic=True)
     found = [deal(shape, 128, *gpu) for gpu in ((132, 50 << 20), (114, 50 << 20), (78, 60 << 20), (16, 6 << 20))]
-    assert len({(each.first_tile, each.of_heads, each.of_rows, each.heads_per_group) for each in found}) == 1
+    assert len({(each.first_tile, each.over_heads, each.over_rows, each.heads_per_group) for each in found}) == 1
     assert found[0].first_tile > 0 and is_cut(found[0])
 
 

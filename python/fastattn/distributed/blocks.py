@@ -196,10 +196,10 @@ def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
     """Returns the parts of all ranks, sorted by document and position. The rows of rank r begin at ``r * length``."""
     moved = (part.moved(rank * length) for rank, own in enumerate(parts) for part in own)
-    return sorted(moved, key=place_of)
+    return sorted(moved, key=position_of)
 
 
-def place_of(part: Part) -> tuple[int, int]:
+def position_of(part: Part) -> tuple[int, int]:
     """Returns the document of a part and the position of its first row in it, by which parts are sorted."""
     return part.document or 0, part.first
 

@@ -28,7 +28,7 @@ from fastattn.distributed.blocks import (
     Spread,
     Window,
     keys_seen,
-    place_of,
+    position_of,
     seen_ranges,
 )
 from fastattn.distributed.collectives import Started, start_all_gather, start_all_to_all, start_reduce_scatter
@@ -119,7 +119,7 @@ def _gathered(
 
     under_way = start(groups[0]) if groups else []
     for i, heads in enumerate(groups):
-        keys, values = (gathering.by_places(started.wait(_CALL)).movedim(0, 2) for started in under_way)
+        keys, values = (gathering.by_positions(started.wait(_CALL)).movedim(0, 2) for started in under_way)
         under_way = start(groups[i + 1]) if i + 1 < len(groups) else []
         yield query_heads(heads, query, key), heads, keys, values
 
@@ -155,7 +155,7 @@ class AllKeys:
     def start(self, own: Tensor) -> Started:
         return start_all_gather(own.contiguous(), self._group)
 
-    def by_places(self, arrived: Tensor) -> Tensor:
+    def by_positions(self, arrived: Tensor) -> Tensor:
         """Sorts the gathered keys by position; they arrive in the order of ranks."""
         return self._spread.in_order(arrived)
 
@@ -181,7 +181,7 @@ class KeysThatAreRead:
         x = torch.cat([own[:0], *(own[keys.rows] for keys in given.ranges)])
         return start_all_to_all(x, read.by_rank, given.by_rank, self._group)
 
-    def by_places(self, arrived: Tensor) -> Tensor:
+    def by_positions(self, arrived: Tensor) -> Tensor:
         order = self._keys.order
         return arrived if order is None else torch.cat([arrived[rows] for rows in order])
 
@@ -267,7 +267,7 @@ def exchanged_keys(spread: Spread | PackedSpread, rank: int) -> ExchangedKeys:
     given = Message.of(seen_ranges(reader_parts, parts[rank], spread.window) for reader_parts in parts)
     ends = accumulate(keys.length for keys in read.ranges)
     arriving = [(keys, slice(end - keys.length, end)) for keys, end in zip(read.ranges, ends, strict=True)]
-    in_order = sorted(arriving, key=lambda each: place_of(each[0]))
+    in_order = sorted(arriving, key=lambda each: position_of(each[0]))
     order = None if in_order == arriving else [rows for _, rows in in_order]
     ranges = [keys for keys, _ in in_order]
     return ExchangedKeys(read, given, order, ranges, _blocks_over(ranges, parts[rank], spread.window))

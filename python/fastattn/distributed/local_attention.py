@@ -179,8 +179,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     if sinks is None:
         return out, lse
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-    share = (lse - with_sink).exp().masked_fill(lse == -math.inf, 0.0)
-    return out * share[..., None], with_sink
+    fraction = (lse - with_sink).exp().masked_fill(lse == -math.inf, 0.0)
+    return out * fraction[..., None], with_sink
 
 
 def gradient_of_sinks(
@@ -189,6 +189,6 @@ def gradient_of_sinks(
     """Returns the gradient of the sinks from this rank's rows; ``out`` and ``lse`` are the results with sinks."""
     if sinks is None:
         return None
-    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
-    row_gradient = share * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
+    fraction = (sinks.to(lse.dtype)[None, :, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
+    row_gradient = fraction * (grad_lse - (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1))
     return row_gradient.sum((0, 2)).to(sinks.dtype)

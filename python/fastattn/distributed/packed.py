@@ -31,7 +31,7 @@ from fastattn.distributed.blocks import (
     Rows,
     Window,
     in_order_of_documents,
-    place_of,
+    position_of,
 )
 from fastattn.distributed.collectives import Group, all_gather, process_groups
 from fastattn.distributed.sequence import checked_dim, parts_of_rank, parts_per_rank
@@ -160,8 +160,8 @@ class PackedShards:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the position of each of this rank's rows in its sequence, for RoPE: int64 ``[num_rows]``, 0 for
         padding."""
-        places = (torch.arange(part.first, part.first + part.length) for part in self.layout.parts[self.rank])
-        return self._padded(places, 0).to(device)
+        positions = (torch.arange(part.first, part.first + part.length) for part in self.layout.parts[self.rank])
+        return self._padded(positions, 0).to(device)
 
     def sequences(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the sequence to which each of this rank's rows belongs: int64 ``[num_rows]``, -1 for padding."""
@@ -237,8 +237,8 @@ def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, 
     become one.
     """
     merged: list[tuple[int, int, int, list[slice]]] = []  # document, first, length; rows
-    for part in sorted(parts, key=place_of):
-        document, first = place_of(part)
+    for part in sorted(parts, key=position_of):
+        document, first = position_of(part)
         if merged and merged[-1][0] == document and merged[-1][1] + merged[-1][2] == first:
             _, first_of_all, length, rows = merged[-1]
             merged[-1] = (document, first_of_all, length + part.length, [*rows, part.rows])

@@ -26,8 +26,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     lse = (level + total.log()).masked_fill(sees_nothing, -math.inf)
 
     def weighted(out: Tensor, weight: Tensor) -> Tensor:
-        share = weight / total
-        row_share = (share.transpose(0, 1) if is_packed else share)[..., None]
-        return out.to(dtype).masked_fill(row_share == 0, 0.0) * row_share
+        fraction = weight / total
+        row_fraction = (fraction.transpose(0, 1) if is_packed else fraction)[..., None]
+        return out.to(dtype).masked_fill(row_fraction == 0, 0.0) * row_fraction
 
     return weighted(out_a, sum_a) + weighted(out_b, sum_b), lse

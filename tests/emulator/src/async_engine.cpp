@@ -29,7 +29,7 @@ void AsyncEngine::perform(std::map<Handle, Pending>::iterator found) {
     try {
         pending.perform();
     } catch (Fault& fault) {
-        if (fault.place.line < 0) fault.place = pending.warp->place_of(pending.operation, pending.lane);
+        if (fault.place.line < 0) fault.place = pending.warp->position_of(pending.operation, pending.lane);
         throw;
     }
 }

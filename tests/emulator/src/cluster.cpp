@@ -155,7 +155,7 @@ void Cluster::fail_deadlock() {
         }
     }
     Fault fault("deadlock", text.str());
-    fault.place = (of != nullptr ? of : warps_[0])->place_of(first, lane);
+    fault.place = (of != nullptr ? of : warps_[0])->position_of(first, lane);
     throw fault;
 }
 

@@ -38,7 +38,7 @@ void Cta::check_end() {
         if (!launch.unawaited) continue;
         Fault fault("barrier", "the CTA has ended with " + std::to_string(barriers_[id].arrived) +
                                    " threads arrived at barrier " + std::to_string(id) + ", which nobody waited for");
-        fault.place = warps_[0]->place_of(nullptr, -1);
+        fault.place = warps_[0]->position_of(nullptr, -1);
         throw fault;
     }
     for (size_t i = 0; i < warpgroup_logs_.size(); ++i) {
@@ -46,7 +46,7 @@ void Cta::check_end() {
         if (log.entries.empty()) continue;
         Fault fault("wgmma", "the CTA has ended with wgmma instructions that only some warps of warpgroup " +
                                  std::to_string(i) + " have executed");
-        fault.place = warps_[4 * i]->place_of(log.entries.front().operation, 0);
+        fault.place = warps_[4 * i]->position_of(log.entries.front().operation, 0);
         throw fault;
     }
 }

@@ -226,7 +226,7 @@ class Warp {
     uint32_t number() const;      // the warp's number in the cluster
     Lanes acting(uint32_t mask);  // lanes of the running path, in the race detector's form
     uint32_t operation_number() const { return static_cast<uint32_t>(path_.pc); }  // of the current instruction
-    Place place_of(const Operation* operation, int lane) const;
+    Place position_of(const Operation* operation, int lane) const;
 
     Cta& cta;
     BulkGroups bulk_groups;

@@ -32,7 +32,7 @@ WgmmaUnit& Warp::wgmma() {
     return *wgmma_;
 }
 
-Place Warp::place_of(const Operation* operation, int lane) const {
+Place Warp::position_of(const Operation* operation, int lane) const {
     Place place;
     const Program& program = *cta.launch.program;
     place.kernel = program.name;
@@ -121,7 +121,7 @@ void Warp::run(int64_t budget) {
             }
             check_limit();
         } catch (Fault& fault) {
-            if (fault.place.line < 0) fault.place = place_of(operation, fault.lane);
+            if (fault.place.line < 0) fault.place = position_of(operation, fault.lane);
             throw;
         }
         if (path_.mask != 0) paths_.push_back(path_);
