@@ -57,7 +57,7 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
 
 @triton.jit
 def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows like `load_rows`, where all of them exist."""
+    """Loads rows like `load_rows`, for a tile whose ``BLOCK`` rows all exist."""
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -262,7 +262,7 @@ def dropout_keep(
     seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns which probabilities of the tile dropout keeps, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
+    """Returns which probabilities of a tile survive dropout, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
 
     Philox 4x32-10 (Salmon et al., SC 2011) draws the words: key = seed, counter = (column // 4, row, batch * Hq + head,
     0), word = column % 4. A word below ``threshold`` drops. One call gives the words of four columns.

@@ -1,4 +1,4 @@
-"""Converts fp8 (e4m3 without infinities) by its bits, even on GPUs without instructions for it.
+"""Converts between fp32 and fp8 (e4m3 without infinities) by integer arithmetic, which every GPU has.
 
 Kernels get fp8 caches as uint8 tensors.
 """

@@ -1,7 +1,7 @@
 """Prints what kernels are compiled to, and what they execute on a small shape, without a GPU.
 
 ``python -m benchmarks.machine_code.kernels decode "d 128"`` keeps the calls whose description has all these words. The
-calls are small cases of the benchmarks. They run on the tests' emulator, as an A100 and an H200 with 2 SMs.
+calls are small cases of the benchmarks. They run on the tests' emulator, as an A100 and as an H200, each with 2 SMs.
 
 - Machine code, by ptxas and nvdisasm: registers, bytes that a thread spills, shared memory of a CTA, CTAs that fit on
   an SM, and the instructions of the main loop by class. Of several main loops, the table shows the one with the most

@@ -77,6 +77,8 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
     """Returns advice for an error about an unknown keyword: the ``known`` one that means the same or looks alike."""
     if name == "enable_gqa":
         return "; keys and values may have fewer heads without it"
+    if name == "key_padding_mask" and "bias" in known:
+        return "; where it is True for padding, pass bias=~mask[:, None, None, :]"
     if name == "bias" and "key_ranges" in known:
         return "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"
     meant = _OTHER_NAMES.get(name)
@@ -131,7 +133,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"
-    elif 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # only the query is swapped, as with a cache
+    elif q != k and 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # only the query is swapped, as with a cache
         swaps = f"query.transpose{dims[0]} and so on"
     else:
         return f": {shapes}"

@@ -63,9 +63,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     except Explained as explained:
         choice = explained.choice
     else:
-        name = getattr(function, "__name__", type_name(function))
-        module = getattr(function, "__module__", None)
-        whole_name = f"{module}.{name}" if module else name
+        name, module = getattr(function, "__name__", None), getattr(function, "__module__", None)
+        whole_name = type_name(function) if name is None else f"{module}.{name}" if module else name
         patch = "; explain it inside of fastattn.patch_sdpa()" if name == "scaled_dot_product_attention" else ""
         came = f"{whole_name} returned without doing so{patch}"
         raise TypeError(f"function: expected one that calls fastattn, but {came}")

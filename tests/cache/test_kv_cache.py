@@ -274,6 +274,11 @@ def test_reorder_moves_whole_sequences(quantized: bool) -> None:
                 assert torch.equal(actual, moved[order])
 
 
+def test_reorder_refuses_sequences_that_are_not_there() -> None:
+    with pytest.raises(InputError, match=r"sequences: expected indices from 0 to 2, got \[0, 5, 1\]"):
+        cache_of().reorder(torch.tensor([0, 5, 1]))
+
+
 def test_append_is_attend_without_a_query() -> None:
     cache = cache_of(quantized=True)
     other = cache_of(quantized=True)

@@ -232,7 +232,7 @@ def test_a_step_that_takes_the_place_of_another_may_have_its_pages() -> None:
     pool.reserve(pool.demand([name], [8]), LAYERS)
     again = pool.demand([name], [7])
     assert sorted(again.pages[0]) == [0, 1]
-    with pytest.raises(CacheFull, match="1 sequences need 3 more pages of 4 tokens, and 2 of 2 are free"):
+    with pytest.raises(CacheFull, match="this step needs 3 more pages of 4 tokens, and 2 of 2 are free"):
         pool.demand([name], [9])
 
 

@@ -260,7 +260,7 @@ def test_a_chunk_beyond_the_pool_changes_nothing() -> None:
     sequences = [model.add(), model.add()]
     model.step(sequences, PAGE_SIZE)
     before = model.snapshot()
-    with pytest.raises(CacheFull, match="2 sequences need 11 more pages of 4 tokens, and 10 of 12 are free"):
+    with pytest.raises(CacheFull, match="this step needs 11 more pages of 4 tokens, and 10 of 12 are free"):
         model.cache.chunk(sequences, [10 * PAGE_SIZE, 1])
     assert model.snapshot() == before
 
@@ -271,11 +271,11 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     model.step(sequences[:1], 10 * PAGE_SIZE)
     model.step(sequences[1:], PAGE_SIZE + 1)
     before = model.snapshot()
-    with pytest.raises(CacheFull, match="2 sequences need 2 more pages of 4 tokens, and 0 of 12 are free"):
+    with pytest.raises(CacheFull, match="this step needs 2 more pages of 4 tokens, and 0 of 12 are free"):
         model.cache.step(sequences, PAGE_SIZE)
     assert model.snapshot() == before
     child = model.fork(sequences[1])
-    with pytest.raises(CacheFull, match="1 sequences need 1 more pages"):
+    with pytest.raises(CacheFull, match="this step needs 1 more pages"):
         model.cache.step([child], 1)  # the pool has no page for the copy
     model.check()
     model.free(sequences[0])

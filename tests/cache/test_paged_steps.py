@@ -291,7 +291,7 @@ def test_a_chunk_takes_one_query_for_each_of_its_tokens() -> None:
         chunk.attend(0, **{**rows, "v_new": rows["v_new"].expand(2, -1, -1, -1)})
     with pytest.raises(InputError, match=r"num_splits: expected 0, as the kernel decides how .*, got 2"):
         chunk.attend(0, **new, num_splits=2)
-    with pytest.raises(InputError, match="rotary_cos: expected 5 positions, got 4"):
+    with pytest.raises(InputError, match="rotary_cos: expected at least 5 rows, got 4"):
         chunk.attend(0, **new, rotary_cos=torch.ones(4, 2), rotary_sin=torch.zeros(4, 2))
     assert not cache.pools(0)[0].any()
 

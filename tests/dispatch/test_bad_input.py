@@ -149,6 +149,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         InputError,
         ("bias", "torch.int64 [2, 7]", "pass mask[:, None, None, :].bool()"),
     ),
+    "float padding mask": (
+        A,
+        dense(bias=torch.ones(2, 7)),
+        InputError,
+        ("bias", "padding mask [B, Sk]", "mask[:, None, None, :].bool()"),
+    ),
     "bool padding mask": (
         A,
         dense(bias=torch.ones(2, 7) == 1),
@@ -275,7 +281,8 @@ def test_types_are_named_in_full() -> None:
 
 
 def test_heads_are_only_said_to_come_after_rows_where_that_fits() -> None:
-    for query, key in (((1, 12, 4096, 8), (1, 5, 4096, 8)), ((1, 6, 9, 8), (1, 4, 7, 8)), ((2, 6, 5, 8), (2, 4, 0, 8))):
+    shapes = [((1, 12, 4096, 8), (1, 5, 4096, 8)), ((1, 6, 9, 8), (1, 4, 7, 8)), ((2, 6, 5, 8), (2, 4, 0, 8))]
+    for query, key in [*shapes, ((2, 8, 48, 64), (2, 3, 48, 64))]:
         with pytest.raises(InputError, match=r"multiple of the . KV heads") as raised:
             A(torch.zeros(query), torch.zeros(key), torch.zeros(key))
         assert "transpose" not in str(raised.value)

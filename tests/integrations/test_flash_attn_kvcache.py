@@ -192,7 +192,7 @@ def test_tensors_that_want_gradients_get_none() -> None:
         (
             {"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8), "cache_seqlens": LENGTHS, "cache_leftpad": LENGTHS}
             | {"rotary_cos": ANGLES[:7], "rotary_sin": ANGLES[:7]},
-            "^rotary_cos: expected 8 positions, got 7",
+            "^rotary_cos: expected at least 8 rows, got 7",
         ),
     ],
     ids=lambda value: None if isinstance(value, str) else " and ".join(value),

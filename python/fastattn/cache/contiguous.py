@@ -11,7 +11,15 @@ from torch import Tensor
 
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
-from fastattn.checks import check_dtype, check_int, check_same_device, check_shape, check_tensor, expect
+from fastattn.checks import (
+    check_dtype,
+    check_int,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    contents_are_checked,
+    expect,
+)
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.quantization import as_numbers
@@ -209,6 +217,9 @@ class KVCache(StepCache):
         check_shape("sequences", sequences, (self.batch,), "[batch]")
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
         check_same_device("sequences", sequences, self._lengths.device)
+        if contents_are_checked(sequences):
+            chosen, expected = sequences.tolist(), f"indices from 0 to {self.batch - 1}"
+            expect(all(0 <= each < self.batch for each in chosen), "sequences", expected, chosen)
         sequences = sequences.clamp(0, max(self.batch - 1, 0))  # no other index is read, whatever the device holds
         lengths = self._lengths.index_select(1, sequences)
         tensors = [as_numbers(tensor) for layer in self._layers for tensor in layer.tensors()]

@@ -374,7 +374,7 @@ class PagedChunk(_NewTokens):
         """Writes the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer.
 
         This is the first half of ``attend``; the other is ``attention_varlen(query, *cache.pools(layer), causal=True,
-        **chunk.arguments())``.
+        **chunk.arguments())``. Unlike ``attend``, neither applies RoPE: rotate keys and queries before.
         """
         self.reservation.check_current()
         self._check_new(layer, k_new, v_new)
@@ -446,7 +446,7 @@ class PagedChunk(_NewTokens):
         check_rotary(cos, sin, self.cache.layout.head_dim)
         if cos is None or sin is None:
             return query, k_new
-        expect(cos.shape[0] >= self.num_positions, "rotary_cos", f"{self.num_positions} positions", cos.shape[0])
+        expect(cos.shape[0] >= self.num_positions, "rotary_cos", f"at least {self.num_positions} rows", cos.shape[0])
         position = self.position.long()
         angles = cos[position][None], sin[position][None]
 

@@ -164,8 +164,8 @@ class PagePool:
         available = reserved + self.free_pages if superseded else self.free_pages
         if needed > len(available):
             raise CacheFull(
-                f"PagedKVCache: {len(sequences)} sequences need {needed} more pages of {self.page_size} tokens, and "
-                f"{len(available)} of {self.num_pages} are free; free or truncate a sequence"
+                f"PagedKVCache: this step needs {needed} more pages of {self.page_size} tokens, and {len(available)} "
+                f"of {self.num_pages} are free; free or truncate a sequence, or make the cache with more num_pages"
             )
         taken = available[len(available) - needed :]
         # Copies take pages first, so they get free pages where there are enough, not reserved ones.

@@ -144,8 +144,8 @@ MOST_READ = 0.25
 class AllKeys:
     """Gathers the keys of all ranks.
 
-    The first dimension of all tensors counts keys: this rank's own, or the gathered ones, sorted by position.
-    ``blocks`` has the blocks of this rank's rows over the gathered keys.
+    The first dimension of all tensors counts keys: this rank's own, or the gathered ones. Gathered keys arrive in the
+    order of ranks, and `by_positions` sorts them. ``blocks`` has the blocks of this rank's rows over the gathered keys.
     """
 
     def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
@@ -236,7 +236,7 @@ def reads_little(spread: Spread | PackedSpread) -> bool:
 
 
 class Message(NamedTuple):
-    """Holds ranges of keys in the order in which they are sent or received, and the number of keys of each rank."""
+    """Holds the ranges of keys to send or receive, in order, and how many of the keys go to or come from each rank."""
 
     ranges: tuple[Part, ...]
     by_rank: list[int]

@@ -60,7 +60,7 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
     heads, head_dim = query.shape[1], query.shape[-1]
     expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
     like_key, came = list(key.shape[:-1]), list(value.shape[:-1])
-    expect(came == like_key, "value", f"the key's shape but for Dv, {like_key}", came)
+    expect(came == like_key, "value", f"{like_key} as the key has (the head dim alone may differ)", came)
     check_head_counts(query, key, "key", layouts[:2])
     batch = _check_packed(call) if call.is_packed else query.shape[0]
     if not call.is_packed:
@@ -145,7 +145,8 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
         came, as_bool = f"{bias.dtype} {list(bias.shape)}", "" if bias.dtype == torch.bool or not is_mask else ".bool()"
         if tuple(bias.shape) == full[2:]:
             came += f"; of one [Sq, Sk] pass bias[None, None]{as_bool}"
-        if is_mask and tuple(bias.shape) == (full[0], full[3]):
+        if tuple(bias.shape) == (full[0], full[3]):
+            as_bool = "" if bias.dtype == torch.bool else ".bool()"
             came += f"; of a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
     is_of_sequences = bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:])
@@ -252,6 +253,7 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
             expect(values[0] == 0, name, "0 as the first offset", f"{values[0]}{advice}")
             expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])
-        expect(values[-1] <= total, name, f"at most {total} (the number of rows) as the last offset", values[-1])
+        rows = f"at most {total} (dim 0 of the packed [total, H, D])"
+        expect(values[-1] <= total, name, f"{rows} as the last offset", values[-1])
     longest, max_name = max(lengths, default=0), name.replace("cu", "max").replace("seqlens", "seqlen")
     expect(longest <= max_seqlen, max_name, f"at least {longest}", max_seqlen)

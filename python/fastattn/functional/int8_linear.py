@@ -103,7 +103,7 @@ def linear_over(call: Int8Call) -> Tensor:
     check_tensor("residual", call.residual, optional=True)
     for name, option in (("activation", call.activation), ("input_precision", call.input_precision)):
         if not isinstance(option, str) and (option is not None or name == "input_precision"):
-            raise TypeError(f"{name}: expected a str, got {type(option).__name__}")
+            raise TypeError(f"{name}: expected a str that help(fastattn.int8_linear) lists, got {type_name(option)}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
         x = autocast_to(cast, x)
@@ -208,7 +208,7 @@ def _check(call: Int8Call) -> tuple[Int8Call, Request]:
     _check_gated(activation, rows)
     if bias is not None:
         check_shape("bias", bias, (rows,), "[N]")
-        check_dtype("bias", bias, (x.dtype,))
+        expect(bias.dtype == x.dtype, "bias", f"{x.dtype}, as x is", bias.dtype)
         check_same_device("bias", bias, x.device)
     if residual is not None:
         result = result_columns(activation, rows)

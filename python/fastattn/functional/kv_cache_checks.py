@@ -267,7 +267,7 @@ def check_contents(t: DecodeCall) -> None:
         expect(length + num_new <= capacity, "cache_seqlens", room, where)
         if t.rotary_cos is not None and num_new + length:
             positions = t.rotary_cos.shape[0]
-            expect(length + num_new <= positions, "rotary_cos", f"{length + num_new} positions", positions)
+            expect(length + num_new <= positions, "rotary_cos", f"at least {length + num_new} rows", positions)
     if t.block_table is not None:
         check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], t.k_cache.shape[2])
 

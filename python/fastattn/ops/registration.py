@@ -137,7 +137,7 @@ def _vmap_rule(op: Operator, vmap: Callable[..., Any], overload: torch._ops.OpOv
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
-    """Registers a FLOP formula when the program imports torch's counter, as that import also imports Triton."""
+    """Registers a FLOP formula once the program itself imports torch's FLOP counter, which imports Triton."""
 
     def register_formula() -> None:
         from torch.utils.flop_counter import register_flop_formula

@@ -148,7 +148,7 @@ def _check_rows(
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
     if position.numel() and contents_are_checked(position):
         needed = int(position.max()) + 1
-        expect(needed <= cos.shape[0], "rotary_cos", f"{needed} positions", cos.shape[0])
+        expect(needed <= cos.shape[0], "rotary_cos", f"at least {needed} rows", cos.shape[0])
     return rotary_at(x, cos, sin, position, interleaved)
 
 

@@ -134,8 +134,8 @@ def _dtypes_in(file: str) -> dict[str, str]:
 def concerns(converter: Any, model: nn.Module) -> bool:
     """Returns whether ``converter``, one of the model's own, makes the weight of an int8 layer.
 
-    A converter may split one weight of a file into q, k and v, for example. This cannot be undone for int8 weights, so
-    files have them under the model's own names.
+    A converter may split one weight of a file into q, k and v, for example. Saving would have to merge int8 weights
+    again, which is impossible, so int8 checkpoints store them under the model's own names.
     """
     if not isinstance(converter, WeightConverter):
         return False
