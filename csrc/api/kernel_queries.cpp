@@ -82,7 +82,8 @@ FASTATTN_ASKED_BY_PYTHON fastattn::DeviceFacts fastattn_device_facts() {
     }
 }
 
-// Returns the tile of every kernel as JSON, {"attention_forward_sm80<64, bfloat16>": {"block_m": …}, …}, or null.
+// Returns JSON that maps each kernel's name to its tile, {"attention_forward_sm80<64, bfloat16>": {"block_m": …}, …}. A
+// kernel without a tile maps to null.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
     using namespace fastattn;
     static const std::string text = [] {

@@ -16,7 +16,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
     static constexpr bool kOptions = kOptions_;
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
-    static constexpr int kKeyOwners = 1;  // every chain has all keys of the tile
+    static constexpr int kKeyOwners = 1;  // every warpgroup has all keys of the tile
     static constexpr int kConsumerKeys = kBlockN;
     static constexpr bool kSkipsHidden = false;
     static constexpr int kNumWarpgroups = 4;
@@ -71,7 +71,7 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
 };
 
 // Ids of named barriers; 0 is that of __syncthreads().
-enum BackwardWideBarrierSm90 : int { kChainOfQueries = 1, kQueriesStored, kKeysStored };
+enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1, kQueriesStored, kKeysStored };
 
 template <int kHeadDim, int kValueDim, bool kOptions>
 FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>>& shared) {

@@ -1,18 +1,18 @@
 // Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles, as
 // the gradients of 64 keys alone take half of an SM's registers. A CTA stays on its SM and claims one tile of 64 keys,
-// or a split of its query rows, after the other. A step has 64 rows. Three warpgroups compute one chain of products
-// each:
+// or a split of its query rows, after the other. A step has 64 rows. Three warpgroups compute one gradient each:
 //
-//   of values    S = K·Qᵀ,  P = exp(S - lse) → shared memory;  dV += P·dO
-//   of keys      dP = V·dOᵀ,  P ← shared memory,  dS = P∘(dP - delta) → shared memory;  dK += dS·Q
-//   of queries   dS ← shared memory,  dQ = dSᵀ·K, 64 dims at a time → shared memory
+//   dV   Sᵀ = K·Qᵀ,  Pᵀ = exp(scale·Sᵀ - lse) → shared memory;  dV += Pᵀ·dO
+//   dK   dPᵀ = V·dOᵀ,  Pᵀ ← shared memory,  dSᵀ = Pᵀ∘(dPᵀ - delta) → shared memory;  dK += dSᵀ·Q
+//   dQ   dSᵀ ← shared memory,  dQ = dS·K, 64 dims at a time → shared memory
 //
 //   ring, stages                full: its bytes have landed         empty: all who need it are done with it
 //   work    2                   says which key tile                 after its gradients
 //   keys    1                   K, V; before the first product      after the last
 //   rows    kStages             Q, dO and row terms of a step       after its dV and dK
-//   probabilities, gradients    P, dS of a step; kPassStages        when the next chain has read it
-//   panels  kPanelStages        64 dims of dQ, then of dK and dV    when the addition has read it
+//   probabilities, gradients    Pᵀ, dSᵀ of a step; kPassStages      when the next warpgroup has read it
+//   panels  kPanelStages        64 dims of dQ; of split tiles       when the addition has read it
+//                               also of dK and dV
 #pragma once
 
 #include <cstdint>
@@ -34,16 +34,16 @@
 
 namespace fastattn {
 
-// The chains of values (kOfValues) and of keys. Their scores are transposed, [keys, rows], so that P and dS are
-// operands A of dV and dK in registers. A chain runs ahead of the others until a ring stops it: while one computes
+// The warpgroups of dV (kIsDv) and dK. Their scores are transposed, [keys, rows], so that Pᵀ and dSᵀ are operands A of
+// dV and dK in registers. A warpgroup runs ahead of the others until a ring stops it: while one computes
 // exponentials or stores, the tensor cores have products of the others.
-template <typename Config, DataType kDataType, bool kOfValues>
-struct BackwardChainSm90 {
-    using KeyTile = std::conditional_t<kOfValues, typename Config::KeyTile, typename Config::ValueTile>;
-    using RowTile = std::conditional_t<kOfValues, typename Config::RowTile, typename Config::GradOutTile>;
-    using OtherRowTile = std::conditional_t<kOfValues, typename Config::GradOutTile, typename Config::RowTile>;
-    static constexpr int kSumDims = kOfValues ? Config::kHeadDim : Config::kValueDim;
-    static constexpr int kTilesD = (kOfValues ? Config::kValueDim : Config::kHeadDim) / kMmaN;
+template <typename Config, DataType kDataType, bool kIsDv>
+struct BackwardKeyGradientSm90 {
+    using ScoreKeyTile = std::conditional_t<kIsDv, typename Config::KeyTile, typename Config::ValueTile>;
+    using ScoreRowTile = std::conditional_t<kIsDv, typename Config::RowTile, typename Config::GradOutTile>;
+    using GradientRowTile = std::conditional_t<kIsDv, typename Config::GradOutTile, typename Config::RowTile>;
+    static constexpr int kContractedDims = kIsDv ? Config::kHeadDim : Config::kValueDim;
+    static constexpr int kTilesD = (kIsDv ? Config::kValueDim : Config::kHeadDim) / kMmaN;
     static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK;
     using StepScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
     using Scores = typename StepScores::Scores;        // S or dP: [64 keys, 64 rows]
@@ -53,8 +53,8 @@ struct BackwardChainSm90 {
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
     int warp, lane;
-    uint32_t num_steps = 0;       // steps that this chain has finished
-    uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all chains
+    uint32_t num_steps = 0;       // steps that this warpgroup has finished
+    uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all warpgroups
 
     // Opaque: values derived from it for each product would take registers in the loop.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
@@ -66,27 +66,27 @@ struct BackwardChainSm90 {
 
     // Starts S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
     FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
-        if constexpr (!kOfValues)
+        if constexpr (!kIsDv)
             start_score_gradients<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
         ptx::wgmma_fence();
-        start_gemm_rows<kDataType, kSumDims, KeyTile, RowTile, /*kAdds=*/!kOfValues>(
-            rX, OperandDescriptor::k_major(address_of(kOfValues ? shared.sK : shared.sV)),
-            OperandDescriptor::k_major(address_of(kOfValues ? shared.sQ[stage] : shared.sdO[stage])));
+        start_gemm_rows<kDataType, kContractedDims, ScoreKeyTile, ScoreRowTile, /*kAdds=*/!kIsDv>(
+            rX, OperandDescriptor::k_major(address_of(kIsDv ? shared.sK : shared.sV)),
+            OperandDescriptor::k_major(address_of(kIsDv ? shared.sQ[stage] : shared.sdO[stage])));
         ptx::wgmma_commit_group();
     }
 
     // Starts dV += P·dO, or dK += dS·Q.
     FASTATTN_DEVICE void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
-        // 256 dims at once take more registers than an instruction may have in a CTA of 512 threads.
+        // 256 dims at once would be 128 accumulators and 4 registers of A. An instruction may have 65536 / 512 = 128.
         constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
         const int stage = rows().stage;
-        const uint32_t sRows = address_of(kOfValues ? shared.sdO[stage] : shared.sQ[stage]);
+        const uint32_t sRows = address_of(kIsDv ? shared.sdO[stage] : shared.sQ[stage]);
         ptx::wgmma_fence();
 #pragma unroll
         for (int n = 0; n < kTilesD; n += kTilesN) {
-            const int first_byte = n * kMmaN / OtherRowTile::kBlockColumns * OtherRowTile::kBlockBytes;
+            const int first_byte = n * kMmaN / GradientRowTile::kBlockColumns * GradientRowTile::kBlockBytes;
             start_gemm_pv<kDataType>(reinterpret_cast<float (&)[1][kTilesN][4]>(rG[0][n]), rA,
-                                     OperandDescriptor::mn_major(sRows + first_byte, OtherRowTile::kBlockBytes));
+                                     OperandDescriptor::mn_major(sRows + first_byte, GradientRowTile::kBlockBytes));
         }
         ptx::wgmma_commit_group();
     }
@@ -160,7 +160,7 @@ struct BackwardChainSm90 {
     // Waits for S or dP, and turns it into P or dS. With options row_tile does not count.
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
-        if constexpr (kOfValues) {
+        if constexpr (kIsDv) {
             StepScores scores = scores_of(keys, row_tile, is_full);
             scores.prepare();
             wait_gemm<0>(rX);  // leaves no product in flight
@@ -224,19 +224,19 @@ struct BackwardChainSm90 {
                 store_panels(rG);
             } else {
                 const float value_factor = Config::kOptions ? params.scores.dropout_factor : 1.0f;
-                store_key_rows<kDataType>(kOfValues ? params.grad_value : params.grad_key,
-                                          kOfValues ? params.sum_value : params.sum_key, keys, rG, warp * kMmaM, lane,
-                                          kOfValues ? value_factor : params.scores.scale);
+                store_key_rows<kDataType>(kIsDv ? params.grad_value : params.grad_key,
+                                          kIsDv ? params.sum_value : params.sum_key, keys, rG, warp * kMmaM, lane,
+                                          kIsDv ? value_factor : params.scores.scale);
             }
         });
     }
 
     // Passes dK or dV to the warp that adds panels, after all panels that come before.
     FASTATTN_DEVICE void store_panels(const Gradient& rG) {
-        constexpr int kBefore = kOfValues ? Config::kQueryPanels : 0;
-        constexpr int kPanels = kOfValues ? Config::kValuePanels : Config::kQueryPanels;
-        // Waits until the chain before has stored its last panel.
-        ptx::bar_sync(kOfValues ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
+        constexpr int kBefore = kIsDv ? Config::kQueryPanels : 0;
+        constexpr int kPanels = kIsDv ? Config::kValuePanels : Config::kQueryPanels;
+        // Waits until the warpgroup before has stored its last panel.
+        ptx::bar_sync(kIsDv ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
         // Opaque: values derived from it would be computed before the loop, and kept in local memory.
         const int lane = ptx::opaque(this->lane);
         for_constant<kPanels>([&](auto panel) {
@@ -245,15 +245,15 @@ struct BackwardChainSm90 {
             store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel, rG, warp, lane);
         });
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
-        // The chain of values is the last. No barrier follows it: the next tile's dQ needs the P that it has yet to
-        // pass on.
-        if constexpr (!kOfValues) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
+        // dV is stored last, and no barrier follows it: the next tile's dQ depends on a P that this warpgroup has yet
+        // to compute.
+        if constexpr (!kIsDv) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
     }
 };
 
-// The chain of queries: computes dQ of each step, one panel of 64 dims at a time.
+// The warpgroup of dQ: computes dQ of each step, one panel of 64 dims at a time.
 template <typename Config, DataType kDataType>
-struct BackwardQueryChainSm90 {
+struct BackwardQueryGradientSm90 {
     using KeyTile = typename Config::KeyTile;
     using QueryPanel = float[1][kPanelDims / kMmaN][4];
 
@@ -267,7 +267,7 @@ struct BackwardQueryChainSm90 {
         if (keys.are_all_full() && !has_bias) return false;
         const int thread = warp * kWarpSize + lane;
         const bool is_own = tile_has_nonfinite<kDataType, KeyTile, kWarpgroupSize>(shared.sK, thread);
-        return warp_uniform(ptx::bar_red_or(kChainOfQueries, kWarpgroupSize, is_own)) != 0;
+        return warp_uniform(ptx::bar_red_or(kQueryWarpgroup, kWarpgroupSize, is_own)) != 0;
     }
 
     // Writes a block of K, with zeros for NaN and infinity (device/nonfinite.cuh), to a panel, which dQ overwrites
@@ -280,7 +280,7 @@ struct BackwardQueryChainSm90 {
             reinterpret_cast<uint32_t*>(sPanel)[i] = pair & ~nonfinite_mask<kDataType>(pair);
         }
         ptx::fence_proxy_async_shared();                 // makes the block visible to wgmma
-        ptx::bar_sync(kChainOfQueries, kWarpgroupSize);  // waits until the whole block is written
+        ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);  // waits until the whole block is written
         return reinterpret_cast<const uint16_t*>(sPanel);
     }
 
@@ -295,7 +295,7 @@ struct BackwardQueryChainSm90 {
     FASTATTN_DEVICE void run() {
         Ring<1> key_ring(shared.keys);
         Ring<Config::kPassStages> gradients(shared.gradients);
-        uint32_t num_panels = 0;  // panels so far, from all chains
+        uint32_t num_panels = 0;  // panels so far, from all warpgroups
         for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
@@ -317,13 +317,13 @@ struct BackwardQueryChainSm90 {
                     wait_gemm<0>(rdQ);  // leaves no product in flight
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
                     // Waits until every warp's product has read the block of K that dQ overwrites.
-                    if (takes_finite_keys) ptx::bar_sync(kChainOfQueries, kWarpgroupSize);
+                    if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
                     store_panel<0, /*kHidesLane=*/false>(ring, shared.sPanel, rdQ, warp, lane);
                 }
             }
             key_ring.release(lane);
             if (warp_uniform(keys.is_split()) != 0) {
-                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);  // waits until the chain of keys is here
+                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);  // waits until the warpgroup of dK is here
                 num_panels += Config::kQueryPanels + Config::kValuePanels;
             }
         });
@@ -331,8 +331,8 @@ struct BackwardQueryChainSm90 {
 };
 
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
-// num_claimed are zero. Any lengths, packed or not. With options the chain of values alone looks at them, and marks the
-// P that it passes on (kHiddenProbability).
+// num_claimed are zero. Any lengths, packed or not. With options the warpgroup of dV applies masks,
+// bias and dropout. It marks what they hide or drop in the P that it passes on (kHiddenProbability).
 template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
@@ -346,8 +346,8 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         init_barriers(shared);
-        const int64_t* seed =
-            params.scores.dropout_seed;  // no kernel writes this input: it may be read before the wait
+        // No kernel of this backward pass writes the seed: it may be read before the wait.
+        const int64_t* seed = params.scores.dropout_seed;
         if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
     __syncthreads();             // waits until the barriers are initialised
@@ -360,13 +360,13 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
         if (warp == 2) add_panels(shared, params, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();
-        BackwardQueryChainSm90<Config, kDataType>{shared, params, warp, lane}.run();
+        BackwardQueryGradientSm90<Config, kDataType>{shared, params, warp, lane}.run();
     } else if (warpgroup == 1) {
         ptx::setmaxnreg_inc<Config::kScoreRegisters>();
-        BackwardChainSm90<Config, kDataType, /*kOfValues=*/false>{shared, params, warp, lane}.run();
+        BackwardKeyGradientSm90<Config, kDataType, /*kIsDv=*/false>{shared, params, warp, lane}.run();
     } else {
         ptx::setmaxnreg_inc<Config::kScoreRegisters>();
-        BackwardChainSm90<Config, kDataType, /*kOfValues=*/true>{shared, params, warp, lane}.run();
+        BackwardKeyGradientSm90<Config, kDataType, /*kIsDv=*/true>{shared, params, warp, lane}.run();
     }
 }
 

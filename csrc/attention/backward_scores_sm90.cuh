@@ -1,6 +1,6 @@
 // Turns Sᵀ into Pᵀ and dPᵀ into dSᵀ, between the products of a consumer of the backward kernels for Hopper, for one
-// block of 64 keys and one row tile. Scores are only scaled and masked by a window, or go through every option. With
-// options a few numbers are in local memory during the loop.
+// block of 64 keys and one row tile. One version scales scores and masks them by a window, the other has every option
+// and spills a few registers in the loop.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct BackwardScoresTypes {
         tiles_to_operand<Config::kTilesM>(rA, rC[0]);
     }
 
-    // Does the same for kTiles of the tiles.
+    // Packs kTiles accumulator tiles in 16 bits.
     template <int kTiles>
     FASTATTN_DEVICE static void tiles_to_operand(uint32_t (*rA)[4], const float (*tiles)[4]) {
 #pragma unroll
@@ -173,7 +173,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
         seen.seen[0] &= through_ranges.seen;
         seen.seen[1] &= through_ranges.seen >> 16;
-        some_probabilities(rP16, rS, terms);
+        probabilities_from(rP16, rS, terms);
     }
 
     FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
@@ -205,7 +205,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return {packed[0], packed[1], packed[2], packed[3]};
     }
 
-    // Turns rdP, which init_gradients() began, into dS. rP: as probabilities() leaves it.
+    // Turns rdP, which init_gradients() has initialised, into dS. rP: as probabilities() leaves it.
     FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
             const float factor = position.params.scores.dropout_factor;
@@ -214,8 +214,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
                 const float2 minus_delta = own_pair(terms.minus_delta, n);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float dropped = e % 2 == 0 ? minus_delta.x : minus_delta.y;
-                    rdP[0][n][e] = is_kept(n, e) ? fmaf(rdP[0][n][e], factor, dropped) : dropped;
+                    const float of_row = e % 2 == 0 ? minus_delta.x : minus_delta.y;
+                    rdP[0][n][e] = is_kept(n, e) ? fmaf(rdP[0][n][e], factor, of_row) : of_row;
                 }
             }
         }
@@ -229,7 +229,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
   private:
     // Computes P of all tiles from kFirst on, kTilesAtOnce at a time.
     template <int kFirst = 0>
-    FASTATTN_DEVICE void some_probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
+    FASTATTN_DEVICE void probabilities_from(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         constexpr int kEnd = kFirst + Options::kTilesAtOnce;
         const HeadScores scores = head_scores();
         typename Options::SoftcapGradients rSoftcapGradient;
@@ -263,7 +263,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         if (scores.params.softcap > 0) {
             Options::template for_each<kFirst>([&](int n, int e) { rS[0][n][e] *= rSoftcapGradient[n - kFirst][e]; });
         }
-        if constexpr (kEnd < Config::kTilesM) some_probabilities<kEnd>(rP16, rS, terms);
+        if constexpr (kEnd < Config::kTilesM) probabilities_from<kEnd>(rP16, rS, terms);
     }
 
     FASTATTN_DEVICE bool has_dropout() const { return position.params.scores.dropout_seed != nullptr; }
@@ -287,8 +287,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 };
 
-// With options: turns rdP, which start_score_gradients() began, into dS. packed(k): P as passed_probabilities() returns
-// it.
+// With options: turns rdP, which start_score_gradients() has initialised, into dS. packed(k): P as
+// passed_probabilities() returns it.
 template <DataType kDataType, int kTilesM, typename Packed>
 FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                                const ScoreParams& params, bool is_full, int lane, Packed&& packed) {
@@ -303,8 +303,8 @@ FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], cons
                 const uint32_t bits = pairs[i / 2] >> 16 * (i % 2) & 0xffff;
                 float p = unpack<kDataType>(static_cast<uint16_t>(bits)), dp = rdP[0][n][e];
                 if constexpr (drops.value) {
-                    const float dropped = minus_delta[n * kMmaN + accumulator_column(lane) + e % 2];
-                    dp = (bits & 0x8000) != 0 ? dropped : fmaf(dp, params.dropout_factor, dropped);
+                    const float of_row = minus_delta[n * kMmaN + accumulator_column(lane) + e % 2];
+                    dp = (bits & 0x8000) != 0 ? of_row : fmaf(dp, params.dropout_factor, of_row);
                     p = fabsf(p);
                 }
                 rdP[0][n][e] = hides.value && bits == kHiddenProbability ? 0.0f : p * dp;

@@ -42,7 +42,7 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     shared.num_split = 0;
 }
 
-// Returns the next work tile that the cluster takes as a whole. Clusters claim work tiles, as these differ in length.
+// Returns the cluster's next unsplit work tile. Clusters claim work tiles, as these differ in length.
 // CTA 0 claims for both CTAs and sends CTA 1 the index. ring: the stage of `work` that the work tile gets. Called by
 // one thread of the producer, when the copies of the last keys of a work tile have been issued.
 template <typename Config>
@@ -61,10 +61,11 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
         claims.arrive_empty_at(/*rank=*/0);
         return tile_idx;
     }
-    const uint32_t number = take_number(params.claimed), tile_idx = clusters + number;
-    // Clusters take num_tiles numbers in all. num_tiles - clusters numbers stand for a work tile, and each cluster
-    // takes one more that stands for none. This is the last number.
-    if (number == schedule.num_tiles - 1) reset_numbers(params.claimed, params.launch_id, number);
+    const uint32_t ticket = take_ticket(params.claimed), tile_idx = clusters + ticket;
+    // Clusters take num_tiles tickets in all: num_tiles - clusters of them yield a work tile, as the first of each
+    // cluster is not claimed, and each cluster takes one more to learn that none is left. The last one resets the
+    // counter.
+    if (ticket == schedule.num_tiles - 1) reset_tickets(params.claimed, params.launch_id, ticket);
     if (schedule.cluster_size() > 1) {
         claims.wait_empty();
         ptx::st_async_u32(ptx::mapa(shared_address(&claimed), 1), tile_idx, ptx::mapa(claims.full_barrier(), 1));
@@ -75,8 +76,8 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
 // Passes the next work tile, or kNoMoreTiles, to the other warps. Does not advance the ring. Called by one thread of
 // the producer.
 template <typename Config>
-FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
-                                    int rank, const Ring<2>& ring) {
+FASTATTN_DEVICE void publish_work_tile(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
+                                       int rank, const Ring<2>& ring) {
     const ForwardScheduleSm90& schedule = all_params.schedule;
     WorkTileWalk& walk = shared.walk;
     const bool is_split = shared.steps.is_split;
@@ -108,15 +109,15 @@ FASTATTN_DEVICE void tell_next_tile(ForwardStorageSm90<Config>& shared, const At
 }
 
 // Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its key tiles, in the
-// consumers' order. kTells: this warp of the producer passes the work tiles to all other warps.
-template <bool kTells, typename Config, typename Begin, typename Take>
+// consumers' order. kPublishes: this warp of the producer passes the work tiles to all other warps.
+template <bool kPublishes, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int rank, int lane, Begin&& begin, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
-        if (!kTells) {
+        if (!kPublishes) {
             ring.wait_full();
         } else if (lane == 0) {
-            tell_next_tile(shared, all_params, rank, ring);
+            publish_work_tile(shared, all_params, rank, ring);
         }
         __syncwarp();  // waits until all lanes see the index
         const int idx = shared.next_tile[ring.stage];
@@ -129,7 +130,7 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
                  num_left > tile.key_tiles.num_full);
         }
         __syncwarp();  // waits until every lane has read the work tile
-        if (kTells) {
+        if (kPublishes) {
             ring.advance();
         } else {
             ring.release(lane);
@@ -161,8 +162,8 @@ FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const Tensor
 // Tells the consumers which key tile the stage gets, in the form that masks take (ColumnBits). Called by one thread
 // before it arrives at `full`.
 template <typename Config>
-FASTATTN_DEVICE void tell_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
-                               int32_t key_tile) {
+FASTATTN_DEVICE void publish_key_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
+                                      int32_t key_tile) {
     key_ring.wait_empty();
     shared.first_bits[key_ring.stage] = key_tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
@@ -187,10 +188,10 @@ FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& t
     ptx::fence_proxy_async_shared();
 }
 
-// Zeroes NaN and infinity in a tile of V in which a mask may hide keys: P = 0 does not silence them in P·V. At the end
-// ForwardConsumerSm90::add_nonfinite_values() adds them, from memory, to the rows that see them. Called by one warp for
-// every tile of V. Consumers do not wait for it at every tile. So it releases the stages of V too, and the ring of V
-// cannot go round without it.
+// Zeroes NaN and infinity in a tile of V in which a mask may hide keys: 0 · NaN is NaN, so P = 0 does not remove them.
+// At the end ForwardConsumerSm90::add_nonfinite_values() adds them, from memory, to the rows that see them. Called by
+// one warp for every tile of V. Consumers wait for it at masked tiles only, so it counts as one more consumer of the
+// ring: no stage is refilled before this warp is done with it.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
                                         Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,
@@ -209,9 +210,9 @@ FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, cons
 }
 
 // Copies Q with one lane, and each box of K and V with a lane of its own. A key tile is one box or, in pages, several,
-// none of which crosses a page. If other warps gather the rows of key tiles instead, tells the consumers which have
-// landed, and zeroes NaN and infinity in V. Calls ahead(rows, first_key) for each key tile before the consumers come to
-// it. Called by one warp.
+// none of which crosses a page. If other warps gather the rows of key tiles instead, waits for these, marks the
+// stages as full, and zeroes NaN and infinity in V. Calls ahead(rows, first_key) for each key tile before the consumers
+// come to it. Called by one warp.
 template <DataType kDataType, typename Config, typename Ahead>
 FASTATTN_DEVICE void produce_tiles(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                    int rank, int cluster_size, int lane, Ahead&& ahead) {
@@ -220,7 +221,7 @@ FASTATTN_DEVICE void produce_tiles(ForwardStorageSm90<Config>& shared, const Att
     Ring<Config::kStages> key_ring(shared.key);
     const int rows_of_cta = Config::kBlockN / cluster_size, own_row = lane * all_params.key_box_rows;
     const int first_row = rank * rows_of_cta + own_row;
-    for_tiles_of_cta</*kTells=*/true>(
+    for_tiles_of_cta</*kPublishes=*/true>(
         shared, all_params, rank, lane,
         [&](const CtaWorkTile& tile) {
             if (lane == 0) load_query(shared, all_params.query, tile, query_ring);
@@ -228,7 +229,7 @@ FASTATTN_DEVICE void produce_tiles(ForwardStorageSm90<Config>& shared, const Att
         [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
             const Ring<Config::kStages> value_ring = key_ring.at_same_stage(shared.value);
             const int32_t first_key = key_tile * Config::kBlockN;
-            if (lane == 0) tell_tile(shared, key_ring, key_tile);
+            if (lane == 0) publish_key_tile(shared, key_ring, key_tile);
             if (all_params.key_box_rows > 0) {
                 const RowsOfCta& rows = tile.rows;
                 const bool has_box = own_row < rows_of_cta;

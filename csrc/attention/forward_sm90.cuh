@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (wants_maxima) shared.largest_scores.update(max);
             softmax.start(max);
         };
-        // Turns S into P. To save instructions it takes no maxima: the sums of P tell whether a softmax reference is
-        // outgrown, and S is still in registers then. Leaves no product in flight.
+        // Turns S into P. Computes maxima only if the sums of P show that a softmax reference is outgrown; S is still
+        // in registers then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};

@@ -92,7 +92,7 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
     const AttentionForwardParams& params = all_params.attention;
     Ring<Config::kStages> key_ring(shared.key);
     GatheredRows<Config::kBlockN, Config::KeyTile::kChunksPerRow> gathered_rows{warp, lane};
-    for_tiles_of_cta</*kTells=*/false>(
+    for_tiles_of_cta</*kPublishes=*/false>(
         shared, all_params, /*rank=*/0, lane, [](const CtaWorkTile&) {},
         [&](const CtaWorkTile& tile, int32_t key_tile, bool) {
             gathered_rows.find(tile.rows.page_table(params), key_tile * Config::kBlockN);
@@ -123,7 +123,7 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
         gather_rows(shared, all_params, warp - 1, lane);
     } else if (warp == 1) {
         Ring<Config::kStages> value_ring(shared.value);
-        for_tiles_of_cta</*kTells=*/false>(
+        for_tiles_of_cta</*kPublishes=*/false>(
             shared, all_params, rank, lane, [](const CtaWorkTile&) {},
             [&](CtaWorkTile& tile, int32_t key_tile, bool is_masked) {
                 keep_values_finite<kDataType>(shared, all_params.attention.scores.bias, value_ring, tile, key_tile,

@@ -1,4 +1,5 @@
-// The hyperbolic tangent that softcaps take, without branches.
+// The hyperbolic tangent that softcaps take, without branches. score_gradients.cuh and transposed_options.cuh have its
+// derivative.
 #pragma once
 
 #include "device/ptx/approx.cuh"

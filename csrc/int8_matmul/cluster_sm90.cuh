@@ -229,7 +229,7 @@ struct ClusterPartials {
                                   int rows_here) const {
         if (partials.count == 1) return true;
         uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
-        bool is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.launch_id, partials.count);
+        bool is_last = threadIdx.x == 0 && arrives_if_last(arrivals, epilogue.launch_id, partials.count);
         if (ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last)) return true;
         if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.launch_id);  // while others store
         FourSums<Sum>* own_slot = slot<kBlockM>(own);

@@ -255,7 +255,7 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
     uint64_t* arrivals = epilogue.arrivals + tile;
     bool is_last = false;
     if constexpr (kAsks) {
-        is_last = threadIdx.x == 0 && others_have_arrived(arrivals, epilogue.launch_id, partials.count);
+        is_last = threadIdx.x == 0 && arrives_if_last(arrivals, epilogue.launch_id, partials.count);
         is_last = __syncthreads_or(is_last);
     }
     if (!is_last) {

@@ -43,7 +43,7 @@ struct GradInputStorageSm90 : ClusterStorage<Tile> {
     ScaleSteps scales;
 };
 
-// A consumer thread's position where ldmatrix.trans has loaded the weights: its two columns are adjacent.
+// A consumer thread's position. Its two columns are adjacent, because ldmatrix.trans loads the weights.
 struct GradInputPosition : ConsumerPosition {
     static constexpr int kHalfDistance = 1;
 

@@ -118,7 +118,8 @@ constexpr Int8TileFacts int8_tile_facts() {
             Tile::kMatmulTile};
 }
 
-// Kernels are found by the rows of a tile. Variant: whether the weights have scales for groups along K.
+// A table of kernels. A key's size is the rows of a tile, and its variant says whether weights have scales for groups
+// along K.
 using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
 
 inline Int8KernelTable& int8_matmul_kernels() {

@@ -53,17 +53,17 @@ FASTATTN_DEVICE bool arrives_last(uint64_t* arrivals, int32_t all, int32_t broug
 
 // Counts one more in an opened counter, and returns the count before: a number that no other caller gets. It orders no
 // other accesses.
-FASTATTN_DEVICE uint32_t take_number(uint64_t* counter) {
+FASTATTN_DEVICE uint32_t take_ticket(uint64_t* counter) {
     return static_cast<uint32_t>(ptx::atom_add_relaxed_b64(counter, 1) & kLaunchCountMask);
 }
 
-// Sets the counter back to 0. Called by the CTA that took the last number.
-FASTATTN_DEVICE void reset_numbers(uint64_t* counter, uint64_t launch_id, uint32_t last) {
+// Sets the counter back to 0. Called by the CTA that took the last ticket.
+FASTATTN_DEVICE void reset_tickets(uint64_t* counter, uint64_t launch_id, uint32_t last) {
     ptx::atom_cas_relaxed_b64(counter, launch_id + last + 1, 0);
 }
 
-// Returns whether all others have arrived. This CTA is then the last, counts as arrived, and need not leave a partial.
-FASTATTN_DEVICE bool others_have_arrived(uint64_t* arrivals, uint64_t launch_id, int32_t num_ctas) {
+// Arrives if all others have, and returns whether it did: this CTA is then the last, and need not leave a partial.
+FASTATTN_DEVICE bool arrives_if_last(uint64_t* arrivals, uint64_t launch_id, int32_t num_ctas) {
     const bool is_last = ptx::ld_acquire_b64(arrivals) == launch_id + static_cast<uint64_t>(num_ctas - 1);
     if (is_last) *arrivals = 0;
     return is_last;

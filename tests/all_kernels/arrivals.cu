@@ -12,7 +12,7 @@ extern "C" __global__ void arrive(const int32_t* brought, int32_t per_group, int
     uint64_t* counter = counters + group;
     if (threadIdx.x == 0) open_arrivals(counter, launch_id);
     bool is_last = false;
-    if (asks) is_last = __syncthreads_or(threadIdx.x == 0 && others_have_arrived(counter, launch_id, all));
+    if (asks) is_last = __syncthreads_or(threadIdx.x == 0 && arrives_if_last(counter, launch_id, all));
     const bool leaves = !is_last;
     if (leaves) {
         if (threadIdx.x == 1) left[cta] = brought[cta] * (cta + 1);

@@ -29,7 +29,7 @@ KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # blocks of 64 keys per warpgroup
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
 # The same in kernels with options, for a call that has none: the cost of asking for them.
 MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 590, 96: 720, 128: 750}
-# Limits above 128 dims, for the chains of values, keys and queries together. True: with options, which a call lacks.
+# Limits above 128 dims, for the warpgroups of dV, dK and dQ together. True: with options, which a call lacks.
 MOST_INSTRUCTIONS_WIDE = {
     (192, 128, False): 710,
     (192, 192, False): 730,
@@ -71,12 +71,12 @@ def wide_kernels() -> dict[tuple[int, int, str, bool], KernelFacts]:
 
 
 def wide_steps(kernel: KernelFacts) -> dict[str, list[str]]:
-    """Returns a full step of each chain: only the values' has exponentials, only the keys' stores matrices."""
+    """Returns a full step of each warpgroup: only dV's has exponentials, only dK's stores matrices."""
     steps = [kernel.shortest_round(loop) for loop in kernel.main_loops]
     (values,) = (opcodes for opcodes in steps if "MUFU.EX2" in opcodes)
     (keys,) = (opcodes for opcodes in steps if any(opcode.startswith("STSM") for opcode in opcodes))
     (queries,) = (opcodes for opcodes in steps if opcodes is not values and opcodes is not keys)
-    return {"values": values, "keys": keys, "queries": queries}
+    return {"dV": values, "dK": keys, "dQ": queries}
 
 
 def step(kernel: KernelFacts) -> list[str]:
@@ -163,7 +163,7 @@ def test_every_wide_instance_is_there() -> None:
 
 
 @each_wide
-def test_chains_exchange_registers_as_planned(instance: tuple[int, int, str, bool]) -> None:
+def test_wide_warpgroups_exchange_registers_as_planned(instance: tuple[int, int, str, bool]) -> None:
     kernel = wide_kernels()[instance]
     assert kernel.registers == 128
     found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
@@ -171,14 +171,14 @@ def test_chains_exchange_registers_as_planned(instance: tuple[int, int, str, boo
 
 
 @each_wide
-def test_chains_have_no_local_memory(instance: tuple[int, int, str, bool]) -> None:
+def test_wide_warpgroups_have_no_local_memory(instance: tuple[int, int, str, bool]) -> None:
     kernel = wide_kernels()[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_STACK_BYTES
 
 
 @each_wide
-def test_products_of_chains_are_those_of_warpgroups(instance: tuple[int, int, str, bool]) -> None:
+def test_products_above_128_dims_are_those_of_warpgroups(instance: tuple[int, int, str, bool]) -> None:
     """No wait follows each product, though the compiler serialises products where registers do not suffice."""
     head_dim, value_dim, dtype, _ = instance
     found = wide_steps(wide_kernels()[instance])
@@ -188,20 +188,20 @@ def test_products_of_chains_are_those_of_warpgroups(instance: tuple[int, int, st
         return 64 // 16 * (2 if dims > 192 else 1)
 
     assert {name: len(each) for name, each in products.items()} == {
-        "values": head_dim // 16 + gradient(value_dim),
-        "keys": value_dim // 16 + gradient(head_dim),
-        "queries": head_dim // 64 * 64 // 16,
+        "dV": head_dim // 16 + gradient(value_dim),
+        "dK": value_dim // 16 + gradient(head_dim),
+        "dQ": head_dim // 64 * 64 // 16,
     }
     assert all(("BF16" in opcode) == (dtype == "bfloat16") for each in products.values() for opcode in each)
     waits = {name: product_waits(opcodes) for name, opcodes in found.items()}
-    assert waits == {"values": 2, "keys": 2, "queries": head_dim // 64}
+    assert waits == {"dV": 2, "dK": 2, "dQ": head_dim // 64}
 
 
 @each_wide
-def test_steps_of_chains_are_short(instance: tuple[int, int, str, bool]) -> None:
+def test_steps_above_128_dims_are_short(instance: tuple[int, int, str, bool]) -> None:
     head_dim, value_dim, _, has_options = instance
     found = wide_steps(wide_kernels()[instance])
-    assert found["values"].count("MUFU.EX2") == 32
+    assert found["dV"].count("MUFU.EX2") == 32
     opcodes = [opcode for each in found.values() for opcode in each]
     unwanted = ("FSEL", "SHFL", "LDG", "RED", "ERRBAR", *(("MUFU.RCP", "IMAD.HI") if has_options else ("FADD",)))
     assert not [opcode for opcode in opcodes if opcode.startswith(unwanted)]
