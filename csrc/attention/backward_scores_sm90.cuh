@@ -118,6 +118,11 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
 // that no conversion makes. A negative P is one that dropout drops.
 inline constexpr uint32_t kHiddenProbability = 0xffff;
 
+// The factor of P that is passed on with a softcap, whose derivative may make it so small that fp16 would lose its
+// digits, or with dropout. At most 1 before, P has room for it.
+template <DataType kDataType>
+inline constexpr float kPassedFactor = kDataType == DataType::kFloat16 ? 16384.0f : 1.0f;
+
 // With options. While S is computed, prepare() draws the dropout mask and loads the bias.
 template <typename Config, DataType kDataType>
 struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config, kDataType> {
@@ -183,12 +188,14 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     // Returns P of 16 rows, as probabilities() leaves it, in the form that passed_to_score_gradients() takes.
     FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA&, const Scores& rP, int k) const {
         uint32_t packed[4];
-        if (has_dropout()) {
+        constexpr float kFactor = kPassedFactor<kDataType>;
+        if (has_dropout() || (kFactor != 1.0f && position.params.scores.softcap > 0)) {
             float rMarked[2][4];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int n = 2 * k + i / 4, e = i % 4;
-                rMarked[i / 4][e] = is_kept(n, e) ? rP[0][n][e] : -rP[0][n][e];
+                const bool is_dropped = has_dropout() && !is_kept(n, e);
+                rMarked[i / 4][e] = rP[0][n][e] * (is_dropped ? -kFactor : kFactor);
             }
             accumulators_to_a<kDataType>(packed, rMarked[0], rMarked[1]);
         } else {
@@ -292,7 +299,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
 template <DataType kDataType, int kTilesM, typename Packed>
 FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                                const ScoreParams& params, bool is_full, int lane, Packed&& packed) {
-    const auto finish = [&](auto drops, auto hides) {
+    constexpr float kFactor = kPassedFactor<kDataType>;
+    const auto finish = [&](auto drops, auto scales, auto hides) {
 #pragma unroll
         for (int k = 0; k < kTilesM / 2; ++k) {
             const uint4 four = packed(k);
@@ -302,6 +310,7 @@ FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], cons
                 const int n = 2 * k + i / 4, e = i % 4;
                 const uint32_t bits = pairs[i / 2] >> 16 * (i % 2) & 0xffff;
                 float p = unpack<kDataType>(static_cast<uint16_t>(bits)), dp = rdP[0][n][e];
+                if constexpr (scales.value) p *= 1.0f / kFactor;
                 if constexpr (drops.value) {
                     const float of_row = minus_delta[n * kMmaN + accumulator_column(lane) + e % 2];
                     dp = (bits & 0x8000) != 0 ? of_row : fmaf(dp, params.dropout_factor, of_row);
@@ -311,12 +320,17 @@ FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], cons
             }
         }
     };
+    const auto finish_tile = [&](auto hides) {
+        if (params.dropout_seed != nullptr) {
+            finish(std::true_type{}, std::true_type{}, hides);
+        } else if (kFactor != 1.0f && params.softcap > 0) {
+            finish(std::false_type{}, std::true_type{}, hides);
+        } else {
+            finish(std::false_type{}, std::false_type{}, hides);
+        }
+    };
     const bool may_hide = !is_full || params.bias.kind != BiasView::Kind::kNone;
-    if (params.dropout_seed != nullptr) {
-        may_hide ? finish(std::true_type{}, std::true_type{}) : finish(std::true_type{}, std::false_type{});
-    } else {
-        may_hide ? finish(std::false_type{}, std::true_type{}) : finish(std::false_type{}, std::false_type{});
-    }
+    may_hide ? finish_tile(std::true_type{}) : finish_tile(std::false_type{});
 }
 
 }  // namespace fastattn

@@ -15,7 +15,7 @@ import torch
 
 import fastattn
 import test_cuda_attention_backward as backward
-from attention_cases import SEED, Case, make_problem
+from attention_cases import SEED, Case, make_problem, run_reference
 from cuda_kernels import DTYPES, EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 from test_cuda_attention_backward_sm90 import (
@@ -255,6 +255,23 @@ def test_nan_in_a_key_that_rows_see_reaches_what_the_reference_says(
     found = backward.run(case, problem, deterministic=True)
     assert found["grad_query"][:, :, 100:].isnan().all() and found["grad_query"][:, :, :100].isfinite().all()
     assert found["grad_key"][:, :, 100].isnan().all() and found["grad_value"][:, :, 100].isnan().all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_a_saturated_softcap_keeps_its_gradients(head_dims: tuple[int, int], dropout: float) -> None:
+    """Its derivative makes P times the derivative small, but fp16 must not lose the digits: most keys have it so."""
+    case = Case(shape=(1, 1, 1, 64, 512), head_dims=head_dims, softcap=50.0, dropout=dropout, dtype=torch.float16)
+    problem = make_problem(case)
+    level = (5 * case.softcap / head_dims[0] ** 0.5) ** 0.5  # scores before the softcap are about five times it
+    for tensor in (problem.query, problem.key):
+        tensor.mul_(0.5).add_(level)
+    problem.grad_out.mul_(100)
+    found = backward.run(case, problem)
+    exact = run_reference(case, problem, torch.float64, torch.float64)
+    for name in ("grad_query", "grad_key", "grad_value"):
+        error = found[name].double() - exact[name].double()
+        assert error.norm() < 0.02 * exact[name].double().norm(), name
 
 
 # --- Order ------------------------------------------------------------------------------------------------------------
