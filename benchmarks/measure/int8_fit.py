@@ -1,7 +1,7 @@
 """Fits the library's time model of int8 matmuls, by which it chooses kernels, to this machine's GPU.
 
-The model of a kernel is a sum of terms (csrc/scheduler/choose_stream_k.h): a launch, the steps of the busiest CTA, its
-work tiles, and collecting the partials of split tiles. The model of dequantising for cuBLAS is a sum too
+The model of a kernel is a sum of terms (csrc/scheduler/choose_matmul_tile.h): a launch, the steps of the busiest CTA,
+its work tiles, and collecting the partials of split tiles. The model of dequantising for cuBLAS is a sum too
 (csrc/int8_matmul/ways.h): two launches for each block, three bytes per weight, and multiply-adds. Least squares of the
 relative errors give each term's coefficient in seconds. Multiplied by the SM clock of the run, these are the clocks in
 the two files. benchmarks/results/<gpu>/int8_fit.json gets the coefficients, and each measured time with the library's

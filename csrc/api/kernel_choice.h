@@ -17,7 +17,7 @@
 #include "host/sm_rates.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/ways.h"
-#include "scheduler/choose_stream_k.h"
+#include "scheduler/choose_matmul_tile.h"
 
 namespace fastattn {
 

@@ -48,7 +48,7 @@ Int8KernelTable& int8_kernels(int32_t which) {
 // The division of a launch's steps among CTAs, and the number of its workspace slots.
 struct LaunchSchedule {
     int64_t ctas, longest_steps, block_m, slots;
-    double steps_of_full_gpu;  // int8 matmul only: see scheduler/choose_stream_k.h
+    double steps_of_full_gpu;  // int8 matmul only: see scheduler/choose_matmul_tile.h
 };
 
 // The fastest of our kernels (null if there is none) with its predicted time, and the predicted time of dequantising

@@ -10,7 +10,7 @@
 #include "int8_matmul/tiles_sm80.h"
 #include "int8_matmul/tiles_sm90.h"
 #include "int8_matmul/ways.h"
-#include "scheduler/choose_stream_k.h"
+#include "scheduler/choose_matmul_tile.h"
 
 using namespace fastattn;
 

@@ -303,7 +303,7 @@ LAYERS = [(4096, 4096), (8192, 8192), (14336, 4096), (4096, 14336), (1280, 8192)
 TOKENS = range(1, 8193)
 # This prediction tests the schedule, not speed. An A100 takes 512 clocks of HMMA for 128 tokens and 32 columns.
 # Dequantising takes a clock for 64 weights; a work tile takes 3000 clocks on top of its steps; partials of a sum take
-# three trips to L2, and each its bytes. choose_stream_k.h uses the same figures in a formula; here the schedule is
+# three trips to L2, and each its bytes. choose_matmul_tile.h uses the same figures in a formula; here the schedule is
 # simulated.
 DEQUANTISED, PIECE, SHARED, TRIP, BYTES_OF_A_TOKEN = 64, 3000, 600, 300, 12
 

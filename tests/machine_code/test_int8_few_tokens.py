@@ -1,6 +1,6 @@
 """Tests what an int8 matmul of few tokens waits for in its machine code: fences, atomics and loads of partials.
 
-It covers each GPU for which the library has machine code. csrc/scheduler/choose_stream_k.h counts the trips to L2.
+It covers each GPU for which the library has machine code. csrc/scheduler/choose_matmul_tile.h counts the trips to L2.
 """
 
 from __future__ import annotations
