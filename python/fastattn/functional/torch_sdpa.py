@@ -54,7 +54,7 @@ IN_TORCH = _MASKING | {"gradients", "bias gradients", "gqa", "value dim"}
 
 
 def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | None) -> bool:
-    """Returns whether PyTorch's function can compute the call, as far as its signature tells."""
+    """Returns whether PyTorch's function can compute the call, judging by its signature alone."""
     if not request.features <= IN_TORCH or num_keys == 0:
         return False
     if not request.features & _MASKING:
