@@ -9,6 +9,7 @@
 #include "attention/backward_work_sm90.cuh"
 #include "attention/query_gradient.h"
 #include "attention/tiles_sm90.h"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/registers.h"
 #include "device/ring.cuh"
@@ -62,17 +63,18 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
     using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
 
-    // The panels of dK and dV of a split key tile. key_panel() returns the i-th one that a consumer passes on: for each
-    // of its blocks of keys those of dK, then those of dV.
+    // An adder adds the panels of each consumer: one of dQ in each step. key_panel() returns the i-th panel of dK and dV
+    // of a split key tile: for each of the consumer's blocks of keys those of dK, then those of dV.
+    static constexpr int kAdders = Tile::kNumConsumers, kPanelsOfAdder = 1;
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
-    static constexpr int kKeyPanelsOfConsumer = kKeyPanels / Tile::kNumConsumers;
+    static constexpr int kKeyPanelsOfAdder = kKeyPanels / kAdders;
     FASTATTN_DEVICE static constexpr int key_panel(int consumer, int i) {
         const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryPanels);
         const int which = i / kQueryPanels % 2;  // 0: dK, 1: dV
         return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
     }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
-    static_assert(kKeyPanelsOfConsumer / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_own_panel");
+    static_assert(kKeyPanelsOfAdder / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_own_panel");
 
     static_assert(kQueryPanels * kPanelElements == query_tile_elements(/*in_panels=*/true, Tile::kBlockM, kHeadDim),
                   "the host counts as the kernel does");
@@ -110,13 +112,12 @@ struct alignas(1024) BackwardStorageSm90 {
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and row terms
     RingBarriers<1> panels[Config::kNumConsumers];
-    uint64_t
-        gradients_stored[Config::kExchanges]
-                        [kExchangeStages];  // completes when all warps have stored dS; even and odd steps have one each
-    uint64_t rows_issued;                   // completes when the copies of a work tile's last rows have been issued
-    uint64_t landed;                        // completes when rows have landed of which the producer zeroes the last
-    KeyWorkTile<Config> work_tiles[2];      // for each stage of `work`
-    bool is_last[2];                        // for each stage of `work`: there are no more work tiles
+    // Completes when all warps have stored dS; even and odd steps have one each.
+    uint64_t gradients_stored[Config::kExchanges][kExchangeStages];
+    uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
+    uint64_t landed;                    // completes when rows have landed of which the producer zeroes the last
+    KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
+    bool is_last[2];                    // for each stage of `work`: there are no more work tiles
 };
 
 // Ids of named barriers; 0 is that of __syncthreads().
@@ -135,6 +136,19 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.landed), 1);
     ptx::fence_mbarrier_init();
+}
+
+// Initialises the barriers, loads the dropout seed, and waits for the kernel before. Called by all threads.
+template <typename Config>
+FASTATTN_DEVICE void start_backward(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params) {
+    if (threadIdx.x == 0) {
+        init_barriers(shared);
+        // No kernel of this backward pass writes the seed: it may be read before the wait.
+        const int64_t* seed = params.scores.dropout_seed;
+        if (Config::kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
+    }
+    __syncthreads();             // waits until the barriers are initialised
+    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
 }
 
 template <typename Config, DataType kDataType>

@@ -38,8 +38,10 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
                   "the host counts as the kernel does");
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
-    // The panels of a split key tile: those of dK, then those of dV.
-    static constexpr int kKeyPanels = 2 * kQueryPanels;
+    // One adder adds all panels. Those of a split key tile are those of dK, then those of dV.
+    static constexpr int kAdders = 1, kPanelsOfAdder = kQueryPanels;
+    static constexpr int kKeyPanels = 2 * kQueryPanels, kKeyPanelsOfAdder = kQueryPanels + kValuePanels;
+    FASTATTN_DEVICE static constexpr int key_panel(int, int i) { return i; }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
     static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");
     static_assert(has_registers_for(kNumWarpgroups,

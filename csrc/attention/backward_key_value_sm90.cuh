@@ -23,7 +23,6 @@
 #include "attention/backward_scores_sm90.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/fence.cuh"
-#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
@@ -206,17 +205,10 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
-    // Prologue: barriers.
+    // Prologue.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x == 0) {
-        init_barriers(shared);
-        const int64_t* seed =
-            params.scores.dropout_seed;  // no kernel writes this input: it may be read before the wait
-        if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
-    }
-    __syncthreads();             // waits until the barriers are initialised
-    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
+    start_backward(shared, params);
 
     // Producer: one warp claims work tiles, one copies by TMA, and one for each consumer adds panels to the sums.
     if (warpgroup == Config::kNumConsumers) {
@@ -225,8 +217,9 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             claim(shared, params, lane);
         } else if (warp == 1) {
             produce(shared, all_params, lane);
-        } else if (warp < 2 + Config::kNumConsumers) {
-            add_panels(shared, params, warp - 2, lane);
+        } else if (warp < 2 + Config::kAdders) {
+            const int adder = warp - 2;
+            add_panels(shared, params, shared.panels[adder], &shared.sPanel[adder], adder, lane);
         }
         return;
     }

@@ -24,7 +24,6 @@
 #include "attention/backward_scores_sm90.cuh"
 #include "device/nonfinite.cuh"
 #include "device/ptx/fence.cuh"
-#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
@@ -341,23 +340,16 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
 
-    // Prologue: barriers.
+    // Prologue.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x == 0) {
-        init_barriers(shared);
-        // No kernel of this backward pass writes the seed: it may be read before the wait.
-        const int64_t* seed = params.scores.dropout_seed;
-        if (kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
-    }
-    __syncthreads();             // waits until the barriers are initialised
-    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
+    start_backward(shared, params);
 
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) produce(shared, all_params, lane);
         if (warp == 1) claim(shared, params, lane);
-        if (warp == 2) add_panels(shared, params, lane);
+        if (warp == 2) add_panels(shared, params, shared.panels, shared.sPanel, /*adder=*/0, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();
         BackwardQueryGradientSm90<Config, kDataType>{shared, params, warp, lane}.run();

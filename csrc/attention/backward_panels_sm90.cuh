@@ -84,20 +84,21 @@ FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const Heads
     });
 }
 
-// Adds a consumer's panels of dQ to the sums and, of a split key tile, its panels of dK and dV. With semaphores, dQ is
+// Adds an adder's panels of dQ to the sums and, of a split key tile, its panels of dK and dV. With semaphores, dQ is
 // added from the first keys to the last, and dK and dV from the first split to the last: a CTA waits only for CTAs that
-// have claimed their work before it, and for itself. Called by one warp for each consumer.
-template <typename Config>
+// have claimed their work before it, and for itself. Called by one warp for each of Config::kAdders adders, with the
+// ring through which its panels come.
+template <typename Config, int kStages>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
-                                int consumer, int lane) {
-    constexpr int kPanels = Config::kQueryPanels;
-    // Each consumer has a panel of dQ, or all add to the same panel one after the other.
-    const int panel = Config::kExchangesGradients ? consumer : 0,
-              others_before = Config::kExchangesGradients ? 0 : consumer;
+                                const RingBarriers<kStages>& barriers, const float (*sPanels)[kPanelElements],
+                                int adder, int lane) {
+    // Adders have different panels of dQ or, with a single one, add to it one after the other.
+    const int first_panel = adder * Config::kPanelsOfAdder % Config::kQueryPanels,
+              adders_before = adder * Config::kPanelsOfAdder / Config::kQueryPanels;
     const bool in_order = params.semaphores != nullptr;
-    Ring<1> ring(shared.panels[consumer]);
+    Ring<kStages> ring(barriers);
     const auto add = [&](float* sums) {
-        start_to_add(sums, shared.sPanel[consumer]);
+        start_to_add(sums, sPanels[ring.stage]);
         ring.release_by_thread();
     };
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
@@ -105,60 +106,30 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
             if (lane != 0) return;
             const int32_t num_before = in_order ? keys.num_before(head, row_tile) : 0;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
-            ring.wait_full();
-            if (in_order) {
-                semaphore_wait(params.semaphores + sums_tile, num_before * Config::kNumConsumers + others_before);
-            }
-            if (Config::kSkipsHidden && !keys.sees(row_tile, consumer)) {
-                ring.release_by_thread();
-            } else {
-                add(params.query_sums + (sums_tile * kPanels + panel) * kPanelElements);
+            float* sums = params.query_sums + (sums_tile * Config::kQueryPanels + first_panel) * kPanelElements;
+#pragma unroll 1
+            for (int panel = 0; panel < Config::kPanelsOfAdder; ++panel, sums += kPanelElements) {
+                ring.wait_full();
+                if (in_order && panel == 0)
+                    semaphore_wait(params.semaphores + sums_tile, num_before * Config::kAdders + adders_before);
+                if (Config::kSkipsHidden && !keys.sees(row_tile, adder)) {
+                    ring.release_by_thread();
+                } else {
+                    add(sums);
+                }
             }
             if (in_order) semaphore_release(params.semaphores + sums_tile);
         });
         if (lane != 0 || !keys.is_split()) return;
-        int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kNumConsumers + consumer;
-        for (int i = 0; i < Config::kKeyPanelsOfConsumer; ++i) {
+        int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kAdders + adder;
+#pragma unroll 1
+        for (int i = 0; i < Config::kKeyPanelsOfAdder; ++i) {
             ring.wait_full();
             if (in_order && i == 0) semaphore_wait(semaphore, keys.split);
-            const int64_t key_panel = Config::key_panel(consumer, i);
+            const int64_t key_panel = Config::key_panel(adder, i);
             add(params.key_sums + (keys.split_tile * int64_t{Config::kKeyPanels} + key_panel) * kPanelElements);
         }
         if (in_order) semaphore_release(semaphore);
-    });
-    if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits for the copies, which read shared memory
-}
-
-// Does the same with more than 128 dims: one warp adds all panels, which pass through a ring of kPanelStages.
-template <typename Config>
-FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
-    const bool in_order = params.semaphores != nullptr;
-    Ring<Config::kPanelStages> ring(shared.panels);
-    const auto add = [&](float* sums, int num_panels) {
-#pragma unroll 1
-        for (int panel = 0; panel < num_panels; ++panel, sums += kPanelElements) {
-            ring.wait_full();
-            start_to_add(sums, shared.sPanel[ring.stage]);
-            ring.release_by_thread();
-        }
-    };
-    for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
-        keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
-            if (lane != 0) return;
-            const int32_t num_before = in_order ? keys.num_before(head, row_tile) : 0;
-            const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
-            if (in_order) {
-                semaphore_wait(params.semaphores + sums_tile, num_before);
-            }
-            add(params.query_sums + sums_tile * (Config::kQueryPanels * kPanelElements), Config::kQueryPanels);
-            if (in_order) semaphore_release(params.semaphores + sums_tile);
-        });
-        if (lane != 0 || !keys.is_split()) return;
-        float* const sums = params.key_sums + keys.split_tile * int64_t{Config::kKeyPanels * kPanelElements};
-        if (in_order) semaphore_wait(params.key_semaphores + keys.split_tile, keys.split);
-        add(sums, Config::kQueryPanels);
-        add(sums + Config::kQueryPanels * kPanelElements, Config::kValuePanels);
-        if (in_order) semaphore_release(params.key_semaphores + keys.split_tile);
     });
     if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits for the copies, which read shared memory
 }

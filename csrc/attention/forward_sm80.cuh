@@ -17,9 +17,9 @@
 
 #include "attention/forward.h"
 #include "attention/forward_config_sm80.cuh"
+#include "attention/forward_epilogue_sm80.cuh"
 #include "attention/forward_work_sm80.h"
 #include "attention/key_tiles.cuh"
-#include "attention/partial_rows.cuh"
 #include "device/fragment.cuh"
 #include "device/largest_score.cuh"
 #include "device/mask.cuh"
@@ -202,18 +202,8 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         return;
     }
     // A warp stages its rows of the output where its rows of Q were.
-    softmax.finish(rO);
-    uint16_t* sO = shared.sQ + warp * kWarpM * kHeadDim;
-    stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // waits until every lane has staged its numbers
-    const int32_t out_row = out_tile.idx * kBlockM + warp * kWarpM;
-    uint16_t* gO = row_pointer(params.out, out_tile.batch, out_tile.head, out_rows.begin + out_row);
-    store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, out_rows.length - out_row, sO, lane, params.out.head_dim);
-    float* gLse = row_pointer(params.lse, out_tile.batch, out_tile.head) + out_rows.begin;
-    for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
-        if (one_of_four && out_row + row < out_rows.length) gLse[out_row + row] = softmax.row_lse[m][half];
-    });
+    uint16_t* sO = shared.sQ + warp * kWarpM * Config::kHeadDim;
+    store_rounded_rows<Config, kDataType>(params, out_tile, out_rows, rO, softmax, sO, warp, lane, /*factor=*/1.0f);
 }
 
 template <int kHeadDim, DataType kDataType>

@@ -7,7 +7,6 @@
 #include "host/min_max.h"
 #include "scheduler/key_splits.h"
 #ifdef __CUDACC__
-#include "attention/partial_rows.cuh"
 #include "device/ptx/opaque.cuh"
 #endif
 #include "device/paged_rows.cuh"
@@ -76,24 +75,6 @@ __device__ __noinline__ void find_split(KeySplit& split, const AttentionForwardP
         key_split(params.query.batch * num_tiles, params.query.heads, blockIdx.x, params.resident_ctas, lane, steps_of);
     if (lane == 0) split = found;
 }
-
-// Locates the rows of a tile in memory: the Locator of partial_rows.cuh.
-struct TileRowLocator {
-    QueryTile tile;
-    Sequence rows;
-    int32_t first_row;
-
-    FASTATTN_DEVICE int32_t num_rows() const { return rows.length - first_row; }
-    FASTATTN_DEVICE int32_t batch() const { return tile.batch; }
-    FASTATTN_DEVICE int32_t head_of(int) const { return tile.head; }
-    FASTATTN_DEVICE int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
-};
-
-// Two quads at a time: with more, the plain kernel for 32 dims spills in its loops. Other CTAs of the SM hide the
-// latency.
-template <int kBlockM, int kHeadDim, DataType kDataType>
-using PartialRowsSm80 =
-    PartialRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, /*kQuadsAtOnce=*/2, TileRowLocator>;
 
 // Finds the CTA's split, and writes it to shared memory. Called by all threads.
 template <int kBlockM, int kBlockN, bool kPaged>
