@@ -26,6 +26,7 @@
 #include "device/sequence.cuh"
 #include "device/shared_memory.h"
 #include "device/softmax.cuh"
+#include "device/variants.h"
 
 namespace fastattn {
 
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // Turns S into P. Computes maxima only if the sums of P show that a softmax reference is outgrown; S is still
         // in registers then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
-            auto sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
+            auto sums = softmax.template exponentiate_to<kDataType, FASTATTN_EXP2_ON_FMA>(rNextP, rS);
             RowNumbers<1> factor{{{1.0f, 1.0f}}};
             bool is_outgrown;
             const auto follow_sums = [&] {
@@ -115,12 +116,13 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             // This branch before the wait makes all exponentials overlap P·V: without it ptxas moves the wait up among
             // them. With kMasksInPlace, registers are short: `factor` before the wait would make ptxas serialise the
             // products.
-            if constexpr (!Config::kMasksInPlace) follow_sums();
+            constexpr bool kWaitsEarly = Config::kMasksInPlace || FASTATTN_WAITS_EARLY;
+            if constexpr (!kWaitsEarly) follow_sums();
             consumer.wait_pv(rO);  // leaves no product in flight
-            if constexpr (Config::kMasksInPlace) follow_sums();
+            if constexpr (kWaitsEarly) follow_sums();
             if (is_outgrown) {
                 rescale(rO, factor);
-                sums = softmax.template exponentiate_to<kDataType>(rNextP, rS);
+                sums = softmax.template exponentiate_to<kDataType, FASTATTN_EXP2_ON_FMA>(rNextP, rS);
             }
             softmax.add(sums);
         };

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/exp2_on_fma.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/approx.cuh"
 
@@ -186,8 +187,8 @@ struct OnlineSoftmax {
     }
 
     // Writes P to rP with the present references, keeps S, and returns the sums of P. P is valid only if
-    // is_outgrown_by_sums() says false of them.
-    template <DataType kDataType, int kTilesN>
+    // is_outgrown_by_sums() says false of them. kOnFma: one exponential in so many is exp2_on_fma(); 0: none.
+    template <DataType kDataType, int kOnFma, int kTilesN>
     FASTATTN_DEVICE RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
                                                         const float (&rS)[1][kTilesN][4]) const {
         static_assert(kTilesM == 1, "rP is the operand A of one row of tiles");
@@ -196,9 +197,14 @@ struct OnlineSoftmax {
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float left = ptx::ex2_approx_ftz_f32(above_reference(rS[0][n][2 * half], reference[0][half]));
-                const float right =
-                    ptx::ex2_approx_ftz_f32(above_reference(rS[0][n][2 * half + 1], reference[0][half]));
+                const auto exponential = [&](int e) {
+                    const float exponent = above_reference(rS[0][n][e], reference[0][half]);
+                    if constexpr (kOnFma > 0) {
+                        if ((4 * n + e) % kOnFma == 0) return exp2_on_fma(exponent);
+                    }
+                    return ptx::ex2_approx_ftz_f32(exponent);
+                };
+                const float left = exponential(2 * half), right = exponential(2 * half + 1);
                 float& sum = tile_sum.of[0][half];
                 sum = n == 0 ? left + right : sum + left + right;
                 rP[n / 2][2 * (n % 2) + half] = pack<kDataType>(left, right);
