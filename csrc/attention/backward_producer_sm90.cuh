@@ -50,8 +50,7 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
             exists = __any_sync(0xffffffff, finds);
             if (Config::kOptions && exists && params.scores.ranges.data != nullptr) {
                 __syncwarp();  // waits until lane 0 has written the work tile
-                const int32_t num_steps = shared.work_tiles[ring.stage].count_seen_tiles();
-                if (lane == 0) shared.work_tiles[ring.stage].num_steps = num_steps;
+                shared.work_tiles[ring.stage].find_through_ranges(lane);
             }
         } while (!is_last && !exists);
         if (lane == 0) {

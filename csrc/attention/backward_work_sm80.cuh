@@ -12,7 +12,8 @@
 namespace fastattn {
 
 // kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them through the window: the same
-// tiles for each query head of that KV head. With ranges of keys, all row tiles.
+// tiles for each query head of that KV head. With ranges of keys, those from the first to the last that sees some of
+// them. Constructed by all lanes of a warp together.
 template <int kBlockM_, int kBlockN_>
 struct KeyWorkTileSm80 {
     static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
@@ -45,7 +46,11 @@ struct KeyWorkTileSm80 {
         end_tile = ceil_div(sees_last.end, kBlockM);
         begin_full = ceil_div(sees_last.begin, kBlockM);
         end_full = tile_keys < kBlockN ? 0 : sees_first.end == rows.length ? end_tile : sees_first.end / kBlockM;
-        if (has_ranges) begin_tile = 0, end_tile = ceil_div(rows.length, kBlockM);
+        if (has_ranges) {
+            const RowTilesOfKeys row_tiles = RowTilesOfKeys::of(params.seen_tiles, batch, rows.begin, key_tile);
+            const auto visited = row_tiles.visited(first_head, end_head, ceil_div(rows.length, kBlockM));
+            begin_tile = visited.begin, end_tile = visited.end;
+        }
     }
 
     FASTATTN_DEVICE bool is_full(int32_t row_tile) const { return row_tile >= begin_full && row_tile < end_full; }
@@ -107,7 +112,7 @@ struct RowTileWalk {
     // Skips row tiles that ranges of keys leave out.
     FASTATTN_DEVICE void find() {
         if (has_ranges()) {
-            seen_whole_ = row_tiles().find(head, row_tile, tile.end_tile, tile.end_head) &&
+            seen_whole_ = row_tiles().find(head, row_tile, tile.begin_tile, tile.end_tile, tile.end_head) &&
                           (row_tile + 1) * WorkTile::kBlockM <= tile.rows.length;
         }
     }

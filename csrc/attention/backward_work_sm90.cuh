@@ -23,7 +23,7 @@ struct KeyWorkTile {
     int32_t sequence_begin;       // in K and V
     Sequence rows;
     Window window;
-    int32_t begin_tile, end_tile;  // row tiles that see the keys through the window; with ranges all of them
+    int32_t begin_tile, end_tile;  // around the row tiles that see the keys
     int32_t first_sums_tile;       // the sequence's first tile in dQ's sums
     int32_t split, num_splits;
     uint32_t split_tile;                // the split key tile's index in the sums of dK and dV
@@ -140,12 +140,12 @@ struct KeyWorkTile {
     // of a warp.
     template <typename Function>
     FASTATTN_DEVICE void for_steps(Function&& function) const {
-        int32_t query_head = begin_head, row_tile = has_ranges ? 0 : begin_row_tile;
+        int32_t query_head = begin_head, row_tile = has_ranges ? begin_tile : begin_row_tile;
         for (int32_t left = num_steps; left > 0; --left) {
             bool ranges_hide_none = false;
             if (Config::kOptions && has_ranges) {
-                ranges_hide_none =
-                    row_tiles.find(query_head, row_tile, end_tile, begin_head + num_heads) && has_all_rows(row_tile);
+                ranges_hide_none = row_tiles.find(query_head, row_tile, begin_tile, end_tile, begin_head + num_heads) &&
+                                   has_all_rows(row_tile);
             }
             function(query_head, row_tile, ranges_hide_none);
             if (Config::kOptions && has_ranges) {
@@ -157,10 +157,12 @@ struct KeyWorkTile {
         }
     }
 
-    // Counts the row tiles that ranges of keys leave, for num_steps: find() is called by one lane and cannot count
-    // them. Called by all lanes of a warp.
-    FASTATTN_DEVICE int32_t count_seen_tiles() const {
-        return row_tiles.count(begin_head, begin_head + num_heads, end_tile);
+    // Finds the row tiles that ranges of keys leave: find() is called by one lane and cannot. Called by all lanes of a
+    // warp.
+    FASTATTN_DEVICE void find_through_ranges(int lane) {
+        const auto visited = row_tiles.visited(begin_head, begin_head + num_heads, end_tile);
+        __syncwarp();  // waits until every lane has read the work tile
+        if (lane == 0) num_steps = visited.count, begin_tile = visited.begin, end_tile = visited.end;
     }
 
     // Returns how many key tiles before this one add to dQ of a row tile.

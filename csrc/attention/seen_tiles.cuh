@@ -1,5 +1,5 @@
 // Tells the backward kernels which row tiles see a key tile through ranges of keys. Reads the bits that
-// backward_ranges_sm80.cuh has written. All lanes of a warp call find() and count() together.
+// backward_ranges_sm80.cuh has written. All lanes of a warp call find() and visited() together.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,10 @@ struct RowTilesOfKeys {
                 tiles.pitch / 2, key_tile};
     }
 
-    // Moves `head` and `row_tile` to the next row tile that sees some key, which may be the given one. Sets `head` to
-    // end_head if there is none. Returns whether every row of the tile sees every key.
-    FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t end_tile, int32_t end_head) const {
+    // Moves `head` and `row_tile` to the next row tile in [begin_tile, end_tile) that sees some key, which may be the
+    // given one. Sets `head` to end_head if there is none. Returns whether every row of the tile sees every key.
+    FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t begin_tile, int32_t end_tile,
+                              int32_t end_head) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
 #pragma unroll 1
         while (head < end_head) {
@@ -38,23 +39,33 @@ struct RowTilesOfKeys {
                 return (full >> idx & 1) != 0;
             }
             row_tile += kWarpSize;
-            if (row_tile >= end_tile) row_tile = 0, ++head;
+            if (row_tile >= end_tile) row_tile = begin_tile, ++head;
         }
         return false;
     }
 
-    // Counts the row tiles that find() visits.
-    FASTATTN_DEVICE int32_t count(int32_t begin_head, int32_t end_head, int32_t end_tile) const {
+    // The row tiles that find() visits: how many, and [begin, end) around those of all heads.
+    struct Visited {
+        int32_t count, begin, end;
+    };
+
+    // Finds them among the first end_tile row tiles. Heads that share their ranges have the same words.
+    FASTATTN_DEVICE Visited visited(int32_t begin_head, int32_t end_head, int32_t end_tile) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
-        int32_t count = 0;
+        Visited visited{0, end_tile, 0};
+        const int32_t heads_of_words = head_stride == 0 ? end_head - begin_head : 1;
 #pragma unroll 1
-        for (int32_t head = begin_head; head < end_head; ++head) {
-#pragma unroll 2  // two loads in flight
+        for (int32_t head = begin_head; head < end_head; head += heads_of_words) {
+#pragma unroll 2
             for (int32_t first = 0; first < end_tile; first += kWarpSize) {
-                count += __popc(__ballot_sync(0xffffffff, (word_of(head, first, end_tile).x & bit) != 0));
+                const uint32_t seen = __ballot_sync(0xffffffff, (word_of(head, first, end_tile).x & bit) != 0);
+                if (seen == 0) continue;
+                visited.count += __popc(seen) * heads_of_words;
+                visited.begin = min(visited.begin, first + __ffs(seen) - 1);
+                visited.end = max(visited.end, first + kWarpSize - __clz(seen));
             }
         }
-        return count;
+        return visited;
     }
 
     // Counts the key tiles before this one that a row tile sees: they add to its dQ first.

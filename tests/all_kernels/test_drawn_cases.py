@@ -137,11 +137,8 @@ def test_triton_decode(data: Any, page_size: int, dtype: torch.dtype, seed: int)
         seed=seed % 1000,
     )
 
-    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return torch.ops.fastattn_triton.attention_decode(**decode_cases.op_arguments(case, arguments))
-
     with options.launching(seed=seed):
-        decode_cases.check(case, run)
+        decode_cases.check(case, decode_cases.operator_of(torch.ops.fastattn_triton))
 
 
 def check_int8(ops: Any, x: Tensor, grad_out: Tensor, weight: Tensor, scale: Tensor) -> None:

@@ -6,11 +6,9 @@ This is all that `-m quick` runs of the kernels. The other modules test all inst
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import append_cases
 import attention_cases
@@ -68,20 +66,15 @@ DECODE = {
     "append": decode_cases.Case(
         "append", lengths=(37, 130, 1), dims=(64, 64), new=2, queries=2, rotary_dim=16, dtype=torch.bfloat16
     ),
-    "int8 pages in parts": decode_cases.Case(
-        "int8 pages in parts", page_size=16, capacity=208, dims=(128, 128), int8=True, new=1, splits=3, softcap=9.0
+    "split int8 pages": decode_cases.Case(
+        "split int8 pages", page_size=16, capacity=208, dims=(128, 128), int8=True, new=1, splits=3, softcap=9.0
     ),
 }
 
 
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str, backend: str) -> None:
-    case = DECODE[name]
-
-    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return OPS[backend].attention_decode(**decode_cases.op_arguments(case, arguments))
-
-    decode_cases.check(case, run)
+    decode_cases.check(DECODE[name], decode_cases.operator_of(OPS[backend]))
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["16-bit", "int8"])

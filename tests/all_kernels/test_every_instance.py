@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import append_cases
 import attention_cases
@@ -33,11 +31,8 @@ each_instance = pytest.mark.parametrize(("dim", "dtype", "cache"), INSTANCES, id
 def test_every_instance_of_decoding(dim: int, dtype: torch.dtype, cache: int, queries: int) -> None:
     case = decode_cases.Case("instance", dims=(dim, dim), dtype=dtype, queries=queries, **CACHES[cache])
 
-    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return torch.ops.fastattn.attention_decode(**decode_cases.op_arguments(case, arguments))
-
     with checked():
-        decode_cases.check(case, run)
+        decode_cases.check(case, decode_cases.operator_of(torch.ops.fastattn))
 
 
 @each_instance

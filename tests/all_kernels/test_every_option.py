@@ -37,11 +37,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def decode(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    options = {"causal": case.causal, "window": case.window, "num_splits": case.splits}
-    return fastattn.attention_with_kv_cache(**arguments, **options, return_lse=True)
-
-
 ATTENTION = {
     "bool mask": attention_cases.Case(head_dims=(32, 32), mask="bool", dtype=torch.bfloat16),
     "packed": attention_cases.Case(head_dims=(32, 32), lengths=((33, 5), (47, 63)), window=(40, 9), alibi="batch"),
@@ -84,13 +79,14 @@ DECODE = {
 
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str, backend: str) -> None:
-    decode_cases.check(DECODE[name], decode)
+    decode_cases.check(DECODE[name], decode_cases.run_public)
 
 
 def test_a_tree_of_queries(backend: str) -> None:
     case = decode_cases.Case("tree", dims=(64, 64), queries=4, new=4)
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool, device=DEVICE)
-    decode_cases.check(case, decode, {**decode_cases.make_arguments(case), "tree_mask": tree[None].expand(3, -1, -1)})
+    arguments = {**decode_cases.make_arguments(case), "tree_mask": tree[None].expand(3, -1, -1)}
+    decode_cases.check(case, decode_cases.run_public, arguments)
 
 
 @pytest.mark.parametrize("cache", [{}, {"int8": True}, {"fp8": "heads"}], ids=["16-bit", "int8", "fp8"])

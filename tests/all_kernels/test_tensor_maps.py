@@ -10,7 +10,7 @@ from torch import Tensor
 import fastattn
 from cuda_kernels import EMULATED, MARKS, NEEDS_HOPPER, checked, only_emulated
 from int8_cases import normal, quantised
-from int8_hopper import running
+from int8_kernels import FORWARD, running_sm90
 
 if EMULATED:
     from emulator import device, launches
@@ -43,6 +43,6 @@ def test_maps_of_attention(layout: str) -> None:
 def test_maps_of_matrices() -> None:
     x, (weight, scale) = normal(300, 512, seed=1), quantised(256, 512, "channel")
     native.runtime.take_warnings()
-    with running("int8_matmul_sm90", 128):
+    with running_sm90(FORWARD, 128):
         torch.ops.fastattn.int8_matmul(x, weight, scale, None, None, "none", False)
     assert not native.runtime.take_warnings()

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attention_cases
 import decode_cases
@@ -89,11 +87,8 @@ def test_a_value_that_is_nan_reaches_the_rows_that_see_it(
 def test_decode(name: str, dtype: torch.dtype, launched: list[launches.Launched]) -> None:
     """A tile of decoding has fewer rows than a wgmma, so Triton uses mma.sync."""
 
-    def run(case: decode_cases.Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return torch.ops.fastattn_triton.attention_decode(**decode_cases.op_arguments(case, arguments))
-
     case = next(case for case in decode_cases.CASES if case.name == name)
-    decode_cases.check(replace(case, dtype=dtype), run)
+    decode_cases.check(replace(case, dtype=dtype), decode_cases.operator_of(torch.ops.fastattn_triton))
     assert used(launched, "mma.sync")
 
 

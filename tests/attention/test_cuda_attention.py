@@ -252,21 +252,27 @@ GROWTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("growth", "head_dim", "causal", "dtype"),
-    in_turn(in_turn(itertools.product(GROWTHS, HEAD_DIMS), [False, True]), DTYPES),
-    ids=str,
-)
-def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
-    """Maxima grow by less and by more than what makes a row's reference follow; in every second row they fall."""
-    block_n = 32 if head_dim == 256 else 64
+def growing_inputs(growth: str, head_dim: int, dtype: torch.dtype, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws tensors of 40 queries and six tiles of keys whose scores grow from tile to tile; in every second row they
+    fall."""
     query, key, value = inputs(head_dim, dtype, 40, 6 * block_n)
     level = torch.tensor(GROWTHS[growth][::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
     direction = torch.where(torch.arange(head_dim) % 2 == 0, 1.0, -1.0)
     key = (key.float().cpu() * 0.2 + level[:, None] * direction).to(DEVICE, dtype)
     sign = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
     query = (query.float().cpu() * 0.1 + sign[:, None] * direction).to(DEVICE, dtype)
-    check(query, key, value, causal)
+    return query, key, value
+
+
+@pytest.mark.parametrize(
+    ("growth", "head_dim", "causal", "dtype"),
+    in_turn(in_turn(itertools.product(GROWTHS, HEAD_DIMS), [False, True]), DTYPES),
+    ids=str,
+)
+def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+    """Maxima grow by less and by more than what makes a row's reference follow."""
+    block_n = 32 if head_dim == 256 else 64
+    check(*growing_inputs(growth, head_dim, dtype, block_n), causal)
 
 
 # --- Layouts ----------------------------------------------------------------------------------------------------------
@@ -347,7 +353,7 @@ def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str) 
 
 
 @only_emulated
-def test_an_overrun_is_an_error_with_its_place() -> None:
+def test_an_overrun_is_an_error_that_says_where() -> None:
     """The key tensor's memory is cut short, so that the second tile of keys reads beyond it."""
     query, key, value = inputs(64, torch.float16, 64, 128)
     key.untyped_storage().resize_(2 * 64 * 100)

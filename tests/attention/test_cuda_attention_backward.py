@@ -25,7 +25,6 @@ from attention_cases import (
     backward_arguments,
     compare,
     forward_arguments,
-    laid_out,
     make_problem,
     run_ops,
     run_public,
@@ -221,33 +220,6 @@ def test_lengths_around_tiles(lengths: tuple[int, int], head_dim: int, window: t
     check(replace(case, dtype=DTYPES[lengths[0] % 2]), deterministic=True, seed=lengths[1])
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_empty(shape: tuple[int, int, int, int, int], deterministic: bool) -> None:
-    """On the emulator, memory that no kernel writes is NaN."""
-    mask_shape = (1, 1, 1, 1) if deterministic else (0, 0, 0, 0)
-    case = Case(shape=shape, sinks=True, grad_lse=True, mask="float", mask_shape=mask_shape)
-    problem = make_problem(case)
-    found = run(case, problem, deterministic=deterministic)
-    for name in ("query", "key", "value", "bias"):
-        gradient = found[f"grad_{name}"]
-        assert gradient.shape == getattr(problem, name).shape
-        assert torch.count_nonzero(gradient) == 0
-    # Without keys only the sink remains: its gradient is that of the lse.
-    assert problem.grad_lse is not None
-    expected = problem.grad_lse.sum((0, 2)) if shape[-1] == 0 else torch.zeros(shape[1], device=DEVICE)
-    torch.testing.assert_close(found["grad_sinks"], expected)
-
-
-def test_no_query_heads_beside_key_heads() -> None:
-    problem = make_problem(Case(shape=(2, 2, 1, 5, 7)))
-    problem.query, problem.grad_out = problem.query[:, :0], problem.grad_out[:, :0]
-    found = run(Case(), problem)
-    for name in ("key", "value"):
-        assert found[f"grad_{name}"].shape == getattr(problem, name).shape
-        assert torch.count_nonzero(found[f"grad_{name}"]) == 0
-
-
 # --- Packed sequences -------------------------------------------------------------------------------------------------
 
 PACKED = ((5, 0, 133, 1, 17), (40, 7, 0, 1, 70))
@@ -269,84 +241,7 @@ def test_packed(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), deterministic=dtype == torch.float16)
 
 
-def test_rows_of_no_sequence_get_no_gradient_and_have_no_influence() -> None:
-    case = Case(lengths=((20, 70), (90, 30)), sinks=True)
-    problem, inner = make_problem(case), make_problem(case)
-    problem.cu_seqlens_q = torch.tensor([3, 20, 2**30], dtype=torch.int32, device=DEVICE)
-    problem.cu_seqlens_k = torch.tensor([-7, 11, 100], dtype=torch.int32, device=DEVICE)
-    for name in ("query", "grad_out"):
-        setattr(inner, name, getattr(problem, name)[3:])
-        getattr(problem, name)[:3] = torch.nan
-    for name in ("key", "value"):
-        setattr(inner, name, getattr(problem, name)[:100])
-        getattr(problem, name)[100:] = torch.nan
-    inner.cu_seqlens_q = torch.tensor([0, 17, 87], dtype=torch.int32, device=DEVICE)
-    inner.cu_seqlens_k = torch.tensor([0, 11, 100], dtype=torch.int32, device=DEVICE)
-    inner.max_seqlens = problem.max_seqlens = (90, 90)
-    found, expected = run(case, problem, deterministic=True), check(case, inner, deterministic=True)
-    assert torch.count_nonzero(found["grad_query"][:3]) == 0
-    assert torch.equal(found["grad_query"][3:], expected["grad_query"])
-    torch.testing.assert_close(found["grad_sinks"], expected["grad_sinks"])
-    for name in ("grad_key", "grad_value"):
-        assert torch.count_nonzero(found[name][100:]) == 0
-        assert torch.equal(found[name][:100], expected[name])
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9), (0, 140, 1, 139)], ids=str)
-def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...], deterministic: bool) -> None:
-    """With any offsets, kernels end and touch nothing outside of the tensors. Sequences that overlap write the same
-    rows."""
-    case = Case(lengths=((50, 83, 7), (11, 80, 58)))
-    problem = make_problem(case)
-    problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
-    problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
-    problem.max_seqlens = (140, 149)
-    found = run(case, problem, deterministic=deterministic, races=False)
-    for name in GRADIENTS[:3]:
-        assert not found[name].isnan().any()
-
-
-def test_a_buffer_whose_sequences_are_all_empty() -> None:
-    """No tile has rows, though the tensors do: the gradients are zero all the same."""
-    for deterministic in (False, True):
-        problem = make_problem(Case(lengths=((64,), (300,))))
-        problem.cu_seqlens_q = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-        problem.max_seqlens = (0, 300)
-        found = run(Case(lengths=((64,), (300,))), problem, deterministic=deterministic)
-        for name in GRADIENTS[:3]:
-            assert not found[name].any(), name
-
-
-def test_sequences_that_overlap_do_not_wait_for_each_other() -> None:
-    """The last sequence begins where the first still has rows: both add to one tile of dQ, in counted order."""
-    case = Case(lengths=((50, 83, 7), (11, 80, 58)))
-    problem = make_problem(case)
-    problem.cu_seqlens_q = torch.tensor([0, 140, 2, 40], dtype=torch.int32, device=DEVICE)
-    problem.cu_seqlens_k = torch.tensor([0, 149, 0, 149], dtype=torch.int32, device=DEVICE)
-    problem.max_seqlens = (140, 149)
-    found = run(case, problem, deterministic=True, races=False)
-    for name in GRADIENTS[:3]:
-        assert not found[name].isnan().any()
-
-
-def test_bounds_larger_than_the_tensors() -> None:
-    case = Case(lengths=((9, 70), (40, 7)), window=(2**31 - 2, 3))
-    problem = make_problem(case)
-    expected = run(case, problem, deterministic=True)
-    problem.max_seqlens = (2**31 - 1, 2**31 - 1)
-    assert_equal(run(case, problem, deterministic=True), expected)
-
-
 # --- Layouts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["bshd", "sliced", "misaligned"])
-def test_layouts(layout: str) -> None:
-    case = Case(layout=layout, shape=(2, 4, 2, 19, 65), head_dims=(24, 16), window=CAUSAL)
-    found = check(case)
-    for name in GRADIENTS[:3]:
-        assert (found[name].stride(1) < found[name].stride(2)) == (layout == "bshd")
 
 
 def test_interleaved_heads_in_a_buffer_whose_rest_is_nan() -> None:
@@ -359,126 +254,6 @@ def test_interleaved_heads_in_a_buffer_whose_rest_is_nan() -> None:
         buffer[:, :, :heads] = tensor.transpose(1, 2)
         setattr(problem, name, buffer[:, :, :heads].transpose(1, 2))
     assert_equal(run(case, problem, deterministic=True), expected)
-
-
-@pytest.mark.parametrize("mask", ["bool", "float"])
-def test_mask_of_any_strides(mask: str) -> None:
-    case = Case(mask=mask, mask_shape=(1, 1, 1, 1), shape=(2, 2, 1, 18, 70))
-    problem, expected = make_problem(case), run(case, deterministic=True)
-    assert problem.bias is not None
-    problem.bias = problem.bias.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-    assert_equal(run(case, problem, deterministic=True), expected)
-    problem.bias = laid_out(problem.bias, "sliced") if mask == "float" else problem.bias.repeat(1, 1, 1, 2)[..., :70]
-    assert_equal(run(case, problem, deterministic=True), expected)
-
-
-def test_expanded_gradients_of_the_output_and_lse() -> None:
-    """`out.sum()` sends such gradients, with strides of 0."""
-    case = Case(shape=(1, 2, 1, 70, 90), grad_lse=True)
-    problem = make_problem(case)
-    one = torch.ones((), dtype=case.dtype, device=DEVICE)
-    problem.grad_out, problem.grad_lse = one.expand(problem.grad_out.shape), one.float().expand(1, 2, 70)
-    check(case, problem)
-
-
-# --- Values -----------------------------------------------------------------------------------------------------------
-
-
-MAGNITUDES = ("large", "one dominant key", "strongly negative", "constant rows")
-
-
-def check_magnitude(kind: str, case: Case) -> None:
-    case = replace(case, magnitude=30.0 if kind == "large" else 1.0)
-    problem = make_problem(case)
-    if kind == "one dominant key":
-        problem.key[:, :, 40] *= 40
-    elif kind == "strongly negative":  # all scores are near -1000: exp underflows unless the maximum is subtracted
-        problem.query[..., 0], problem.key[..., 0] = 64.0, -64.0
-    elif kind == "constant rows":
-        problem.key[:] = problem.key[:, :, :1].clone()
-    check(case, problem)
-
-
-@each_dtype
-@pytest.mark.parametrize("kind", MAGNITUDES)
-def test_magnitudes(kind: str, dtype: torch.dtype) -> None:
-    check_magnitude(kind, Case(window=CAUSAL, shape=(1, 2, 1, 70, 100), dtype=dtype))
-
-
-@pytest.mark.parametrize("softcap", [1e3, 1e12], ids=str)
-def test_a_large_softcap_changes_next_to_nothing(softcap: float) -> None:
-    """1e12 is infinite in 16 bits, so the composite leaves out the softcap, which hardly changes its result."""
-    case = Case(softcap=softcap, shape=(1, 2, 1, 20, 70), magnitude=4.0)
-    check(case, measure=replace(case, softcap=0.0))
-
-
-@each_dtype
-def test_every_key_at_finfo_min(dtype: torch.dtype) -> None:
-    """finfo.min is a number, no mask: a row of only finfo.min attends uniformly, and has a uniform row's gradient."""
-    case = Case(mask="all min", mask_shape=(0, 0, 1, 1), dtype=dtype, shape=(1, 2, 1, 70, 80))
-    problem = make_problem(case)
-    found = run(case, problem)
-    expected = problem.grad_out.double().sum(2, keepdim=True) / problem.key.shape[2]
-    expected = expected.expand(found["grad_value"].shape)
-    torch.testing.assert_close(found["grad_value"].double(), expected, atol=2e-3, rtol=8e-3)
-    assert all(found[name].isfinite().all() for name in GRADIENTS[:4])
-
-
-@pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(window=CAUSAL, shape=(1, 2, 1, 100, 100)),
-        Case(window=(6, 2), shape=(1, 2, 2, 90, 100), sinks=True),
-        Case(window=CAUSAL, shape=(1, 2, 1, 20, 150), head_dims=(64, 64), softcap=4.0),
-        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 70, 150), dropout=0.1),  # no row sees the poisoned keys
-        Case(window=CAUSAL, first_row=0, shape=(1, 2, 1, 400, 256), head_dims=(128, 128)),  # the last rows see all keys
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_masked_keys_have_no_influence(case: Case, dtype: torch.dtype, poison: float) -> None:
-    """Rows that see no poisoned key get the same gradient as without poison, and so do keys that only such rows see."""
-    case = replace(case, dtype=dtype)
-    clean, spoiled = make_problem(case), make_problem(case)
-    first = clean.key.shape[2] - 9
-    for tensor in (spoiled.key, spoiled.value):
-        tensor[:, :, first:] = poison
-    position = torch.arange(case.shape[3], device=DEVICE)
-    position = position if case.first_row == 0 else position + case.shape[4] - case.shape[3]
-    unaffected = position + case.window[1] < first
-    for problem in (clean, spoiled):  # rows that see a poisoned key send no gradient
-        problem.grad_out[:, :, ~unaffected] = 0
-    expected, found = (run(case, problem, deterministic=True) for problem in (clean, spoiled))
-    assert torch.equal(found["grad_query"][:, :, unaffected], expected["grad_query"][:, :, unaffected])
-    if unaffected.all():
-        assert_equal(found, expected)
-        return
-    seen_from = position[~unaffected].min() - case.window[0] if case.window[0] >= 0 else 0
-    alone = torch.arange(first, device=DEVICE) < seen_from
-    for name in ("grad_key", "grad_value"):
-        assert torch.equal(found[name][:, :, :first][:, :, alone], expected[name][:, :, :first][:, :, alone]), name
-
-
-def check_keys_hidden_by_a_mask(case: Case, poison: float) -> None:
-    """Hides key 13 from all rows by a bool mask or an infinite bias, and poisons it."""
-    clean, spoiled = make_problem(case), make_problem(case)
-    for problem in (clean, spoiled):
-        assert problem.bias is not None
-        problem.bias[..., 13] = False if case.mask == "bool" else -torch.inf
-    for tensor in (spoiled.key, spoiled.value):
-        tensor[:, :, 13] = poison
-    expected, found = (run(case, problem, deterministic=True) for problem in (clean, spoiled))
-    assert_equal(found, expected)
-    assert torch.count_nonzero(found["grad_key"][:, :, 13]) == torch.count_nonzero(found["grad_value"][:, :, 13]) == 0
-
-
-@pytest.mark.parametrize("mask", ["bool", "inf"])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_keys_hidden_by_a_mask_have_no_influence(mask: str, poison: float) -> None:
-    case = Case(mask=mask, mask_shape=(0, 0, 1, 1), shape=(1, 2, 1, 70, 80), dropout=0.1)
-    check_keys_hidden_by_a_mask(case, poison)
 
 
 # --- Order ------------------------------------------------------------------------------------------------------------
@@ -666,7 +441,7 @@ def test_second_derivatives_are_refused() -> None:
         out = fastattn.attention(query, query, query)
     assert isinstance(out, Tensor)
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"attention_backward: second .* `with sdpa_kernel\(SDPBackend.MATH\):` has"):
+    with pytest.raises(RuntimeError, match=r"second derivatives .*sdpa_kernel\(SDPBackend.MATH\):` "):
         gradient.sum().backward()
     with sdpa_kernel(SDPBackend.MATH):  # the message names this way
         out = fastattn.attention(query, query, query)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+import cuda_forward
 import fastattn
 import instances
 import test_cuda_attention as dense
 import test_cuda_attention_options as options
-from attention_cases import Case, compare, forward_arguments, make_problem
+from attention_cases import Case, compare, make_problem
+from cuda_forward import CAUSAL, assert_equal, run
 from cuda_kernels import DTYPES, EMULATED, HOPPER_MARKS, checked, each_dtype, only_emulated
 from kernel_device import DEVICE
 from turns import in_turn
@@ -34,28 +35,13 @@ Dims = tuple[int, int]  # head dim of queries and keys, head dim of values
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 BLOCK_M = dict(zip(HEAD_DIMS, (192, 128, 128, 192, 128, 128), strict=True))
 BLOCK_N = dict(zip(HEAD_DIMS, (96, 128, 128, 80, 96, 80), strict=True))
-CAUSAL = (-1, 0)
 KERNEL = "attention_forward_sm90"
 
 each_head_dim = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 
 
-def run(case: Case, **launching: Any) -> dict[str, Tensor]:
-    problem = make_problem(case)
-    with checked(**launching):
-        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
-    return {"out": out, "lse": lse}
-
-
 def check(case: Case, **launching: Any) -> None:
-    """Compares a case with the oracle, and checks that the Hopper kernel ran."""
-    if not EMULATED:
-        compare(case, make_problem(case), run(case), names=("out", "lse"))
-        return
-    with launches.recorded() as found:
-        result = run(case, **launching)
-    assert [KERNEL in launched.report.kernel for launched in found] == [True]
-    compare(case, make_problem(case), result, names=("out", "lse"))
+    cuda_forward.check(case, KERNEL, **launching)
 
 
 # --- What every forward kernel must do --------------------------------------------------------------------------------
@@ -145,14 +131,7 @@ def test_expanded_queries(dim: int) -> None:
 )
 def test_maxima_that_grow_from_tile_to_tile(growth: str, head_dim: int, dtype: torch.dtype) -> None:
     """Maxima grow by less and by more than what makes a row's reference follow; sums say where the kernel checks."""
-    levels, block_n = dense.GROWTHS[growth], BLOCK_N[head_dim, head_dim]
-    level = torch.tensor(levels[::-1]).repeat_interleave(block_n) * 0.6931 / head_dim**0.5
-    query, key, value = dense.inputs(head_dim, dtype, 40, len(levels) * block_n)
-    direction = torch.where(torch.arange(head_dim) % 2 == 0, 1.0, -1.0)
-    key = (key.float().cpu() * 0.2 + level[:, None] * direction).to(DEVICE, dtype)
-    sign = torch.where(torch.arange(40) % 2 == 0, 1.0, -1.0)
-    query = (query.float().cpu() * 0.1 + sign[:, None] * direction).to(DEVICE, dtype)
-    dense.check(query, key, value, False)
+    dense.check(*dense.growing_inputs(growth, head_dim, dtype, BLOCK_N[head_dim, head_dim]), False)
 
 
 @pytest.mark.slow
@@ -164,8 +143,7 @@ def test_masked_keys_have_no_influence(spoiled: str, head_dims: Dims, dtype: tor
     case = Case(window=CAUSAL, shape=(1, 4, 2, 300, 300), head_dims=head_dims, dtype=dtype)
     problem, clean, at = make_problem(case), run(case), 170
     problem.key[:, :, at], problem.value[:, :, at] = float(spoiled), float(spoiled)
-    with checked(seed=sum(head_dims)):
-        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    out, lse = run(case, problem, seed=sum(head_dims)).values()
     assert torch.equal(out[:, :, :at], clean["out"][:, :, :at]) and torch.equal(lse[..., :at], clean["lse"][..., :at])
     if spoiled == "nan":
         assert out[:, :, at:].isnan().all()
@@ -181,8 +159,7 @@ def test_masked_keys_have_no_influence_in_a_cluster(spoiled: str) -> None:
     with device.emulated(90, num_sms=4), launches.recorded() as found:
         clean = run(case)["out"]
         problem.key[:, :, 700 + row], problem.value[:, :, 700 + row] = float(spoiled), float(spoiled)
-        with checked():
-            out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+        out = run(case, problem)["out"]
     assert all(launched.report.waits.get("cluster barrier", 0) > 0 for launched in found)
     assert torch.equal(out[:, :, :row], clean[:, :, :row])
 
@@ -219,9 +196,7 @@ def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(case: Case, spo
     with device.emulated(90, num_sms=12) if EMULATED else contextlib.nullcontext():
         for value in (clean, marks, torch.where(marks > 0, spoiled, clean)):
             problem.value = value
-            with checked():
-                out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
-            results.append((out, lse))
+            results.append(run(case, problem).values())
     (expected, expected_lse), (weights, _), (found, lse) = results
     sees = weights > 0
     assert sees.any() and torch.equal(lse, expected_lse)
@@ -238,8 +213,8 @@ def test_values_may_be_made_finite_late(seed: int) -> None:
     problem, clean, at = make_problem(case), run(case)["out"], 400
     problem.value[:, :, at] = torch.nan
     consumers = 2 * 4  # warps; the producer's follow: the first copies, the second makes values finite
-    with device.emulated(90, num_sms=1), checked(seed=seed, starved_warp=consumers + 1):
-        out, *_ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
+    with device.emulated(90, num_sms=1):
+        out = run(case, problem, seed=seed, starved_warp=consumers + 1)["out"]
     assert torch.equal(out[:, :, :at], clean[:, :, :at]) and out[:, :, at:].isnan().all()
 
 
@@ -249,20 +224,7 @@ def test_what_stands_beyond_a_sequence_has_no_influence() -> None:
     problem, clean = make_problem(case), run(case)
     problem.value[150 + 140 :][:5] = torch.nan  # row i of sequence 1 sees keys 150 + 170 + i - 20 and later ones
     problem.key[:40] = torch.nan  # row i of sequence 0 sees keys 60 + i to 85 + i
-    with checked():
-        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
-    assert torch.equal(out, clean["out"]) and torch.equal(lse, clean["lse"])
-
-
-@pytest.mark.parametrize("broken", [(0, 300, 2, 40), (-7, 5, 2**31 - 1, 9), (9, 9, 9, 9)], ids=str)
-def test_offsets_in_device_memory_are_not_trusted(broken: tuple[int, ...]) -> None:
-    case = Case(lengths=((20, 13, 7), (11, 30, 8)), head_dims=(64, 64))
-    problem = make_problem(case)
-    problem.cu_seqlens_q = torch.tensor(broken, dtype=torch.int32, device=DEVICE)
-    problem.cu_seqlens_k = torch.tensor(broken[::-1], dtype=torch.int32, device=DEVICE)
-    with checked(races=False):
-        out, lse, _ = torch.ops.fastattn.attention_forward(*forward_arguments(case, problem))
-    assert not out.isnan().any() and not lse.isnan().any()
+    assert_equal(run(case, problem), clean)
 
 
 # --- Rings, persistent CTAs, clusters ---------------------------------------------------------------------------------
@@ -328,7 +290,7 @@ def test_clusters_claim_each_tile_when_they_come_to_it(cluster: int) -> None:
     (launched,) = found
     assert (launched.report.waits.get("cluster barrier", 0) > 0) == (cluster == 2)
     atomics = {row.line for row in launched.report.rows if row.opcode.startswith("atom.")}
-    begin, end = (result["out"].data_ptr() + place for place in (0, result["out"].nbytes))
+    begin, end = (result["out"].data_ptr() + offset for offset in (0, result["out"].nbytes))
     num_tiles = heads * tiles
     tile_bytes = result["out"].nbytes // (num_tiles * cluster)
     last_writes: dict[int, dict[int, int]] = {}  # CTA → its tile → time of the last write
@@ -414,8 +376,7 @@ def test_heads_are_packed_where_that_takes_fewer_tiles(shape: tuple[int, int, in
 @each_dtype
 def test_order_of_warps_and_copies_has_no_influence(head_dims: Dims, dtype: torch.dtype) -> None:
     case = Case(shape=(1, 2, 2, 300, 400), head_dims=head_dims, dtype=dtype, window=CAUSAL)
-    first, again = run(case, seed=100), run(case, seed=1)
-    assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
+    assert_equal(run(case, seed=100), run(case, seed=1))
 
 
 @only_emulated
@@ -423,12 +384,9 @@ def test_values_that_are_made_finite_pass_a_fence() -> None:
     case = Case(window=CAUSAL, shape=(1, 1, 1, 300, 300), head_dims=(64, 64))
     problem = make_problem(case)
     problem.value[:, :, 170] = torch.nan
-    arguments = forward_arguments(case, problem)
-    fence = "fence.proxy.async.shared::cta;"
-    with checked():
-        torch.ops.fastattn.attention_forward(*arguments)
-    with cuda_runtime.replaced(fence, ""), pytest.raises(EmulatorError) as caught, checked():
-        torch.ops.fastattn.attention_forward(*arguments)
+    run(case, problem)
+    with cuda_runtime.replaced("fence.proxy.async.shared::cta;", ""), pytest.raises(EmulatorError) as caught:
+        run(case, problem)
     assert caught.value.kind == "proxy"
 
 

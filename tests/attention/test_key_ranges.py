@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from attention_cases import (
     RESULTS,
     SEED,
     Case,
+    Problem,
     backward_arguments,
     compare,
     forward_arguments,
@@ -61,19 +63,30 @@ CASES = [
 each_case = pytest.mark.parametrize("case", [CASES[0], *map(slow, CASES[1:])], ids=str)
 
 
+def make(case: Case) -> tuple[Problem, Tensor]:
+    """Returns the tensors of a case, and its ranges alone."""
+    problem = make_problem(case)
+    assert problem.key_ranges is not None
+    return problem, problem.key_ranges
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
 @each_case
-def test_triton_and_its_gradients(case: Case, monkeypatch: Any) -> None:
+def test_attention_and_its_gradients(case: Case, kernels: str, monkeypatch: Any) -> None:
     use_small_tiles(monkeypatch)
     problem = make_problem(case)
-    found = run_public(case, problem, "triton", deterministic=True)
+    found = run_public(case, problem, kernels, deterministic=True)
     compare(case, problem, found, names=found)
 
 
-@each_case
-def test_pytorch_and_its_gradients(case: Case) -> None:
-    problem = make_problem(case)
-    found = run_public(case, problem, "torch", deterministic=True)
-    compare(case, problem, found, names=found)
+def check_sums(ops: Any, case: Case, problem: Problem, found: dict[str, Tensor]) -> None:
+    """Adds the gradients to sums that are zero: they must be the gradients ``found``."""
+    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
+    arguments = add_arguments(case, problem, sums, found["out"], found["lse"])
+    with checked():
+        ops.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
+    for name, total in zip(("query", "key", "value"), sums, strict=True):
+        assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
 
 
 @pytest.mark.slow
@@ -84,11 +97,7 @@ def test_a_block_of_a_larger_call(monkeypatch: Any) -> None:
     problem = make_problem(case)
     found = run_ops(torch.ops.fastattn_triton, case, problem)
     compare(case, problem, found)
-    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
-    arguments = add_arguments(case, problem, sums, found["out"], found["lse"])
-    torch.ops.fastattn_triton.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
-    for name, total in zip(("query", "key", "value"), sums, strict=True):
-        assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
+    check_sums(torch.ops.fastattn_triton, case, problem, found)
 
 
 @pytest.mark.slow
@@ -112,10 +121,9 @@ def test_what_ranges_hide_has_no_influence(monkeypatch: Any) -> None:
     """NaN and infinity in keys and values that no query sees reach no result."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, shape=(1, 2, 1, 40, 80))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[..., 0, :].clamp_(max=20)
-    problem.key_ranges[..., 1, :].clamp_(min=53)
+    problem, ranges = make(case)
+    ranges[..., 0, :].clamp_(max=20)
+    ranges[..., 1, :].clamp_(min=53)
     expected = run_public(case, problem, "triton", deterministic=True)
     problem.key[..., 20:53, :], problem.value[..., 20:53, :] = torch.nan, torch.inf
     actual = run_public(case, problem, "triton", deterministic=True)
@@ -218,9 +226,7 @@ def test_cuda_forward(case: Case, gpu: int) -> None:
 def test_cuda_takes_a_view_of_any_numbers(gpu: int) -> None:
     """Pairs of ranges need not be aligned to 8 bytes; the largest scores are right too."""
     case = Case(ranges=3, shape=(1, 2, 1, 70, 150), head_dims=(64, 64))
-    problem = make_problem(case)
-    ranges = problem.key_ranges
-    assert ranges is not None
+    problem, ranges = make(case)
     buffer = torch.zeros(ranges.numel() + 1, dtype=torch.int32, device=DEVICE)
     buffer[1:] = ranges.flatten()
     with checked(), fastattn.use_backend("cuda"):
@@ -234,8 +240,7 @@ def test_cuda_takes_a_view_of_any_numbers(gpu: int) -> None:
     compare(case, problem, {"out": found}, names=("out",))
     assert torch.equal(found, cuda_forward(case, problem)["out"])
     problem.key_ranges = buffer[1:].view(ranges.shape)
-    with checked():
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+    check_gradients(case, problem)
     *_, expected = reference.attention(
         problem.query.double(), problem.key.double(), problem.value.double(), key_ranges=ranges, return_max_logit=True
     )
@@ -244,10 +249,9 @@ def test_cuda_takes_a_view_of_any_numbers(gpu: int) -> None:
 
 def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
     case = Case(ranges=2, lengths=((100, 140, 20), (250, 140, 60)), head_dims=(64, 64))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
-    problem.key_ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    problem, ranges = make(case)
+    ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
+    ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
     compare(case, problem, cuda_forward(case, problem), names=("out", "lse"))
     problem.cu_seqlens_q = torch.tensor([0, 180, 10, 190], dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor([3, 450, 140, 449], dtype=torch.int32, device=DEVICE)
@@ -258,14 +262,13 @@ def test_cuda_forward_does_not_trust_ranges_and_offsets(gpu: int) -> None:
 def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
     """The emulator counts the products."""
     case = Case(ranges=2, shape=(1, 2, 1, 64, 1000), head_dims=(64, 64))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[..., 0, :] = torch.tensor([10, 50], device=DEVICE)
-    problem.key_ranges[..., 1, :] = torch.tensor([900, 950], device=DEVICE)
+    problem, ranges = make(case)
+    ranges[..., 0, :] = torch.tensor([10, 50], device=DEVICE)
+    ranges[..., 1, :] = torch.tensor([900, 950], device=DEVICE)
     with launches.recorded() as all_launches:
         cuda_forward(case, problem)
     listed = all_launches[-1]
-    problem.key_ranges[..., 0, :] = torch.tensor([0, 900], device=DEVICE)
+    ranges[..., 0, :] = torch.tensor([0, 900], device=DEVICE)
     with launches.recorded() as all_launches:
         cuda_forward(case, problem)
     products = "wgmma.mma_async" if gpu == 90 else "mma.sync"
@@ -277,6 +280,11 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
 
 
 # --- the CUDA C++ gradients -------------------------------------------------------------------------------------------
+
+
+def check_gradients(case: Case, problem: Problem, deterministic: bool = True, **launching: Any) -> None:
+    with checked(**launching):
+        compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic))
 
 
 @pytest.mark.parametrize(
@@ -298,8 +306,7 @@ def test_cuda_gradients(case: Case, gpu: int) -> None:
 @pytest.mark.parametrize("case", [CUDA_CASES[0], CUDA_CASES[5]], ids=str)
 def test_cuda_gradients_in_any_order(case: Case, gpu: int) -> None:
     problem = make_problem(case)
-    with checked(seed=3):
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic=False))
+    check_gradients(case, problem, False, seed=3)
 
 
 @pytest.mark.parametrize("sizes", [(5, 0), (0, 7)], ids=["no keys", "no rows"])
@@ -314,13 +321,7 @@ def test_cuda_gradients_of_nothing(sizes: tuple[int, int], gpu: int) -> None:
 def test_cuda_gradients_added_to_sums(gpu: int) -> None:
     case = CUDA_CASES[-1]
     problem = make_problem(case)
-    found = run_ops(torch.ops.fastattn, case, problem)
-    sums = tuple(torch.zeros_like(t, dtype=torch.float32) for t in (problem.query, problem.key, problem.value))
-    arguments = add_arguments(case, problem, sums, found["out"], found["lse"])
-    with checked():
-        torch.ops.fastattn.attention_backward_add(*arguments, key_ranges=problem.key_ranges)
-    for name, total in zip(("query", "key", "value"), sums, strict=True):
-        assert torch.equal(total.to(case.dtype), found[f"grad_{name}"]), name
+    check_sums(torch.ops.fastattn, case, problem, run_ops(torch.ops.fastattn, case, problem))
 
 
 @pytest.mark.parametrize("head_dim", [64, slow(96), slow(128), slow(256)])
@@ -328,19 +329,17 @@ def test_cuda_gradients_of_ranges_that_hide_nothing(head_dim: int, gpu: int) -> 
     """Tiles that all rows see whole, by ranges and window, take a path of their own."""
     options = {"window": (300, 90), "softcap": 9.0, "alibi": "head", "dropout": 0.2}
     case = Case(ranges=2, shape=(1, 2, 1, 200, 700), head_dims=(head_dim, head_dim), **options)
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[:] = torch.tensor([[0, 700], [0, 0]], device=DEVICE)
-    with checked():
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+    problem, ranges = make(case)
+    ranges[:] = torch.tensor([[0, 700], [0, 0]], device=DEVICE)
+    check_gradients(case, problem)
 
 
 def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> None:
     """The last row tile is partial: its rows beyond the tensor must not carry a masked NaN into a gradient."""
     case = Case(ranges=1, mask="float", shape=(1, 2, 1, 100, 300), head_dims=(64, 64))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None and problem.bias is not None
-    problem.key_ranges[:] = torch.tensor([[0, 300]], device=DEVICE)
+    problem, ranges = make(case)
+    assert problem.bias is not None
+    ranges[:] = torch.tensor([[0, 300]], device=DEVICE)
     problem.bias[..., 140:150] = -torch.inf
     expected = run_ops(torch.ops.fastattn, case, problem)
     problem.key[..., 140:150, :] = torch.nan
@@ -355,14 +354,12 @@ def test_cuda_gradients_of_what_a_bias_hides_behind_full_ranges(gpu: int) -> Non
 def test_cuda_gradients_of_heads_that_see_the_keys_by_other_rows(head_dim: int, gpu: int) -> None:
     """The query heads of a KV head follow each other: one may begin where the one before ended, or see nothing."""
     case = Case(ranges=1, shape=(1, 4, 1, 250, 270), ranges_shape=(0, 1), head_dims=(head_dim, head_dim))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
+    problem, ranges = make(case)
     row = torch.arange(250, device=DEVICE)
     seen_by = [row < 64, row < 0, (row >= 64) & (row < 128), (row < 10) | (row >= 192)]
     for head, rows in enumerate(seen_by):
-        problem.key_ranges[:, head, :, 0, 0], problem.key_ranges[:, head, :, 0, 1] = 3, torch.where(rows, 270, 0)
-    with checked():
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+        ranges[:, head, :, 0, 0], ranges[:, head, :, 0, 1] = 3, torch.where(rows, 270, 0)
+    check_gradients(case, problem)
 
 
 @pytest.mark.slow
@@ -373,27 +370,22 @@ def test_cuda_gradients_of_many_tiles(name: str, gpu: int) -> None:
     rows, keys = (20, 4400) if name == "keys" else (2240, 100)
     heads = (1, 1) if name == "keys" else (2, 1)
     case = Case(ranges=2, shape=(1, *heads, rows, keys), head_dims=(128, 128) if name == "keys" else (64, 64))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
+    problem, ranges = make(case)
     row = torch.arange(rows, device=DEVICE)
     begin = (row * keys // rows)[:, None] + torch.tensor([0, keys // 2], device=DEVICE)
     if name == "a gap":
         begin[64:-64] = keys
-    problem.key_ranges[..., 0], problem.key_ranges[..., 1] = begin.clamp(max=keys), (begin + 20).clamp(max=keys)
-    with checked():
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem))
+    ranges[..., 0], ranges[..., 1] = begin.clamp(max=keys), (begin + 20).clamp(max=keys)
+    check_gradients(case, problem)
 
 
 @pytest.mark.parametrize("head_dim", [64, slow(128), slow(192)])
 def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> None:
     """NaN reaches the rows that see the key and the gradients of all keys that these rows see, but of no other key."""
     case = Case(ranges=1, shape=(1, 2, 1, 64, 600), head_dims=(head_dim, head_dim))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
+    problem, ranges = make(case)
     sees_it = torch.arange(64, device=DEVICE)[:, None] < 10
-    problem.key_ranges[:] = torch.where(sees_it, torch.tensor([0, 20]).to(DEVICE), torch.tensor([20, 600]).to(DEVICE))[
-        :, None
-    ]
+    ranges[:] = torch.where(sees_it, torch.tensor([0, 20]).to(DEVICE), torch.tensor([20, 600]).to(DEVICE))[:, None]
     problem.key[..., 10, :] = torch.nan
     with checked():
         found = run_ops(torch.ops.fastattn, case, problem)
@@ -410,10 +402,9 @@ def test_cuda_gradients_of_a_key_that_is_not_finite(head_dim: int, gpu: int) -> 
 def test_cuda_gradients_of_what_ranges_hide(head_dim: int, options: dict[str, Any], gpu: int) -> None:
     """NaN in keys and infinity in values that no query sees reach no gradient."""
     case = Case(ranges=2, shape=(1, 2, 1, 100, 300), head_dims=(head_dim, head_dim), **options)
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[..., 0, :].clamp_(max=130)
-    problem.key_ranges[..., 1, :].clamp_(min=163)
+    problem, ranges = make(case)
+    ranges[..., 0, :].clamp_(max=130)
+    ranges[..., 1, :].clamp_(min=163)
     expected = run_ops(torch.ops.fastattn, case, problem)
     problem.key[..., 130:163, :], problem.value[..., 130:163, :] = torch.nan, torch.inf
     with checked():
@@ -429,12 +420,10 @@ def test_cuda_gradients_of_what_ranges_hide(head_dim: int, options: dict[str, An
 def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu: int) -> None:
     """Overlapping sequences write the same words of tile bits, and no CTA waits for one that never comes."""
     case = Case(ranges=2, lengths=((100, 140, 20), (650, 140, 60)), head_dims=(64, 64))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
-    problem.key_ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
-    with checked():
-        compare(case, problem, run_ops(torch.ops.fastattn, case, problem, deterministic))
+    problem, ranges = make(case)
+    ranges[:, ::3, 0] = torch.tensor([-(2**31), 2**31 - 1], device=DEVICE)
+    ranges[:, 1::3, 1] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    check_gradients(case, problem, deterministic)
     problem.cu_seqlens_q = torch.tensor([0, 180, 10, 190], dtype=torch.int32, device=DEVICE)
     problem.cu_seqlens_k = torch.tensor([3, 750, 240, 590], dtype=torch.int32, device=DEVICE)
     with checked(races=False, uninitialised=False):
@@ -447,15 +436,33 @@ def test_cuda_gradients_do_not_trust_ranges_and_offsets(deterministic: bool, gpu
 
 
 @only_emulated
+def test_cuda_gradients_look_once_where_heads_share_ranges(gpu: int) -> None:
+    """The emulator counts the loads of words that say which tiles are seen. Only the last rows see the first keys."""
+
+    def loads(heads: int, rows: int) -> int:
+        case = Case(ranges=1, shape=(1, heads, heads, rows, rows), head_dims=(64, 64))
+        problem = make_problem(case)
+        assert problem.key_ranges is not None
+        problem.key_ranges = torch.zeros_like(problem.key_ranges[:, :1])
+        problem.key_ranges[..., -64:, 0, 1] = 64
+        with launches.recorded() as found:
+            run_ops(torch.ops.fastattn, case, problem)
+        counts = [each.report.opcodes for each in found if "backward_key_value" in each.report.kernel]
+        return sum(count for each in counts for opcode, count in each.items() if re.match(r"ld\..*v2\.u32", opcode))
+
+    one, four = (loads(heads, 4096) - loads(heads, 2048) for heads in (1, 4))  # what more rows cost
+    assert four == one > 0
+
+
+@only_emulated
 @pytest.mark.parametrize("head_dim", [64, slow(128), slow(256)])
 def test_cuda_gradients_visit_seen_tiles_alone(head_dim: int, gpu: int) -> None:
     """The emulator counts the products of one tile, of a row of tiles, of a column, and of all tiles."""
     case = Case(ranges=1, shape=(1, 2, 1, 260, 600), head_dims=(head_dim, head_dim))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
+    problem, ranges = make(case)
 
     def products(begin: Any, end: Any) -> int:
-        problem.key_ranges[..., 0, 0], problem.key_ranges[..., 0, 1] = begin, end
+        ranges[..., 0, 0], ranges[..., 0, 1] = begin, end
         with launches.recorded() as found:
             run_ops(torch.ops.fastattn, case, problem)
         name = "wgmma.mma_async" if gpu == 90 else "mma.sync"
@@ -527,8 +534,7 @@ def test_lists_have_the_tiles_that_some_row_sees(
     rows: int, keys: int, num_ranges: int, seed: int, is_causal: bool
 ) -> None:
     case = Case(shape=(2, 2, 1, rows, keys), ranges=num_ranges, seed=seed, window=CAUSAL if is_causal else (-1, -1))
-    ranges = make_problem(case).key_ranges
-    assert ranges is not None
+    _, ranges = make(case)
     seen = masks.to_bool(ranges, keys).cpu()
     if is_causal:
         seen = seen & (torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows)
@@ -556,17 +562,16 @@ def test_lists_of_packed_sequences() -> None:
                     assert found[0, head, first + line, : len(tiles)].tolist() == tiles
 
 
-def test_places_out_of_range_are_absent(monkeypatch: Any) -> None:
+def test_ranges_beyond_the_keys_are_absent(monkeypatch: Any) -> None:
     """On a GPU nobody reads ranges and offsets back: numbers out of range count as absent and read no memory."""
     use_small_tiles(monkeypatch)
     case = Case(ranges=2, shape=(1, 2, 1, 20, 70))
-    problem = make_problem(case)
-    assert problem.key_ranges is not None
-    problem.key_ranges[..., 1, :] = torch.tensor([60, 2**31 - 1], device=DEVICE)
-    problem.key_ranges[..., 0, :] = torch.tensor([-(2**31), 10], device=DEVICE)
-    problem.key_ranges[..., :5, 0, :] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
+    problem, ranges = make(case)
+    ranges[..., 1, :] = torch.tensor([60, 2**31 - 1], device=DEVICE)
+    ranges[..., 0, :] = torch.tensor([-(2**31), 10], device=DEVICE)
+    ranges[..., :5, 0, :] = torch.tensor([2**31 - 1, -(2**31)], device=DEVICE)
     found = run_public(case, problem, "triton", deterministic=True)
-    problem.key_ranges.clamp_(0, 70)
+    ranges.clamp_(0, 70)
     expected = run_public(case, problem, "triton", deterministic=True)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -612,7 +617,7 @@ def test_shapes_and_dtypes_are_checked(ranges: Any, message: str) -> None:
     [
         ([[0, 3], [2, 5]], r"ranges that do not overlap, got \[\[0, 3\], \[2, 5\]\] at key_ranges\[0, 0, 1\]"),
         ([[4, 6], [0, 5]], "ranges that do not overlap"),
-        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7, got \[3, 2\] at key_ranges\[0, 0, 1\]"),
+        ([[3, 2], [0, 0]], r"0 <= begin <= end <= 7.*got \[3, 2\] at key_ranges\[0, 0, 1\]"),
         ([[-1, 2], [0, 0]], "0 <= begin"),
         ([[0, 0], [5, 8]], "0 <= begin <= end <= 7"),
     ],

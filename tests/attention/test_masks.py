@@ -139,7 +139,7 @@ def test_from_block_mask() -> None:
     def comb(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (query < 50) | (key % 2 == 0)
 
-    with pytest.raises(fastattn.InputError, match=r"got 100 for query 18, counted from query 32"):
+    with pytest.raises(fastattn.InputError, match=r"got 100 for query 50; pass the mask as bias"):
         masks.from_block_mask(create_block_mask(comb, None, None, 200, 200, device="cpu", BLOCK_SIZE=32))
 
 

@@ -65,10 +65,8 @@ DECODED = [
 @pytest.mark.parametrize("case", DECODED, ids=str)
 def test_decoding(case: Case) -> None:
     def run(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        named = {name: value for name, value in arguments.items() if value is not None}
-        options = {"causal": case.causal, "window": case.window, "num_splits": case.splits}
         with fastattn.record() as calls, checked():
-            result = fastattn.attention_with_kv_cache(**named, **options, return_lse=True)
+            result = decode_cases.run_public(case, arguments)
         expect_kernel(calls, DECODE)
         return result
 

@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict
     "jagged query, dense key": (A, lambda: (jagged(2), DENSE, DENSE), {}, ("key", "jagged", "dense tensor")),
     "dense query, jagged key": (A, lambda: (DENSE, jagged(2), jagged(2)), {}, ("key", "a dense tensor", "jagged")),
     "jagged with holes": (A, lambda: (holes(),) * 3, {}, ("query", "without holes", "contiguous()")),
-    "jagged, other batch": (A, lambda: (jagged(2), *(jagged(2, (3, 5)),) * 2), {}, ("key", "batch size 3", "2")),
+    "jagged, other batch": (A, lambda: (jagged(2), *(jagged(2, (3, 5)),) * 2), {}, ("key", "batch size", "3", "2")),
     "jagged, other values": (
         A,
         lambda: (jagged(2), jagged(2), jagged(2, (5, 3, 1))),
@@ -296,9 +296,9 @@ def test_what_dtensors_cannot_do_is_named(mesh: Any) -> None:
 
     sharded = distributed(mesh, Replicate(), 3, 2, 5, 16)
     calls: dict[str, Callable[[], Any]] = {
-        r"key: expected a DTensor.*got Tensor": lambda: A(sharded, DENSE, DENSE),
+        r"key: expected a DTensor.*got torch.Tensor": lambda: A(sharded, DENSE, DENSE),
         r"key: expected a plain tensor, got a DTensor": lambda: A(DENSE, sharded, sharded),
-        r"dropout_seed: expected a seed": lambda: A(sharded, sharded, sharded, dropout_p=0.5),
+        r"dropout_seed: expected an int": lambda: A(sharded, sharded, sharded, dropout_p=0.5),
         r"key: .*DTensor.*to_local": lambda: V(DENSE[0], sharded[0], sharded[0], OFFSETS, OFFSETS, 5, 5),
         r"k_cache: .*DTensor.*to_local": lambda: C(DENSE, sharded, sharded, OFFSETS),
         r"softcap: expected": lambda: A(sharded, sharded, sharded, softcap=-1.0),

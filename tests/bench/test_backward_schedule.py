@@ -143,7 +143,9 @@ def test_heads_in_order_stay_in_the_cache_or_serve_several_ctas(tokens: int, hea
 @pytest.mark.parametrize("window", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("tokens", [1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("heads", [(16, 16), (32, 8)], ids=str)
-def test_turns_cost_little(heads: tuple[int, int], tokens: int, window: tuple[int, int], head_dim: int) -> None:
+def test_adding_in_a_fixed_order_costs_little(
+    heads: tuple[int, int], tokens: int, window: tuple[int, int], head_dim: int
+) -> None:
     """With 16384 tokens in all, as in benchmarks, fixed order takes at most 15 % more time than any order."""
     shape = dense(tokens, 16384 // tokens, *heads, window)
     in_order = dense(tokens, 16384 // tokens, *heads, window, deterministic=True)

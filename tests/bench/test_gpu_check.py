@@ -197,7 +197,7 @@ def test_every_module_that_takes_the_gpu_is_among_the_tests() -> None:
     ours = {"attention/test_cuda_attention.py", "attention/test_triton_attention.py", "decode/test_decode.py"}
     assert {*ours, "int8/test_int8.py"} < set(modules)
     assert not [name for name in modules if name.startswith("emulator/")]
-    names = ("backward_options_sm90", "backward_sm90", "options_sm90", "paged_sm90", "sm90")
+    names = ("backward_sm90", "paged_sm90", "sm90")
     hopper = [f"attention/test_cuda_attention_{name}.py" for name in names]
     assert modules[: len(names)] == hopper, "the kernels for Hopper are shown first"
     assert modules.index("attention/test_cuda_attention.py") < modules.index("decode/test_decode.py")

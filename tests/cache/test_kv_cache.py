@@ -135,7 +135,7 @@ def test_growth_ends_at_the_maximum_and_leaves_the_cache_as_it_was() -> None:
     feed(cache, 0, 4)
     assert cache.capacity == 5
     before = state(cache)
-    with pytest.raises(CacheFull, match="no room for 6 tokens per sequence; max_capacity is 5"):
+    with pytest.raises(CacheFull, match="no room for 6 tokens per sequence, as max_capacity is 5; make"):
         feed(cache, 4, 6)
     assert_same(state(cache), before)
     torch.testing.assert_close(feed(cache, 4, 5)[0], whole(0, 5)[:, :, 4:])
@@ -332,7 +332,7 @@ def test_replays_are_noted() -> None:
     feed(cache, 0, 3)
     cache.cache_seqlens.fill_(7)  # stands for a replay, which changes it on the device
     cache.note_replayed(4)
-    with pytest.raises(InputError, match=r"num_new: expected at most 1, the room that there was, got 2"):
+    with pytest.raises(InputError, match=r"num_new: expected at most 1, for which the captured graph had room, got 2"):
         cache.note_replayed(2)
     feed(cache, 7, 9)
     assert cache.capacity == 16
@@ -350,71 +350,59 @@ def attend(**changes: Any) -> dict[str, Any]:
 
 
 C = cache_of()
-# name: (function, arguments, error type, words of the message: argument, expected, came)
-TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
-    "batch": (cache_of, {"batch": -1}, InputError, ("batch", "at least 0", "-1")),
-    "kv_heads": (cache_of, {"kv_heads": 2.0}, TypeError, ("kv_heads", "int", "float")),
-    "head_dim": (cache_of, {"head_dim": 0}, InputError, ("head_dim", "at least 1", "0")),
-    "value_dim": (cache_of, {"value_dim": "8"}, TypeError, ("value_dim", "int", "str")),
-    "capacity": (cache_of, {"capacity": 0}, InputError, ("capacity", "at least 1", "0")),
-    "max_capacity": (cache_of, {"max_capacity": 3}, InputError, ("capacity", "at most max_capacity=3", "4")),
-    "max_capacity of 0": (cache_of, {"max_capacity": 0}, InputError, ("max_capacity", "at least 1", "0")),
-    "dtype": (cache_of, {"dtype": torch.int8}, InputError, ("dtype", "float16", "int8")),
+# name: (function, arguments, words of the message: argument, expected, came)
+Misuse = dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]]
+INPUT_ERRORS: Misuse = {
+    "num_layers": (cache_of, {"num_layers": 0}, ("num_layers", "at least 1", "0")),
+    "batch": (cache_of, {"batch": -1}, ("batch", "at least 0", "-1")),
+    "head_dim": (cache_of, {"head_dim": 0}, ("head_dim", "at least 1", "0")),
+    "capacity": (cache_of, {"capacity": 0}, ("capacity", "at least 1", "0")),
+    "max_capacity": (cache_of, {"max_capacity": 3}, ("capacity", "at most max_capacity=3", "4")),
+    "max_capacity of 0": (cache_of, {"max_capacity": 0}, ("max_capacity", "at least 1", "0")),
+    "dtype": (cache_of, {"dtype": torch.int8}, ("dtype", "float16", "int8")),
+    "device": (cache_of, {"device": "gpu"}, ("device: expected", "'gpu'")),
     "another dtype": (
         cache_of(dtype=torch.float16).attend,
         attend(),
-        InputError,
         ("query", "cache's dtype, torch.float16", "torch.float64", "dtype=torch.float64"),
     ),
-    "quantized to what": (cache_of, {"quantized": "int4"}, InputError, ("quantized", "'int8', 'fp8'", "'int4'")),
-    "dtype type": (cache_of, {"dtype": "half"}, TypeError, ("dtype", "torch.dtype", "str")),
-    "quantized": (cache_of, {"quantized": None}, TypeError, ("quantized", "bool", "'int8', 'fp8'", "NoneType")),
-    "quantized dtype": (cache_of, {"quantized": torch.half}, InputError, ("quantized", "'int8', 'fp8'", "float16")),
-    "layer": (C.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),
-    "layer type": (C.attend, attend(layer="0"), TypeError, ("layer", "int", "str")),
-    "query type": (C.attend, attend(query=None), TypeError, ("query", "torch.Tensor", "NoneType")),
-    "query batch": (
-        C.attend,
-        attend(query=torch.zeros(2, 4, 1, 16)),
-        InputError,
-        ("query", "[3, 4, 1, 16]", "[2, 4, 1, 16]"),
-    ),
+    "quantized to what": (cache_of, {"quantized": "int4"}, ("quantized", "'int8', 'fp8'", "'int4'")),
+    "quantized dtype": (cache_of, {"quantized": torch.half}, ("quantized", "'int8', 'fp8'", "float16")),
+    "layer": (C.attend, attend(layer=2), ("layer", "0 to 1", "2")),
+    "query batch": (C.attend, attend(query=torch.zeros(2, 4, 1, 16)), ("query", "[3, 4, 1, 16]", "[2, 4, 1, 16]")),
     "query head dim": (
         C.attend,
         attend(query=torch.zeros(3, 4, 1, 8)),
-        InputError,
-        ("query", "the cache's head_dim 16", "got 8"),
+        ("query", "the cache's head_dim 16", "[3, 4, 1, 8]"),
     ),
-    "k_new type": (C.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
-    "k_new rank": (
-        C.attend,
-        attend(k_new=torch.zeros(3, 2, 16)),
-        InputError,
-        ("k_new", "[B, Hkv, S_new, D]", "[3, 2, 16]"),
-    ),
-    "v_new rows": (
-        C.attend,
-        attend(v_new=torch.zeros(3, 2, 2, 8)),
-        InputError,
-        ("v_new", "[3, 2, 1, 8]", "[3, 2, 2, 8]"),
-    ),
-    "truncate type": (C.truncate, {"lengths": "all"}, TypeError, ("lengths", "int", "str")),
-    "truncate count": (C.truncate, {"lengths": [1, 2]}, InputError, ("lengths", "3 lengths", "2")),
-    "truncate negative": (C.truncate, {"lengths": [1, 2, -1]}, InputError, ("lengths", "at least 0", "-1")),
-    "truncate shape": (C.truncate, {"lengths": torch.zeros(2).int()}, InputError, ("lengths", "[3]", "[2]")),
-    "truncate dtype": (C.truncate, {"lengths": torch.zeros(3)}, InputError, ("lengths", "int32", "float32")),
-    "reserve": (C.reserve, {"capacity": 1.5}, TypeError, ("capacity", "int", "float")),
-    "replayed": (C.note_replayed, {"num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
-    "reorder shape": (C.reorder, {"sequences": torch.zeros(2).int()}, InputError, ("sequences", "[3]", "[2]")),
-    "reorder dtype": (C.reorder, {"sequences": torch.zeros(3)}, InputError, ("sequences", "int64", "float32")),
-    "reorder type": (C.reorder, {"sequences": [0, 1, 2]}, TypeError, ("sequences", "torch.Tensor", "list")),
+    "k_new rank": (C.attend, attend(k_new=torch.zeros(3, 2, 16)), ("k_new", "[B, Hkv, S_new, D]", "[3, 2, 16]")),
+    "v_new rows": (C.attend, attend(v_new=torch.zeros(3, 2, 2, 8)), ("v_new", "[3, 2, 1, 8]", "[3, 2, 2, 8]")),
+    "truncate count": (C.truncate, {"lengths": [1, 2]}, ("lengths", "3 ints", "[1, 2]")),
+    "truncate negative": (C.truncate, {"lengths": [1, 2, -1]}, ("lengths", "at least 0", "-1")),
+    "truncate shape": (C.truncate, {"lengths": torch.zeros(2).int()}, ("lengths", "[3]", "[2]")),
+    "truncate dtype": (C.truncate, {"lengths": torch.zeros(3)}, ("lengths", "int32", "float32")),
+    "replayed": (C.note_replayed, {"num_new": -1}, ("num_new", "at least 0", "-1")),
+    "reorder shape": (C.reorder, {"sequences": torch.zeros(2).int()}, ("sequences", "[3]", "[2]")),
+    "reorder dtype": (C.reorder, {"sequences": torch.zeros(3)}, ("sequences", "int64", "float32")),
+}
+TYPE_ERRORS: Misuse = {
+    "kv_heads": (cache_of, {"kv_heads": 2.0}, ("kv_heads", "int", "float")),
+    "value_dim": (cache_of, {"value_dim": "8"}, ("value_dim", "int", "str")),
+    "dtype type": (cache_of, {"dtype": "half"}, ("dtype", "torch.dtype", "str 'half'; pass torch.float16")),
+    "quantized": (cache_of, {"quantized": None}, ("quantized", "bool", "'int8', 'fp8'", "NoneType")),
+    "layer type": (C.attend, attend(layer="0"), ("layer", "int", "str")),
+    "query type": (C.attend, attend(query=None), ("query", "torch.Tensor", "NoneType")),
+    "k_new type": (C.attend, attend(k_new=None), ("k_new", "torch.Tensor", "NoneType")),
+    "truncate type": (C.truncate, {"lengths": "all"}, ("lengths", "int", "str")),
+    "reserve": (C.reserve, {"capacity": 1.5}, ("capacity", "int", "float")),
+    "reorder type": (C.reorder, {"sequences": [0, 1, 2]}, ("sequences", "torch.Tensor", "list")),
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize("case", INPUT_ERRORS | TYPE_ERRORS)
 def test_bad_input_is_refused(case: str) -> None:
-    function, arguments, kind, words = TABLE[case]
+    function, arguments, words = (INPUT_ERRORS | TYPE_ERRORS)[case]
+    kind = InputError if case in INPUT_ERRORS else TypeError
     before = state(C)
     with pytest.raises(kind) as caught:
         function(**arguments)

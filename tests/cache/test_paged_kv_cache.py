@@ -1,8 +1,11 @@
-"""Tests PagedKVCache: with any sharing, forking and freeing, sequences see their own tokens, and no page is lost."""
+"""Tests PagedKVCache: which pages forks share and when they are copied, chunks, full pools, and bad input.
+
+test_paged_cache_machine.py draws operations in any order.
+"""
 
 from __future__ import annotations
 
-import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,10 +79,6 @@ class Model:
         self.contents[child] = self.contents[parent][:length]
         return child
 
-    def truncate(self, sequence: int, length: int) -> None:
-        self.cache.truncate(sequence, length)
-        del self.contents[sequence][length:]
-
     def free(self, sequence: int) -> None:
         self.cache.free(sequence)
         del self.contents[sequence]
@@ -126,40 +125,6 @@ class Model:
         cache = self.cache
         tables = {s: (cache.length(s), cache.pages(s)) for s in cache.sequences}
         return tables, cache._pool.references[:], cache._pool.free_pages[:]
-
-
-@pytest.mark.parametrize("seed", range(1, 12))
-def test_random_operations(seed: int) -> None:
-    """Random batches are forked, truncated, freed and stepped in a pool that is often full."""
-    choose = random.Random(seed)
-    model = Model()
-    times_full = 0
-    for _ in range(60):
-        alive = model.cache.sequences
-        operation = choose.choice(["add", "fork", "step", "step", "step", "truncate", "free"]) if alive else "add"
-        if operation == "add" and len(alive) < 6:
-            model.add()
-        elif operation == "fork" and len(alive) < 6:
-            parent = choose.choice(alive)
-            model.fork(parent, choose.choice([None, choose.randint(0, model.cache.length(parent))]))
-        elif operation == "truncate":
-            sequence = choose.choice(alive)
-            model.truncate(sequence, choose.randint(0, model.cache.length(sequence)))
-        elif operation == "free" and len(alive) > 3:
-            model.free(choose.choice(alive))
-        elif operation == "step":
-            batch = choose.sample(alive, choose.randint(1, len(alive)))
-            num_new = choose.choice([0, 1, 1, 1, 2, 5])
-            before = model.snapshot()
-            try:
-                model.step(batch, num_new)
-            except CacheFull:
-                times_full += 1
-                assert model.snapshot() == before
-        model.check()
-    assert times_full > 0
-    model.cache.reset()
-    assert model.cache.num_free_pages == PAGES
 
 
 def test_a_fork_shares_until_somebody_writes() -> None:
@@ -283,12 +248,35 @@ def test_a_full_pool_says_so_and_changes_nothing() -> None:
     model.check()
 
 
+def test_tokens_that_some_layer_never_stores_are_told() -> None:
+    cache = cache_of()
+    sequence = cache.add()
+    new = {"k_new": keys(0, [1]), "v_new": values(0, [1])}
+
+    def attend_in_layer_0() -> None:
+        cache.step([sequence], num_new=1).attend(0, queries(1, 1), **new)
+
+    attend_in_layer_0()
+    with pytest.warns(RuntimeWarning, match=r"dropped, because layers \[1\] of num_layers=2") as found:
+        attend_in_layer_0()  # the model has one layer only: the last step was dropped
+    assert [warning.filename for warning in found] == [__file__]
+    with pytest.warns(RuntimeWarning, match="dropped"):
+        assert cache.length(sequence) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = cache.step([sequence], num_new=1)
+        step.attend(0, queries(1, 1), **new)
+        step.cancel()
+        cache.step([sequence], num_new=1)  # no layer attends
+        assert cache.length(sequence) == 0
+
+
 def test_numbers_are_never_used_again() -> None:
     cache = cache_of()
     first = cache.add()
     cache.free(first)
     assert cache.add() != first
-    with pytest.raises(InputError, match=r"sequence: expected one of \[1\], got 0"):
+    with pytest.raises(InputError, match=r"sequence: expected one of \[1\], or a new one from add\(\), got 0"):
         cache.length(first)
 
 
@@ -357,62 +345,68 @@ S = C.add()
 STEP = C.step([S], 1)
 STEP.commit()
 QUANTIZED = cache_of(quantized=True)
-# name: (function, arguments, error type, words of the message: argument, expected, came)
-TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "num_layers": (cache_of, {"num_layers": 0}, InputError, ("num_layers", "at least 1", "0")),
-    "num_pages": (cache_of, {"num_pages": 1.0}, TypeError, ("num_pages", "int", "float")),
-    "page_size": (cache_of, {"page_size": 0}, InputError, ("page_size", "at least 1", "0")),
-    "kv_heads": (cache_of, {"kv_heads": 0}, InputError, ("kv_heads", "at least 1", "0")),
-    "dtype": (cache_of, {"dtype": torch.int32}, InputError, ("dtype", "float16", "int32")),
-    "quantized": (cache_of, {"quantized": 1}, TypeError, ("quantized", "bool", "int")),
-    "fork of nothing": (C.fork, {"sequence": 9}, InputError, ("sequence", "[0]", "9")),
-    "fork type": (C.fork, {"sequence": "a"}, TypeError, ("sequence", "int", "str")),
-    "fork too long": (C.fork, {"sequence": S, "length": 2}, InputError, ("length", "at most the 1 tokens", "2")),
-    "fork negative": (C.fork, {"sequence": S, "length": -1}, InputError, ("length", "at least 0", "-1")),
-    "free of nothing": (C.free, {"sequence": 9}, InputError, ("sequence", "[0]", "9")),
-    "truncate longer": (C.truncate, {"sequence": S, "length": 2}, InputError, ("length", "at most the 1 tokens", "2")),
-    "step of nothing": (C.step, {"sequences": [S, 9], "num_new": 1}, InputError, ("sequence", "[0]", "9")),
-    "step twice": (C.step, {"sequences": [S, S], "num_new": 1}, InputError, ("sequences", "once", "[0, 0]")),
-    "step negative": (C.step, {"sequences": [S], "num_new": -1}, InputError, ("num_new", "at least 0", "-1")),
+# name: (function, arguments, words of the message: argument, expected, came)
+Misuse = dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]]
+INPUT_ERRORS: Misuse = {
+    "num_layers": (cache_of, {"num_layers": 0}, ("num_layers", "at least 1", "0")),
+    "page_size": (cache_of, {"page_size": 0}, ("page_size", "at least 1", "0")),
+    "kv_heads": (cache_of, {"kv_heads": 0}, ("kv_heads", "at least 1", "0")),
+    "dtype": (cache_of, {"dtype": torch.int32}, ("dtype", "float16", "int32")),
+    "device": (cache_of, {"device": "gpu"}, ("device: expected", "'gpu'")),
+    "fork of nothing": (C.fork, {"sequence": 9}, ("sequence", "[0]", "9")),
+    "fork too long": (C.fork, {"sequence": S, "length": 2}, ("length", "at most the 1 tokens", "2")),
+    "fork negative": (C.fork, {"sequence": S, "length": -1}, ("length", "at least 0", "-1")),
+    "free of nothing": (C.free, {"sequence": 9}, ("sequence", "[0]", "9")),
+    "truncate longer": (C.truncate, {"sequence": S, "length": 2}, ("length", "at most the 1 tokens", "2")),
+    "step of nothing": (C.step, {"sequences": [S, 9], "num_new": 1}, ("sequence", "[0]", "9")),
+    "step twice": (C.step, {"sequences": [S, S], "num_new": 1}, ("sequences", "once", "[0, 0]")),
+    "step negative": (C.step, {"sequences": [S], "num_new": -1}, ("num_new", "at least 0", "-1")),
     "step of a tensor": (
         C.step,
         {"sequences": torch.tensor([0]), "num_new": 1},
-        InputError,
         ("sequences", "a list", "torch.Tensor; pass sequences.tolist()"),
     ),
-    "step of one": (C.step, {"sequences": 3, "num_new": 1}, InputError, ("sequences", "a list", "3; of one pass [3]")),
-    "chunk of one count": (C.chunk, {"sequences": [S], "num_new": 1}, InputError, ("num_new", "a list", "1")),
+    "step of one": (C.step, {"sequences": 3, "num_new": 1}, ("sequences", "a list", "3; pass [3]")),
+    "chunk of one count": (C.chunk, {"sequences": [S], "num_new": 1}, ("num_new", "a list", "1")),
     "step of one of numpy": (
         C.step,
         {"sequences": numpy.int64(3), "num_new": 1},
-        InputError,
-        ("sequences", "a list", "3; of one pass [3]"),
+        ("sequences", "a list", "3; pass [3]"),
     ),
-    "step of None": (C.step, {"sequences": None, "num_new": 1}, TypeError, ("sequences", "a list", "NoneType")),
-    "chunk of no counts": (C.chunk, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "a list", "NoneType")),
-    "chunk of one count of numpy": (
+    "chunk of one count of numpy": (C.chunk, {"sequences": [S], "num_new": numpy.int64(1)}, ("num_new", "a list", "1")),
+    "query dtype": (STEP.attend, attend(query=queries(1, 1).half()), ("dtype", "dtype=torch.float16")),
+    "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, ("sequence", "[0]", "9")),
+    "chunk twice": (C.chunk, {"sequences": [S, S], "num_new": [1, 1]}, ("sequences", "once", "[0, 0]")),
+    "chunk counts": (
         C.chunk,
-        {"sequences": [S], "num_new": numpy.int64(1)},
-        InputError,
-        ("num_new", "a list", "1"),
+        {"sequences": [S], "num_new": [1, 2]},
+        ("num_new", "1 numbers, one for each sequence", "[1, 2]"),
     ),
-    "query dtype": (STEP.attend, attend(query=queries(1, 1).half()), InputError, ("dtype", "dtype=torch.float16")),
-    "step type": (C.step, {"sequences": [S], "num_new": None}, TypeError, ("num_new", "int", "NoneType")),
-    "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, InputError, ("sequence", "[0]", "9")),
-    "chunk twice": (C.chunk, {"sequences": [S, S], "num_new": [1, 1]}, InputError, ("sequences", "once", "[0, 0]")),
-    "chunk counts": (C.chunk, {"sequences": [S], "num_new": [1, 2]}, InputError, ("num_new", "each sequence, 1", "2")),
-    "chunk negative": (C.chunk, {"sequences": [S], "num_new": [-1]}, InputError, ("num_new", "at least 0", "-1")),
-    "chunk of int8": (QUANTIZED.chunk, {"sequences": [], "num_new": []}, InputError, ("quantized", "False", "True")),
-    "layer": (STEP.attend, attend(layer=2), InputError, ("layer", "0 to 1", "2")),
-    "k_new type": (STEP.attend, attend(k_new=None), TypeError, ("k_new", "torch.Tensor", "NoneType")),
-    "k_new count": (STEP.attend, attend(k_new=keys(0, [1, 2])), InputError, ("k_new", "1 new tokens", "2")),
-    "query batch": (STEP.attend, attend(query=queries(2, 1)), InputError, ("query", "[1, 4, 1, 16]", "[2, 4, 1, 16]")),
+    "chunk negative": (C.chunk, {"sequences": [S], "num_new": [-1]}, ("num_new", "at least 0", "-1")),
+    "chunk of int8": (
+        QUANTIZED.chunk,
+        {"sequences": [], "num_new": []},
+        ("quantized", "False", "torch.int8; use step()"),
+    ),
+    "layer": (STEP.attend, attend(layer=2), ("layer", "0 to 1", "2")),
+    "k_new count": (STEP.attend, attend(k_new=keys(0, [1, 2])), ("k_new", "1 new tokens", "2")),
+    "query batch": (STEP.attend, attend(query=queries(2, 1)), ("query", "[1, 4, 1, 16]", "[2, 4, 1, 16]")),
+}
+TYPE_ERRORS: Misuse = {
+    "num_pages": (cache_of, {"num_pages": 1.0}, ("num_pages", "int", "float")),
+    "quantized": (cache_of, {"quantized": 1}, ("quantized", "bool", "int")),
+    "fork type": (C.fork, {"sequence": "a"}, ("sequence", "int", "str")),
+    "step of None": (C.step, {"sequences": None, "num_new": 1}, ("sequences", "a list", "NoneType")),
+    "chunk of no counts": (C.chunk, {"sequences": [S], "num_new": None}, ("num_new", "a list", "NoneType")),
+    "step type": (C.step, {"sequences": [S], "num_new": None}, ("num_new", "int", "NoneType")),
+    "k_new type": (STEP.attend, attend(k_new=None), ("k_new", "torch.Tensor", "NoneType")),
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize("case", INPUT_ERRORS | TYPE_ERRORS)
 def test_bad_input_is_refused(case: str) -> None:
-    function, arguments, kind, words = TABLE[case]
+    function, arguments, words = (INPUT_ERRORS | TYPE_ERRORS)[case]
+    kind = InputError if case in INPUT_ERRORS else TypeError
     before = C.sequences, C.pages(S), C.num_free_pages, C.arguments(0)["k_cache"].clone()
     with pytest.raises(kind) as caught:
         function(**arguments)

@@ -280,18 +280,18 @@ def test_a_chunk_takes_one_query_for_each_of_its_tokens() -> None:
     chunk = cache.chunk([cache.add()], [5])
     new = new_tokens("chunk", 1, 5)
     for name, tensor in new.items():
-        with pytest.raises(InputError, match=f"{name}: expected the chunk's 5 new tokens, got 4"):
+        with pytest.raises(InputError, match=f"{name}: expected 5 new tokens, as the chunk was made for, got 4"):
             chunk.attend(0, **{**new, name: tensor[:4]})
     rows = {name: tensor.transpose(0, 1)[None] for name, tensor in new.items()}
-    with pytest.raises(InputError, match="query: expected the chunk's 5 new tokens, got 6"):
+    with pytest.raises(InputError, match="query: expected 5 new tokens, as the chunk was made for, got 6"):
         chunk.attend(0, **{**rows, "query": normal(1, 1, HEADS, 6, DIM)})
     with pytest.raises(InputError, match=r"k_new: expected 4 dimensions \[1, H, total_new, D\]"):
         chunk.attend(0, **{**rows, "k_new": new["k_new"]})
     with pytest.raises(InputError, match=r"v_new: expected shape \[1, H, total_new, D\] = \[1, 2, 5, 8\]"):
         chunk.attend(0, **{**rows, "v_new": rows["v_new"].expand(2, -1, -1, -1)})
-    with pytest.raises(InputError, match=r"num_splits: expected 0, as the kernel decides how .*, got 2"):
+    with pytest.raises(InputError, match=r"num_splits: expected 0 in a chunk, .*, got 2; leave it out"):
         chunk.attend(0, **new, num_splits=2)
-    with pytest.raises(InputError, match="rotary_cos: expected at least 5 rows, got 4"):
+    with pytest.raises(InputError, match="rotary_cos: expected at least 5 rows, one for each position, got 4"):
         chunk.attend(0, **new, rotary_cos=torch.ones(4, 2), rotary_sin=torch.zeros(4, 2))
     assert not cache.pools(0)[0].any()
 

@@ -132,7 +132,7 @@ SET_BY_THE_CACHE = [
 def test_an_argument_that_is_not_the_models_is_refused_by_name(name: str, kind: str) -> None:
     cache = CACHES[kind]()(1)
     new = [normal(1, cache.batch, heads, BATCH // cache.batch, dim) for heads, dim in NEW.values()]
-    why = "sets it itself" if name in SET_BY_THE_CACHE else "takes no such argument.*; it takes .*window"
+    why = "passes it itself" if name in SET_BY_THE_CACHE else "takes no such argument; .*window"
     with pytest.raises(TypeError, match=rf"^{name}: {kind}\.attend.* {why}"):
         cache.attend(0, *new, **{name: None})
     assert cache.lengths() == [0] * BATCH

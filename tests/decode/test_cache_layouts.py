@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fastattn
 from cuda_kernels import EMULATED, HAS_KERNELS, checked
-from decode_cases import Case, clone, make_arguments
+from decode_cases import Case, clone, make_arguments, run_public
 from kernel_device import DEVICE
 from turns import in_turn
 
@@ -52,19 +52,13 @@ LAYOUTS = [in_one_row, in_one_row_with_heads_after_rows, one_after_the_other, pa
 SIZES: dict[str, Any] = {"dims": (64, 64), "heads": (4, 2), "rotary_dim": 16}
 CASES = [
     Case("contiguous", new=1, **SIZES),
-    Case("pages-in-parts", new=2, queries=2, page_size=16, capacity=160, splits=3, **SIZES),
+    Case("split-pages", new=2, queries=2, page_size=16, capacity=160, splits=3, **SIZES),
     Case("odd-pages", new=2, queries=2, page_size=5, capacity=150, dtype=torch.bfloat16, **SIZES),
     Case("int8", new=2, queries=2, int8=True, **SIZES),
     Case("int8-pages", new=1, page_size=16, capacity=160, int8=True, splits=2, **SIZES),
     Case("prompt", queries=70, new=70, lengths=(0, 31), capacity=128, page_size=16, **SIZES),
     Case("prompt-contiguous", queries=66, new=66, lengths=(3, 40), capacity=128, **SIZES),
 ]
-
-
-def decode(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    out, lse = fastattn.attention_with_kv_cache(**arguments, num_splits=case.splits, return_lse=True)
-    return out, lse
 
 
 def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> str:
@@ -75,10 +69,10 @@ def check(case: Case, layout: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> s
     assert {together[name].untyped_storage().data_ptr() for name in CACHES} == {kv.untyped_storage().data_ptr()}
     before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
     with fastattn.record() as calls:
-        out, lse = decode(case, together)
+        out, lse = run_public(case, together)
     if DEVICE == "cuda":  # only the results remain, and no copy of the cache was made
         assert torch.cuda.memory_allocated() - before <= 2 * (out.nbytes + lse.nbytes) + 8192
-    expected, expected_lse = decode(case, alone)
+    expected, expected_lse = run_public(case, alone)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
     wanted, _, _ = layout(alone["k_cache"], alone["v_cache"])
@@ -145,7 +139,7 @@ def test_int8_rows_side_by_side_need_whole_vectors(backend: str) -> None:
     arguments = make_arguments(case)
     _, arguments["k_cache"], arguments["v_cache"] = in_one_row(arguments["k_cache"], arguments["v_cache"])
     if backend == "torch":
-        decode(case, arguments)
+        run_public(case, arguments)
         return
     with pytest.raises(fastattn.InputError, match=r"v_cache: expected .* multiples of 16 bytes.*16-byte aligned"):
-        decode(case, arguments)
+        run_public(case, arguments)

@@ -40,7 +40,7 @@ def heads_after_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return contiguous((batch, rows, heads, dim), dtype).transpose(1, 2)
 
 
-def part_of_more(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def view_of_more(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a view of a buffer with more sequences, more heads and longer rows."""
     batch, heads, rows, dim = shape
     return contiguous((batch + 2, heads + 3, rows, dim + 16), dtype)[1:-1, 2:-1, :, 8:-8]
@@ -48,7 +48,7 @@ def part_of_more(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 CASES = [
     Case("one-query", new=1),
-    Case("in-parts", lengths=(300, 0, 1), capacity=320, splits=3, sinks=True, queries=2),
+    Case("split", lengths=(300, 0, 1), capacity=320, splits=3, sinks=True, queries=2),
     Case("pages", page_size=16, capacity=160, new=2, queries=2, dims=(64, 40), dtype=torch.bfloat16),
     Case("int8", int8=True, new=1, rotary_dim=16),
     Case("prompt", queries=70, new=70, lengths=(0, 5), capacity=96, page_size=16, dims=(64, 64)),
@@ -56,18 +56,18 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [contiguous, heads_after_rows, part_of_more])
+@pytest.mark.parametrize("layout", [contiguous, heads_after_rows, view_of_more])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_result_is_there(case: Case, place: Callable[..., Tensor], backend: str) -> None:
+def test_the_result_is_there(case: Case, layout: Callable[..., Tensor], backend: str) -> None:
     arguments = make_arguments(case)
     expected, expected_lse = decode(case, clone(arguments), return_lse=True)
-    out = place(shape_of(case), case.dtype)
+    out = layout(shape_of(case), case.dtype)
     strides = out.stride()
     result, lse = decode(case, clone(arguments), return_lse=True, out=out)
     assert result is out and out.stride() == strides
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=0)
-    if out._base is not None and place is part_of_more:
+    if out._base is not None and layout is view_of_more:
         assert int(out._base.isfinite().sum()) == out.numel()  # nothing outside of the view was written
 
 

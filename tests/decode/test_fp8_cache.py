@@ -15,7 +15,7 @@ import append_cases
 import decode_cases
 import fastattn
 from cuda_kernels import DTYPES
-from decode_cases import FP8_SCALES, Case, comparable, make_arguments
+from decode_cases import FP8_SCALES, Case, comparable, make_arguments, run_public
 from fastattn import InputError, reference
 from fastattn.quantization import FP8
 from kernel_device import DEVICE
@@ -29,12 +29,6 @@ each_scales = pytest.mark.parametrize("whose", FP8_SCALES)
 BACKENDS = ("torch", "triton", "cuda", "cuda on sm_90")  # the last has an instruction that decodes fp8
 each_decoding = pytest.mark.parametrize("backend", BACKENDS, indirect=True, ids=lambda name: name.replace(" ", "_"))
 NAN_CODES = (0x7F, 0xFF)
-
-
-def run_public(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    named = {name: value for name, value in arguments.items() if value is not None}
-    options = {"causal": case.causal, "window": case.window, "num_splits": case.splits, "return_lse": True}
-    return fastattn.attention_with_kv_cache(**named, **options)
 
 
 def check(case: Case) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import decode_cases
 import fastattn
 from cuda_kernels import DTYPES
-from decode_cases import Case, make_arguments
+from decode_cases import Case, make_arguments, run_public
 from fastattn import InputError, KVCache, PagedKVCache
 from kernel_device import DEVICE
 from turns import in_turn
@@ -60,12 +60,6 @@ def drawn_mask(*shape: int, seed: int) -> Tensor:
     mask = torch.rand(*shape, generator=generator) < 0.4
     mask[..., ::3, :] = False
     return mask
-
-
-def run_public(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    named = {name: value for name, value in arguments.items() if value is not None}
-    options = {"causal": case.causal, "num_splits": case.splits, "batch_invariant": case.batch_invariant}
-    return fastattn.attention_with_kv_cache(**named, **options, return_lse=True)
 
 
 def check(case: Case, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import decode_cases
-from decode_cases import CASES, SCENARIOS, Case, make_arguments, op_arguments
+from decode_cases import CASES, SCENARIOS, Case, make_arguments
 from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import split_kernel
 from fastattn.triton_kernels.decode_append import append_kernel
@@ -19,10 +19,7 @@ from triton_compilations import num_compiled
 pytestmark = pytest.mark.usefixtures("emulated_gpu")
 
 
-def run_kernel(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Runs the operator, which changes the caches among the arguments in place."""
-    result: tuple[Tensor, Tensor] = torch.ops.fastattn_triton.attention_decode(**op_arguments(case, arguments))
-    return result
+run_kernel = decode_cases.operator_of(torch.ops.fastattn_triton)
 
 
 def check(case: Case, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
@@ -103,7 +100,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert tiles.decode_num_splits(1, 0, 1, 64, 132) >= 1
 
 
-def test_split_plan_has_no_cliff_between_neighbouring_batches() -> None:
+def test_splits_have_no_cliff_between_neighbouring_batches() -> None:
     """A larger batch never has so few splits that a quarter of the GPU is idle while there is work."""
     for batch in range(1, 34):
         splits = tiles.decode_num_splits(batch, 4, 1, 512, 132)
@@ -112,9 +109,9 @@ def test_split_plan_has_no_cliff_between_neighbouring_batches() -> None:
         assert ctas >= 0.75 * 264 * waves or ctas >= 0.75 * 132, (batch, splits)
 
 
-def test_batch_invariant_plan_ignores_the_batch() -> None:
-    plans = {tiles.decode_splits(b, 8, 1, 300, sms, TILE, 0, True) for b in (1, 5, 64) for sms in (16, 132)}
-    assert len(plans) == 1
+def test_batch_invariant_splits_ignore_the_batch() -> None:
+    found = {tiles.decode_splits(b, 8, 1, 300, sms, TILE, 0, True) for b in (1, 5, 64) for sms in (16, 132)}
+    assert len(found) == 1
 
 
 def test_key_blocks_bound_what_a_window_can_touch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -53,173 +54,142 @@ def cached(**changes: Any) -> dict[str, Any]:
 
 
 A, V = fastattn.attention, fastattn.attention_varlen
-# name: (function, arguments, error type, words of the message: argument, expected, came)
-TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
-    "query is no tensor": (A, dense(query=[1.0]), TypeError, ("query", "torch.Tensor", "list")),
-    "key is no tensor": (A, dense(key=None), TypeError, ("key", "torch.Tensor", "NoneType")),
-    "query rank": (A, dense(query=torch.zeros(4, 5, 16)), InputError, ("query", "[B, Hq, Sq, D]", "[4, 5, 16]")),
-    "value rank": (A, dense(value=torch.zeros(7, 24)), InputError, ("value", "[B, Hkv, Sk, Dv]", "[7, 24]")),
-    "query dtype": (A, dense(query=torch.zeros(2, 4, 5, 16).int()), InputError, ("query", "float16", "int32")),
-    "key dtype": (A, dense(key=torch.zeros(2, 2, 7, 16).half()), InputError, ("key", "float32", "float16")),
-    "value device": (A, dense(value=torch.zeros(2, 2, 7, 24, device="meta")), InputError, ("value", "cpu", "meta")),
-    "key head dim": (A, dense(key=torch.zeros(2, 2, 7, 8)), InputError, ("key", "16", "8")),
-    "value length": (A, dense(value=torch.zeros(2, 2, 6, 24)), InputError, ("value", "[2, 2, 7]", "[2, 2, 6]")),
-    "key batch": (
-        A,
-        dense(key=torch.zeros(1, 2, 7, 16), value=torch.zeros(1, 2, 7, 24)),
-        InputError,
-        ("key", "2", "1"),
-    ),
+# name: (function, arguments, words of the message: argument, expected, came)
+Misuse = dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]]
+INPUT_ERRORS: Misuse = {
+    "query rank": (A, dense(query=torch.zeros(4, 5, 16)), ("query", "[B, Hq, Sq, D]", "[4, 5, 16]")),
+    "value rank": (A, dense(value=torch.zeros(7, 24)), ("value", "[B, Hkv, Sk, Dv]", "[7, 24]")),
+    "query dtype": (A, dense(query=torch.zeros(2, 4, 5, 16).int()), ("query", "float16", "int32")),
+    "key dtype": (A, dense(key=torch.zeros(2, 2, 7, 16).half()), ("key", "float32", "float16")),
+    "value device": (A, dense(value=torch.zeros(2, 2, 7, 24, device="meta")), ("value", "cpu", "meta")),
+    "key head dim": (A, dense(key=torch.zeros(2, 2, 7, 8)), ("key", "16", "8")),
+    "value length": (A, dense(value=torch.zeros(2, 2, 6, 24)), ("value", "[2, 2, 7]", "[2, 2, 6, 24]")),
+    "key batch": (A, dense(key=torch.zeros(1, 2, 7, 16), value=torch.zeros(1, 2, 7, 24)), ("key", "2", "1")),
     "head counts": (
         A,
         dense(key=torch.zeros(2, 3, 7, 16), value=torch.zeros(2, 3, 7, 24)),
-        InputError,
         ("query", "multiple of the 3 KV heads", "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "4 heads"),
     ),
     "heads after rows": (
         A,
         dense(query=torch.zeros(2, 5, 4, 16), key=torch.zeros(2, 7, 2, 16), value=torch.zeros(2, 7, 2, 16)),
-        InputError,
         ("query", "[2, 5, 4, 16]", "query.transpose(1, 2), key.transpose(1, 2)"),
     ),
     "packed heads before rows": (
         V,
         packed(query=torch.zeros(4, 9, 16), key=torch.zeros(2, 8, 16), value=torch.zeros(2, 8, 16)),
-        InputError,
         ("query", "[total_q, Hq, D]", "query.transpose(0, 1), key.transpose(0, 1)"),
     ),
     "cache with heads after rows": (
         fastattn.attention_with_kv_cache,
         cached(k_cache=torch.zeros(2, 33, 2, 16), v_cache=torch.zeros(2, 33, 2, 16)),
-        InputError,
         ("query", "[B, Hkv, capacity, D]", "pass k_cache.transpose(1, 2)"),
     ),
     "one query and a cache with heads after rows": (
         fastattn.attention_with_kv_cache,
         cached(query=torch.zeros(2, 1, 8, 16), k_cache=torch.zeros(2, 33, 2, 16), v_cache=torch.zeros(2, 33, 2, 16)),
-        InputError,
         ("query", "got 1 head:", "pass query.transpose(1, 2), k_cache.transpose(1, 2)"),
     ),
     "no KV heads": (
         A,
         dense(key=torch.zeros(2, 0, 7, 16), value=torch.zeros(2, 0, 7, 24)),
-        InputError,
         ("key", "at least one KV head", "0"),
     ),
-    "causal": (A, dense(causal="yes"), TypeError, ("causal", "bool", "str")),
-    "window form": (A, dense(window=(1, 2, 3)), InputError, ("window", "(left, right)", "(1, 2, 3)")),
-    "window of None": (A, dense(window=(None, 0)), InputError, ("window", "-1 for an unbounded side", "(None, 0)")),
-    "bias of three dims": (
-        A,
-        dense(bias=torch.ones(2, 5, 7).bool()),
-        InputError,
-        ("bias", "[2, 5, 7]", "pass bias[:, None]"),
-    ),
-    "window of one number": (A, dense(window=128), InputError, ("window", "(left, right), got 128; (127, 0) lets")),
-    "no window": (A, dense(window=None), InputError, ("window", "(left, right), got None; (-1, -1) is no window")),
-    "window values": (A, dense(window=(-2, 0)), InputError, ("window", "at least -1", "-2")),
-    "window types": (A, dense(window=(1.5, 0)), TypeError, ("window", "int", "float")),
-    "softcap negative": (A, dense(softcap=-1.0), InputError, ("softcap", "at least 0", "-1")),
-    "softcap NaN": (A, dense(softcap=float("nan")), InputError, ("softcap", "finite", "nan")),
-    "an int past every float": (A, dense(scale=10**400), InputError, ("scale", "finite")),
-    "dropout range": (A, dense(dropout_p=1.5), InputError, ("dropout_p", "from 0.0 to 1.0", "1.5")),
-    "dropout type": (A, dense(dropout_p="0.5"), TypeError, ("dropout_p", "number", "str")),
-    "seed type": (A, dense(dropout_p=0.5, dropout_seed=1.5), TypeError, ("dropout_seed", "int", "float")),
-    "seed range": (A, dense(dropout_p=0.5, dropout_seed=2**64), InputError, ("dropout_seed", "64-bit", str(2**64))),
-    "seed dtype": (
-        A,
-        dense(dropout_p=0.5, dropout_seed=torch.zeros(1)),
-        InputError,
-        ("dropout_seed", "int64", "float32"),
-    ),
+    "window form": (A, dense(window=(1, 2, 3)), ("window", "(left, right)", "(1, 2, 3)")),
+    "window of None": (A, dense(window=(None, 0)), ("window", "at least -1, which means unbounded", "(None, 0)")),
+    "bias of three dims": (A, dense(bias=torch.ones(2, 5, 7).bool()), ("bias", "[2, 5, 7]", "pass bias[:, None]")),
+    "window of one number": (A, dense(window=128), ("window", "(left, right), got 128; (127, 0) lets")),
+    "no window": (A, dense(window=None), ("window", "(left, right), got None; (-1, -1) is no window")),
+    "window values": (A, dense(window=(-2, 0)), ("window", "at least -1", "-2")),
+    "softcap negative": (A, dense(softcap=-1.0), ("softcap", "at least 0", "-1")),
+    "softcap NaN": (A, dense(softcap=float("nan")), ("softcap", "finite", "nan")),
+    "an int past every float": (A, dense(scale=10**400), ("scale", "finite")),
+    "dropout range": (A, dense(dropout_p=1.5), ("dropout_p", "from 0.0 to 1.0", "1.5")),
+    "seed range": (A, dense(dropout_p=0.5, dropout_seed=2**64), ("dropout_seed", "2**64 - 1", str(2**64))),
+    "seed dtype": (A, dense(dropout_p=0.5, dropout_seed=torch.zeros(1)), ("dropout_seed", "int64", "float32")),
     "seed size": (
         A,
         dense(dropout_p=0.5, dropout_seed=torch.zeros(2, dtype=torch.int64)),
-        InputError,
         ("dropout_seed", "one element", "[2]"),
     ),
-    "scale infinite": (A, dense(scale=float("inf")), InputError, ("scale", "finite", "inf")),
-    "scale type": (A, dense(scale="big"), TypeError, ("scale", "number", "str")),
-    "bias rank": (A, dense(bias=torch.zeros(5, 7)), InputError, ("bias", "[B or 1, Hq or 1", "[5, 7]")),
-    "bias shape": (A, dense(bias=torch.zeros(2, 2, 5, 7)), InputError, ("bias", "[2, 4, 5, 7]", "[2, 2, 5, 7]")),
-    "bias dtype": (A, dense(bias=torch.zeros(1, 1, 5, 7).int()), InputError, ("bias", "torch.bool", "int32")),
+    "scale infinite": (A, dense(scale=float("inf")), ("scale", "finite", "inf")),
+    "bias rank": (A, dense(bias=torch.zeros(5, 7)), ("bias", "[B or 1, Hq or 1", "[5, 7]")),
+    "bias shape": (A, dense(bias=torch.zeros(2, 2, 5, 7)), ("bias", "[2, 4, 5, 7]", "[2, 2, 5, 7]")),
+    "bias dtype": (A, dense(bias=torch.zeros(1, 1, 5, 7).int()), ("bias", "torch.bool", "int32")),
     "Hugging Face's mask": (
         A,
         dense(bias=torch.ones(2, 7).long()),
-        InputError,
         ("bias", "torch.int64 [2, 7]", "pass mask[:, None, None, :].bool()"),
     ),
     "float padding mask": (
         A,
         dense(bias=torch.ones(2, 7)),
-        InputError,
         ("bias", "padding mask [B, Sk]", "mask[:, None, None, :].bool()"),
     ),
     "bool padding mask": (
         A,
         dense(bias=torch.ones(2, 7) == 1),
-        InputError,
         ("bias", "torch.bool [2, 7]", "pass mask[:, None, None, :]"),
     ),
-    "mask of ints": (A, dense(bias=torch.ones(2, 1, 1, 7).long()), InputError, ("bias", "pass mask.bool()")),
-    "bias device": (A, dense(bias=torch.zeros(1, 1, 5, 7, device="meta")), InputError, ("bias", "cpu", "meta")),
-    "bias type": (A, dense(bias=0.5), TypeError, ("bias", "torch.Tensor or None", "float")),
-    "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), InputError, ("alibi_slopes", "[Hq] = [4]", "[3]")),
-    "slopes dtype": (A, dense(alibi_slopes=torch.zeros(4).int()), InputError, ("alibi_slopes", "float32", "int32")),
-    "sinks shape": (A, dense(sinks=torch.zeros(2)), InputError, ("sinks", "[Hq] = [4]", "[2]")),
-    "sinks type": (A, dense(sinks=[0.0] * 4), TypeError, ("sinks", "torch.Tensor or None", "list")),
-    "deterministic": (A, dense(deterministic="no"), TypeError, ("deterministic", "bool", "str")),
-    "return_lse": (A, dense(return_lse=1), TypeError, ("return_lse", "bool", "int")),
-    "packed query rank": (V, packed(query=torch.zeros(1, 9, 4, 16)), InputError, ("query", "[total_q, Hq, D]", "4")),
-    "offsets type": (
-        V,
-        packed(cu_seqlens_q=[0, 3, 9]),
-        TypeError,
-        ("cu_seqlens_q", "torch.Tensor", "list; pass torch.tensor(cu_seqlens_q, dtype=torch.int32"),
-    ),
-    "bias of packed": (V, packed(bias=torch.zeros(1)), TypeError, ("bias", "packed sequences take key_ranges")),
-    "offsets missing": (V, packed(cu_seqlens_k=None), TypeError, ("cu_seqlens_k", "torch.Tensor", "NoneType")),
+    "mask of ints": (A, dense(bias=torch.ones(2, 1, 1, 7).long()), ("bias", "pass mask.bool()")),
+    "bias device": (A, dense(bias=torch.zeros(1, 1, 5, 7, device="meta")), ("bias", "cpu", "meta")),
+    "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), ("alibi_slopes", "[Hq] = [4]", "[3]")),
+    "slopes dtype": (A, dense(alibi_slopes=torch.zeros(4).int()), ("alibi_slopes", "float32", "int32")),
+    "sinks shape": (A, dense(sinks=torch.zeros(2)), ("sinks", "[Hq] = [4]", "[2]")),
+    "packed query rank": (V, packed(query=torch.zeros(1, 9, 4, 16)), ("query", "[total_q, Hq, D]", "4")),
     "offsets dtype": (
         V,
         packed(cu_seqlens_k=torch.tensor([0, 3, 9])),
-        InputError,
-        ("cu_seqlens_k", "torch.int32", "torch.int64; pass cu_seqlens_k.int()"),
+        ("cu_seqlens_k", "torch.int32", "torch.int64; cast it with cu_seqlens_k.to(torch.int32)"),
     ),
     "offsets rank": (
         V,
         packed(cu_seqlens_q=torch.zeros(1, 3, dtype=torch.int32)),
-        InputError,
         ("cu_seqlens_q", "[B + 1]", "[1, 3]"),
     ),
     "offsets empty": (
         V,
         packed(cu_seqlens_q=torch.zeros(0, dtype=torch.int32)),
-        InputError,
-        ("cu_seqlens_q", "at least one", "0"),
+        ("cu_seqlens_q", "[B + 1], at least", "none"),
     ),
     "batches differ": (
         V,
         packed(cu_seqlens_k=torch.tensor([0, 9], dtype=torch.int32)),
-        InputError,
-        ("cu_seqlens_k", "[B + 1] = [3]", "[2]"),
+        ("cu_seqlens_k", "[B + 1] like cu_seqlens_q = [3]", "[2]"),
     ),
-    "max length negative": (V, packed(max_seqlen_q=-1), InputError, ("max_seqlen_q", "at least 0", "-1")),
-    "max length type": (
+    "max length negative": (V, packed(max_seqlen_q=-1), ("max_seqlen_q", "at least 0", "-1")),
+    "packed value length": (V, packed(value=torch.zeros(8, 2, 16)), ("value", "[9, 2]", "[8, 2, 16]")),
+}
+TYPE_ERRORS: Misuse = {
+    "query is no tensor": (A, dense(query=[1.0]), ("query", "torch.Tensor", "list")),
+    "key is no tensor": (A, dense(key=None), ("key", "torch.Tensor", "NoneType")),
+    "causal": (A, dense(causal="yes"), ("causal", "bool", "str")),
+    "window types": (A, dense(window=(1.5, 0)), ("window", "int", "float")),
+    "dropout type": (A, dense(dropout_p="0.5"), ("dropout_p", "number", "str")),
+    "seed type": (A, dense(dropout_p=0.5, dropout_seed=1.5), ("dropout_seed", "int", "float")),
+    "scale type": (A, dense(scale="big"), ("scale", "number", "str")),
+    "bias type": (A, dense(bias=0.5), ("bias", "torch.Tensor or None", "float")),
+    "sinks type": (A, dense(sinks=[0.0] * 4), ("sinks", "torch.Tensor or None", "list")),
+    "deterministic": (A, dense(deterministic="no"), ("deterministic", "bool", "str")),
+    "return_lse": (A, dense(return_lse=1), ("return_lse", "bool", "int")),
+    "offsets type": (
         V,
-        packed(max_seqlen_k=torch.tensor(6)),
-        TypeError,
-        ("max_seqlen_k", "int", "torch.Tensor", ".item()"),
+        packed(cu_seqlens_q=[0, 3, 9]),
+        ("cu_seqlens_q", "torch.Tensor", "list; pass torch.tensor(cu_seqlens_q, dtype=torch.int32"),
     ),
-    "numpy array": (A, dense(causal=numpy.array([True])), TypeError, ("causal", "a bool, got numpy.ndarray")),
-    "numpy bool as a number": (A, dense(softcap=numpy.bool_(True)), TypeError, ("softcap", "a number, got")),
-    "numpy float as an int": (A, dense(window=(numpy.float32(1), 0)), TypeError, ("window", "an int, got")),
-    "packed value length": (V, packed(value=torch.zeros(8, 2, 16)), InputError, ("value", "[9, 2]", "[8, 2]")),
+    "bias of packed": (V, packed(bias=torch.zeros(1)), ("bias", "packed sequences take key_ranges")),
+    "offsets missing": (V, packed(cu_seqlens_k=None), ("cu_seqlens_k", "torch.Tensor", "NoneType")),
+    "max length type": (V, packed(max_seqlen_k=torch.tensor(6)), ("max_seqlen_k", "int", "torch.Tensor", ".item()")),
+    "numpy array": (A, dense(causal=numpy.array([True])), ("causal", "True or False, got numpy.ndarray")),
+    "numpy bool as a number": (A, dense(softcap=numpy.bool_(True)), ("softcap", "a number, got")),
+    "numpy float as an int": (A, dense(window=(numpy.float32(1), 0)), ("window", "an int, got")),
 }
 
 
-@pytest.mark.parametrize("what", TABLE)
+@pytest.mark.parametrize("what", INPUT_ERRORS | TYPE_ERRORS)
 def test_misuse_is_named(what: str) -> None:
-    function, arguments, error, words = TABLE[what]
+    function, arguments, words = (INPUT_ERRORS | TYPE_ERRORS)[what]
+    error = InputError if what in INPUT_ERRORS else TypeError
     with pytest.raises(error) as raised:
         function(**arguments)
     for word in words:
@@ -272,11 +242,27 @@ def for_kernels(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: converted(part) for name, part in arguments.items()}
 
 
+def test_a_padding_mask_in_floats_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastattn.functional.attention, "_has_warned_of_mask", False)
+    mask = torch.ones(2, 1, 1, 7)
+    mask[1, ..., 4:] = 0.0
+    monkeypatch.setattr(fastattn.checks, "is_emulated", lambda: False)  # masks of an emulated GPU are not read
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for taken in (mask.bool(), mask - 1, torch.ones_like(mask), torch.zeros_like(mask), mask.expand(2, 4, 5, 7)):
+            A(**dense(bias=taken))
+    with pytest.warns(UserWarning, match=r"bias \[2, 1, 1, 7\] .* added to the scores .* bias=mask\.bool\(\)"):
+        A(**dense(bias=mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        A(**dense(bias=mask))
+
+
 def test_types_are_named_in_full() -> None:
     class bool_:
         pass
 
-    with pytest.raises(TypeError, match=r"causal: expected a bool, got test_bad_input\..*bool_"):
+    with pytest.raises(TypeError, match=r"causal: expected a bool, True or False, got test_bad_input\..*bool_"):
         A(**dense(causal=bool_()))
 
 
@@ -299,8 +285,8 @@ def test_heads_are_only_said_to_come_after_rows_where_that_fits() -> None:
 )
 def test_unknown_options_are_refused(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     has_it = "window" in inspect.signature(function).parameters
-    advice = r"; did you mean 'window'\?" if has_it else ""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument 'windows'{advice}$"):
+    advice = r"; did you mean 'window'\?$" if has_it else ""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument 'windows'{advice}"):
         function(**arguments, windows=(1, 1))
 
 
@@ -320,7 +306,8 @@ def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
     for function, arguments in functions:
         has_it = ours in inspect.signature(function).parameters
         note = ", and aligns to the bottom right" if theirs == "is_causal" else ""
-        words = f"unexpected keyword argument '{theirs}'" + (f"; it is called '{ours}' here{note}$" if has_it else "$")
+        advice = f"it is called '{ours}' here{note}$" if has_it else rf"help\({function.__name__}\)"
+        words = f"unexpected keyword argument '{theirs}'; {advice}"
         with pytest.raises(TypeError, match=words):
             function(**arguments, **{theirs: None})
 

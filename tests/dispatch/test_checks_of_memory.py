@@ -69,7 +69,7 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
             ints(2, 1, 2),
             r"^cu_seqlens_k: expected offsets, which begin with 0, got \[2, 1, 2\]; of lengths pass",
         ),
-        (varlen, ints(0, 1, 5), "^max_seqlen_k: expected at least 4, got 3"),
+        (varlen, ints(0, 1, 5), "^max_seqlen_k: expected at least 4, the longest sequence in cu_seqlens_k, got 3"),
         (paged, ints([0, -1], [-1, 0]), "^block_table: expected pages from 0 to 1, got -1 as page 0 of sequence 1"),
         (decode, ints(3, 4), "^cache_seqlens: expected at most 3.* got 4 for sequence 1"),
         (decode, ints(-1, 3), "^cache_seqlens: expected lengths of at least 0, got -1"),

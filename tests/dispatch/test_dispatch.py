@@ -81,7 +81,7 @@ class TestChoice:
             dispatch.choose(call(**changes))
 
     def test_a_detour_names_each_reason_once(self) -> None:
-        both = r"in PyTorch: the dtype is torch.float32, and the kernels take float16, bfloat16; cast or autocast\.$"
+        both = r"in PyTorch: the dtype is torch.float32, and the kernels take float16, bfloat16; cast .*autocast\.$"
         with pytest.warns(RuntimeWarning, match=both):
             dispatch.choose(call(dtype=torch.float32))
         each = "in PyTorch: cuda: the head dim is 600, .* triton: the head dim is 600, "
@@ -173,6 +173,37 @@ class TestChoice:
             fastattn.use_backend("metal"),
         ):
             pass
+
+    def test_forcing_without_a_block_warns(self) -> None:
+        with pytest.warns(
+            UserWarning, match=r'use_backend\("cuda"\) has no effect without a block: write `with'
+        ) as found:
+            fastattn.use_backend("cuda")
+        assert [warning.filename for warning in found] == [__file__]
+        with pytest.raises(fastattn.InputError, match="backend: expected one of"):
+            fastattn.use_backend("metal")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            block = fastattn.use_backend("torch")
+            with block, block:
+                assert dispatch.choose(call()).backend == "torch"
+            assert dispatch.choose(call()).backend == "cuda"
+
+    def test_forcing_by_a_decorator(self) -> None:
+        @fastattn.use_backend("torch")
+        def chosen(depth: int) -> list[str]:
+            below = chosen(depth - 1) if depth else []
+            return [*below, dispatch.choose(call()).backend]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chosen(2) == ["torch"] * 3
+            assert dispatch.choose(call()).backend == "cuda"
+
+    def test_a_refusal_names_the_backend_that_can(self) -> None:
+        over_pages = call(features=frozenset({"varlen", "paged", "paged key ranges"}))
+        with pytest.raises(fastattn.InputError, match=r'use_backend\("triton"\) can\.$'), fastattn.use_backend("cuda"):
+            dispatch.choose(over_pages)
 
     def test_forcing_is_for_this_thread(self) -> None:
         seen: list[str] = []

@@ -239,13 +239,11 @@ def check_against_one_process(
     own_weights = [shards.shard(weights[0]), shards.shard(weights[1], 1)]
     own_grads = torch.autograd.grad(found, [*own, *learnt], own_weights)
     close = {"rtol": 1e-10, "atol": 1e-10, "msg": partial("{} {} {}: {}".format, strategy, about, given)}
-    torch.testing.assert_close(found[0], shards.shard(expected[0]), **close)
-    torch.testing.assert_close(found[1], shards.shard(expected[1], 1, padding=-torch.inf), **close)
-    for grad, of_whole in zip(own_grads[:3], grads[:3], strict=True):
-        torch.testing.assert_close(grad, shards.shard(of_whole), **close)
-    for share, total in zip(own_grads[3:], grads[3:], strict=True):  # sums gradients over the ranks, as DDP does
-        dist.all_reduce(share)
-        torch.testing.assert_close(share, total, **close)
+    own_expected = shards.shard(expected[0]), shards.shard(expected[1], 1, padding=-torch.inf)
+    torch.testing.assert_close((*found, *own_grads[:3]), (*own_expected, *map(shards.shard, grads[:3])), **close)
+    for own_grad in own_grads[3:]:  # sums gradients over the ranks, as DDP does
+        dist.all_reduce(own_grad)
+    torch.testing.assert_close(own_grads[3:], grads[3:], **close)
 
 
 def a_rank_without_rows_has_gradients(rank: int, mesh: DeviceMesh) -> None:
@@ -308,9 +306,8 @@ def checkpoints_graphs_and_autocast(rank: int, mesh: DeviceMesh) -> None:
         compiled = torch.compile(attend, backend="aot_eager")
         for function in (lambda *own, f=attend: checkpoint(f, *own, use_reentrant=False), compiled):
             found = function(*own)
-            torch.testing.assert_close(found, shards.shard(expected))
-            for grad, all_of_it in zip(torch.autograd.grad(found.square().sum(), own), grads, strict=True):
-                torch.testing.assert_close(grad, shards.shard(all_of_it))
+            own_grads = torch.autograd.grad(found.square().sum(), own)
+            torch.testing.assert_close([found, *own_grads], list(map(shards.shard, (expected, *grads))))
         with torch.autocast("cpu", torch.bfloat16):
             out = attend(*(tensor.detach().float() for tensor in own))
         assert out.dtype == torch.bfloat16
@@ -385,30 +382,25 @@ def kernels_run(rank: int, mesh: DeviceMesh) -> None:
 # --- Here -------------------------------------------------------------------------------------------------------------
 
 
+OF_TWO_RANKS = (
+    a_rank_without_rows_has_gradients,
+    indices_of_inference_serve_training,
+    whole_documents_cost_no_messages,
+    checkpoints_graphs_and_autocast,
+    mistakes_are_errors_on_every_rank,
+)
+
+
 @pytest.mark.slow
-def test_on_two_ranks() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_on_ranks(world_size: int) -> None:
     checks = (
         rows_come_back,
         results_and_gradients_are_those_of_one_process,
         keys_that_are_read_are_gathered_alone,
-        a_rank_without_rows_has_gradients,
-        indices_of_inference_serve_training,
-        whole_documents_cost_no_messages,
-        checkpoints_graphs_and_autocast,
-        mistakes_are_errors_on_every_rank,
+        *(OF_TWO_RANKS if world_size == 2 else [heads_and_keys_over_a_mesh]),
     )
-    ranks.run(__name__, *(check.__name__ for check in checks), emulated=False)
-
-
-@pytest.mark.slow
-def test_on_four_ranks() -> None:
-    checks = (
-        rows_come_back,
-        results_and_gradients_are_those_of_one_process,
-        keys_that_are_read_are_gathered_alone,
-        heads_and_keys_over_a_mesh,
-    )
-    ranks.run(__name__, *(check.__name__ for check in checks), world_size=4, emulated=False)
+    ranks.run(__name__, *(check.__name__ for check in checks), world_size=world_size, emulated=False)
 
 
 @pytest.mark.slow

@@ -119,9 +119,8 @@ def sdpa_is_spread_and_comes_back(rank: int, mesh: DeviceMesh) -> None:
     with fastattn.patch_sdpa(), context_parallel(mesh, strategy="ulysses", layout="zigzag"):
         for call in (attend, lambda *tensors: checkpoint(attend, *tensors, use_reentrant=False)):
             found = call(*own)
-            torch.testing.assert_close(found, shard_sequence(expected, -2, group=mesh, layout="zigzag"))
-            for grad, wanted in zip(torch.autograd.grad(found.square().sum(), own), grads, strict=True):
-                torch.testing.assert_close(grad, shard_sequence(wanted, -2, group=mesh, layout="zigzag"))
+            sharded = [shard_sequence(result, -2, group=mesh, layout="zigzag") for result in (expected, *grads)]
+            torch.testing.assert_close([found, *torch.autograd.grad(found.square().sum(), own)], sharded)
         with pytest.raises(InputError, match="attn_mask: expected None inside of context_parallel, got a mask"):
             F.scaled_dot_product_attention(*own, attn_mask=torch.zeros(8, 8))
         with pytest.raises(InputError, match="key: expected the query's 4 heads, or enable_gqa=True, got 2"):

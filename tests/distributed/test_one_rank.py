@@ -55,7 +55,6 @@ def test_the_backward_pass_uses_what_forward_chose(backend: str, strategy: str) 
     asked = sdpa_kernel(SDPBackend.MATH) if backend == "sdpa_kernel" else fastattn.use_backend(backend)
     with asked, fastattn.record() as forward:
         out = context_parallel_attention(*inputs, strategy=strategy)
-    assert isinstance(out, Tensor)
     chosen = "torch" if backend == "sdpa_kernel" else backend
     assert {call.backend for call in forward if call.op == "attention"} == {chosen}
     with fastattn.record() as backward, fastattn.use_backend("triton" if backend == "cuda" else "cuda"):

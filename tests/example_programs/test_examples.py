@@ -198,9 +198,7 @@ def test_check_attention_holds(dtype: torch.dtype) -> None:
 
 def sees_the_future(self: PackedAttention, depth: int, query: Tensor, key: Tensor, value: Tensor, _: Rotary) -> Tensor:
     lengths = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
-    out = fastattn.attention_varlen(query, key, value, *lengths)
-    assert isinstance(out, Tensor)
-    return out
+    return fastattn.attention_varlen(query, key, value, *lengths)
 
 
 def sees_other_documents(
@@ -209,9 +207,7 @@ def sees_other_documents(
     total = query.shape[0]
     everything = torch.tensor([0, total], dtype=torch.int32)
     rotated = (rotary.rotate(query), rotary.rotate(key), value)
-    out = fastattn.attention_varlen(*rotated, everything, everything, total, total, causal=True)
-    assert isinstance(out, Tensor)
-    return out
+    return fastattn.attention_varlen(*rotated, everything, everything, total, total, causal=True)
 
 
 @pytest.mark.parametrize("broken", [sees_the_future, sees_other_documents])
@@ -383,6 +379,24 @@ def test_one_failed_check_fails_the_demo(
     monkeypatch.setattr(*parts[part], hold_and_fail)
     assert demo.main() == 1
     assert capsys.readouterr().out.splitlines()[-1] == "demo: FAILED (1 of 6 checks: bad)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "gpu"], "argument --device: expected "),
+        (["--steps", "0"], "argument --steps: expected an int of at least 1, got 0"),
+        (["--heads", "3"], "--dim, --heads, --kv-heads: expected dim to be an even multiple of num_heads"),
+        (["--text", "missing"], "argument --text: there is no file missing"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_decoder.py", *flags])
+    with pytest.raises(SystemExit):
+        train_decoder.main()
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

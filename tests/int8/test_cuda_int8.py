@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,41 +19,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastattn
 import instances
 import int8_cases
-from cuda_kernels import DTYPES, EMULATED, MARKS, checked, each_dtype, only_emulated
-from fastattn import native, reference
-from int8_cases import ACTIVATION_NAMES, GRANULARITIES, epilogue, normal, quantised
+from cuda_kernels import EMULATED, MARKS, checked, each_dtype, only_emulated
+from fastattn import native
+from int8_cases import GRANULARITIES, epilogue, normal, quantised
+from int8_kernels import ARCH, Kernels
+from int8_kernels import FORWARD as OP
+from int8_kernels import GRADIENT as GRAD_OP
+from int8_kernels import running_sm80 as running
 from kernel_device import DEVICE
 
 if EMULATED:  # on a machine with a GPU, the emulator is not built
-    from emulator import EmulatorError, cuda_runtime, device, launches, options
+    from emulator import EmulatorError, cuda_runtime, device, launches
 
 pytestmark = MARKS
 
-OP, GRAD_OP = "int8_matmul", "int8_matmul_grad_input"
 BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)  # tokens per tile
-SEED = 5
-ARCH = 100  # architecture of the emulated GPU
+SM80 = Kernels("sm_80")
 
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-
-
-@contextlib.contextmanager
-def running(num_sms: int = 1, tokens: int = 0, **changes: Any) -> Iterator[list[Any]]:
-    """Turns the emulator's checks on, and yields the list of launches.
-
-    The emulated GPU has ``num_sms`` SMs, on which tile and splits depend; ``tokens`` forces a tile. ``changes`` are
-    other launch options. A B200 runs the kernels for sm_80, and its memory is so fast that splits pay on a few SMs
-    already.
-    """
-    if not EMULATED:
-        with native.forced_int8_tile(80, tokens):
-            yield []
-        return
-    checks = options.launching(**{"tracked": True, "uninitialised": True, "seed": SEED, **changes})
-    gpu = device.emulated(ARCH, num_sms=num_sms)
-    with native.forced_int8_tile(80, tokens), gpu, cuda_runtime.raising_faults(), checks, launches.recorded() as found:
-        yield found
-    assert [launched for launched in found if OP in launched.report.kernel]
 
 
 def blocks_of(found: list[Any]) -> list[int]:
@@ -76,22 +58,10 @@ def grad_input(*arguments: Any) -> Tensor:
     return grads(*arguments, False)[0]
 
 
-def check_forward(*arguments: Any, launching: dict[str, Any] | None = None, **named: Any) -> Tensor:
-    with running(**(launching or {})):
-        return int8_cases.check_forward(int8_matmul, *arguments, **named)
-
-
-def check_grad_input(*arguments: Any, launching: dict[str, Any] | None = None) -> Tensor:
-    with running(**(launching or {})):
-        return int8_cases.check_grad_input(grads, *arguments)
-
-
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
 # Outputs and columns are about a tile and a step: equal, a little less or more, and more than one.
 SIZES = [(8, 16), (120, 112), (128, 128), (136, 144), (264, 272)]
-# Not all rows of weight, input and result are aligned.
-ODD_SIZES = [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129)]
 
 
 @each_dtype
@@ -99,41 +69,8 @@ ODD_SIZES = [(1, 1), (3, 16), (8, 7), (65, 33), (130, 258), (131, 129)]
 def test_shapes(m: int, dtype: torch.dtype) -> None:
     for n, k in SIZES:
         weight, scale = quantised(n, k, "channel", seed=m)
-        launching = {"seed": n}
-        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, launching=launching)
-        check_grad_input(normal(m, n, seed=2, dtype=dtype), weight, scale, launching=launching)
-
-
-@each_dtype
-@pytest.mark.parametrize("m", [1, 7, 65, 130])
-def test_odd_sizes(m: int, dtype: torch.dtype) -> None:
-    for n, k in ODD_SIZES:
-        weight, scale = quantised(n, k, "channel", seed=m)
-        launching = {"seed": n}
-        extra = epilogue("silu", m, n, dtype)
-        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, *extra, launching=launching)
-        check_grad_input(normal(m, n, seed=2, dtype=dtype), weight, scale, launching=launching)
-
-
-@pytest.mark.parametrize("n, k", [(7, 129), (130, 100), (64, 24)])
-def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
-    """Memory after the rows of x, the gradient and the residual holds NaN, and after the weight's rows 127."""
-    m, room = 5, 160
-    weight, scale = quantised(n, k, "channel")
-    wide = torch.full((n, room), 127, dtype=torch.int8, device=DEVICE)
-    wide[:, :k] = weight
-
-    def with_room(rows: Tensor) -> Tensor:
-        longer = torch.full((m, room), torch.nan, dtype=rows.dtype, device=DEVICE)
-        longer[:, : rows.shape[1]] = rows
-        return longer[:, : rows.shape[1]]
-
-    x, grad_out = normal(m, k, seed=1), normal(m, n, seed=2)
-    bias, residual, activation = epilogue("gelu", m, n)
-    out = check_forward(with_room(x), wide[:, :k], scale, bias, with_room(residual), activation)
-    assert torch.equal(out, int8_matmul(x, weight, scale, bias, residual, activation))
-    grad_x = check_grad_input(with_room(grad_out), wide[:, :k], scale)
-    assert torch.equal(grad_x, grad_input(grad_out, weight, scale))
+        SM80.check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, how={"seed": n})
+        SM80.check_gradients(normal(m, n, seed=2, dtype=dtype), weight, scale, seed=n)
 
 
 @each_dtype
@@ -142,56 +79,8 @@ def test_what_lies_between_rows_is_not_read(n: int, k: int) -> None:
 def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> None:
     for k in (128, 384):
         weight, scale = quantised(136, k, granularity, seed=m)
-        check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
-        check_grad_input(normal(m, 136, seed=3, dtype=dtype), weight, scale)
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_groups_that_are_no_power_of_two_in_number(group: int) -> None:
-    """Rows of scales are no multiple of 16 bytes, and the last step has fewer groups than the others."""
-    weight, scale = quantised(24, 5 * group, group)
-    check_forward(normal(5, 5 * group, seed=1), weight, scale)
-    check_grad_input(normal(5, 24, seed=2), weight, scale)
-
-
-@pytest.mark.parametrize("m, n, k", [(0, 8, 16), (3, 0, 16), (3, 8, 0), (0, 0, 0)])
-def test_empty(m: int, n: int, k: int) -> None:
-    weight, scale = torch.zeros(n, k, dtype=torch.int8, device=DEVICE), torch.ones(n, 1, device=DEVICE)
-    int8_cases.check_forward(int8_matmul, normal(m, k, seed=1), weight, scale, normal(n, seed=2), activation="relu")
-    int8_cases.check_grad_input(grads, normal(m, n, seed=3), weight, scale)
-
-
-def test_one_dimensional_input() -> None:
-    weight, scale = quantised(24, 32, "channel")
-    assert check_forward(normal(32, seed=1), weight, scale).shape == (24,)
-    assert check_grad_input(normal(24, seed=1), weight, scale).shape == (32,)
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
-def test_leading_dims_and_views(granularity: str | int) -> None:
-    """Batch dims, rows of longer rows, transposed, misaligned and repeated inputs have the bits of a contiguous
-    copy."""
-    weight, scale = quantised(48, 128, granularity)
-    wide = normal(2, 5, 200, seed=1)
-    wide[..., 136:] = torch.nan
-    residual = normal(2, 5, 104, seed=3)[..., :48]
-    transposed, misaligned = normal(128, 6, seed=2).t(), wide[..., 1:129]
-    repeated = wide[:1, :1, :128].expand(2, 5, 128)
-    bias = normal(49, seed=4)[1:]
-    for x, added in (
-        (wide[..., :128], residual),
-        (wide[:, ::2, 8:136], None),
-        (transposed, None),
-        (misaligned, residual),
-        (repeated, residual),
-    ):
-        out = check_forward(x, weight, scale, bias, added)
-        contiguous = None if added is None else added.contiguous()
-        assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, bias, contiguous, "none"))
-    assert check_grad_input(wide[..., :48], weight, scale).shape == (2, 5, 128)
-    shifted = torch.zeros(weight.numel() + 1, dtype=torch.int8, device=DEVICE)[1:].view(weight.shape).copy_(weight)
-    check_forward(wide[..., :128], shifted, scale)
-    check_forward(wide[..., :128], weight[:1].expand(48, 128), scale)
+        SM80.check_forward(normal(m, k, seed=1, dtype=dtype), weight, scale, normal(136, seed=2, dtype=dtype))
+        SM80.check_gradients(normal(m, 136, seed=3, dtype=dtype), weight, scale)
 
 
 # --- Sums that are split among CTAs -----------------------------------------------------------------------------------
@@ -225,51 +114,16 @@ def test_shared_tiles(num_sms: int, m: int, outputs: int, granularity: str | int
     """Two or many CTAs split tiles, with splits that end with a tile or cross into the next."""
     weight, scale = quantised(outputs, 1600, granularity)
     arguments = (normal(m, 1600, seed=1, dtype=dtype), weight, scale)
-    launching = {"num_sms": num_sms}
     for activation in ("gelu", "swiglu"):
         extra = epilogue(activation, m, outputs, dtype)
-        out = check_forward(*arguments, *extra, launching=launching)
-        with running(num_sms, seed=SEED + 1) as found:
+        out = SM80.check_forward(*arguments, *extra, how={"num_sms": num_sms})
+        with running(num_sms, seed=6) as found:
             assert torch.equal(out, int8_matmul(*arguments, *extra))
         (launched,) = found
         (block,) = blocks_of(found)
         assert launched.grid[0] > -(-m // block) * -(-outputs // 128)
     transposed, other = quantised(1600, outputs - 1, "channel")
-    check_grad_input(normal(m, 1600, seed=4, dtype=dtype), transposed, other, launching=launching)
-
-
-@each_dtype
-@pytest.mark.parametrize("num_sms", [1, 8])
-@pytest.mark.parametrize("m", [1, 16, 17, 130, 300])
-def test_gradient_of_a_bias(m: int, num_sms: int, dtype: torch.dtype) -> None:
-    """There are eleven steps, the last of them partial, and fewer or more tiles of columns, which divide the steps."""
-    for k in (16, 272, 1552) if num_sms == 8 else (16, 272):
-        weight, scale = quantised(680, k, "channel")
-        check_grad_input(normal(m, 680, seed=k, dtype=dtype), weight, scale, launching={"num_sms": num_sms, "seed": k})
-
-
-@each_dtype
-@pytest.mark.parametrize("m", [1, 130])
-@pytest.mark.parametrize("n", [1, 3, 5, 13, 100])
-def test_gradient_of_a_bias_of_any_width(n: int, m: int, dtype: torch.dtype) -> None:
-    """There are one or two tiles of tokens; memory after the rows of dY holds NaN."""
-    weight, scale = quantised(n, 40, "channel")
-    wide = torch.full((m, 104), torch.nan, dtype=dtype, device=DEVICE)
-    grad_out = wide[:, :n].copy_(normal(m, n, seed=n, dtype=dtype))
-    check_grad_input(grad_out, weight, scale, launching={"seed": n})
-
-
-@only_emulated
-@pytest.mark.parametrize("m", [5, 300])
-def test_a_bias_takes_no_launch_of_its_own_and_has_the_same_bits_always(m: int) -> None:
-    weight, scale = quantised(680, 272, "channel")
-    grad_out, results = normal(m, 680, seed=1), []
-    for launching in ({"seed": 1}, {"seed": 2, "workers": 1}, {"seed": 3, "num_sms": 8}, {"seed": 4, "num_sms": 8}):
-        with running(**launching) as found:
-            results.append(grads(grad_out, weight, scale, True))
-        assert len(found) == 1 and found[0].report.bank_conflicts == 0
-    assert all(torch.equal(grad_bias, results[0][1]) for _, grad_bias in results)
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[2][0], results[3][0])
+    SM80.check_gradients(normal(m, 1600, seed=4, dtype=dtype), transposed, other, num_sms=num_sms)
 
 
 @only_emulated
@@ -324,160 +178,16 @@ def test_order_of_warps_and_copies_has_no_influence(m: int) -> None:
 # --- Values -----------------------------------------------------------------------------------------------------------
 
 
-@each_dtype
-@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
-def test_epilogues(activation: str, dtype: torch.dtype) -> None:
-    """Sums reach from -10 to 10, into every activation's tails. On four SMs, CTAs split the tile."""
-    for with_bias, with_residual, num_sms in itertools.product([False, True], [False, True], [1, 4]):
-        m, n, k = 4, 48, 640
-        weight, scale = quantised(n, k, "channel", std=0.1)
-        x = normal(m, k, seed=1, std=(1000 / k) ** 0.5, dtype=dtype)
-        bias, residual, _ = epilogue(activation, m, n, dtype)
-        added = bias if with_bias else None, residual if with_residual else None
-        check_forward(x, weight, scale, *added, activation, launching={"num_sms": num_sms})
-
-
-@each_dtype
-@each_granularity
-@pytest.mark.parametrize("m", [1, 40, 97])
-def test_swiglu(m: int, granularity: str | int, dtype: torch.dtype) -> None:
-    """A tile pairs gates with ups where their number is less than a tile's, equal, or more."""
-    for outputs, k in ((7, 128), (64, 256), (137, 384)):
-        weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
-        x = normal(m, k, seed=1, dtype=dtype)
-        check_forward(x, weight, scale, *epilogue("swiglu", m, 2 * outputs, dtype), launching={"seed": outputs})
-
-
 def test_swiglu_of_views() -> None:
     weight, scale = quantised(48, 128, 64)
     wide, residual = normal(2, 5, 200, seed=1), normal(2, 5, 40, seed=3)[..., 8:32]
     for x in (wide[..., :128], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
-        out = check_forward(x, weight, scale, None, residual, "swiglu")
+        out = SM80.check_forward(x, weight, scale, None, residual, "swiglu")
         assert torch.equal(out, int8_matmul(x.contiguous(), weight, scale, None, residual.contiguous(), "swiglu"))
-    assert check_forward(normal(128, seed=4), weight, scale, activation="swiglu").shape == (24,)
+    assert SM80.check_forward(normal(128, seed=4), weight, scale, activation="swiglu").shape == (24,)
     mapped = torch.vmap(lambda x, residual: int8_matmul(x, weight, scale, None, residual, "swiglu"))
     x = wide[..., :128]
     assert torch.equal(mapped(x, residual), int8_matmul(x, weight, scale, None, residual, "swiglu"))
-
-
-@pytest.mark.parametrize("activation", ACTIVATION_NAMES[1:])
-def test_nan_passes_through_the_epilogue(activation: str) -> None:
-    weight, scale = quantised(16, 32, "channel")
-    x = normal(3, 32, seed=1)
-    x[1, 4] = torch.nan
-    out = int8_matmul(x, weight, scale, None, None, activation)
-    assert bool(out[1].isnan().all()) and not bool(out[[0, 2]].isnan().any())
-
-
-def test_every_int8_number_is_exact() -> None:
-    """This includes -128, which quantisation never makes. Each result is one product with a power of two."""
-    numbers = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE).view(16, 16)
-    scale = torch.full((16, 1), 0.5, device=DEVICE)
-    for dtype in DTYPES:
-        x = 2 * torch.eye(16, dtype=dtype, device=DEVICE)
-        with running():
-            assert torch.equal(int8_matmul(x, numbers, scale, None, None, "none"), numbers.t().to(dtype))
-            assert torch.equal(grad_input(x, numbers, scale), numbers.to(dtype))
-
-
-@each_dtype
-def test_extreme_weights_are_exact(dtype: torch.dtype) -> None:
-    """Weights are -127, 127, 1 and -1, inputs and the scale powers of two: every step is exact, so the result is."""
-    weight = torch.tensor([[127, -127, 1, -1] * 8], dtype=torch.int8, device=DEVICE).repeat(16, 1)
-    scale = torch.full((16, 1), 2.0**-7, device=DEVICE)
-    x = torch.full((2, 32), 0.5, dtype=dtype, device=DEVICE)
-    x[:, ::2] = 1.0
-    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
-    assert torch.equal(int8_matmul(x, weight, scale, None, None, "none"), exact.to(dtype))
-    grad_out = torch.ones(2, 16, dtype=dtype, device=DEVICE)
-    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
-    assert torch.equal(grad_input(grad_out, weight, scale), exact.to(dtype))
-
-
-@each_dtype
-def test_the_largest_factor_takes_every_weight(dtype: torch.dtype) -> None:
-    """A scale just below a power of two rounds up to it; -128 times this factor is still finite."""
-    weight = torch.full((16, 16), -128, dtype=torch.int8, device=DEVICE)
-    scale = torch.full((16, 1), float.fromhex("0x1.fffp-1"), device=DEVICE)
-    with running():
-        found = grad_input(torch.eye(16, dtype=dtype, device=DEVICE), weight, scale)
-    assert torch.equal(found, torch.full_like(found, -128.0))
-
-
-@each_dtype
-@pytest.mark.parametrize("granularity", ["channel", 32])
-def test_a_channel_of_zeros(granularity: str | int, dtype: torch.dtype) -> None:
-    """Its scale is 1, which is large among the others: these must not lose precision."""
-    dense = normal(40, 64, seed=1, dtype=torch.float32, std=0.02)
-    dense[3] = 0.0
-    weight, scale = reference.quantize_int8(dense, granularity)
-    assert bool((scale[3] == 1).all())
-    out = check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
-    assert bool((out[:, 3] == 0).all())
-    check_grad_input(normal(6, 40, seed=3, dtype=dtype), weight, scale)
-
-
-@each_granularity
-def test_small_gradients_and_small_scales_do_not_underflow(granularity: str | int) -> None:
-    """Weights around 1e-4 are below fp16's normal range. The gradient must be as good as for larger weights."""
-    weight, scale = quantised(256, 128, granularity, std=1e-4)
-    grad_out = normal(4, 256, seed=1, std=100.0)
-    found = check_grad_input(grad_out, weight, scale)
-    exact = grad_out.double() @ reference.dequantize_int8(weight, scale, torch.float64)
-    assert (found.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
-
-
-@each_dtype
-def test_scales_of_any_sign_and_size(dtype: torch.dtype) -> None:
-    weight, scale = quantised(48, 64, "channel")
-    scale[::3] *= -1
-    scale[1::3] *= 1e-3
-    scale[5] *= -1e3
-    check_forward(normal(6, 64, seed=2, dtype=dtype), weight, scale)
-    check_grad_input(normal(6, 48, seed=3, dtype=dtype), weight, scale)
-
-
-@each_dtype
-@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
-@pytest.mark.parametrize("granularity", ["channel", 32])
-def test_scales_that_rise_and_fall_along_the_sum(granularity: str | int, falling: bool, dtype: torch.dtype) -> None:
-    """Scales span eleven orders of magnitude: a larger scale changes the unit in which the sum is kept."""
-    weight, scale = quantised(640, 64, granularity, std=1.0)
-    exponents = torch.linspace(-9, 2, 640, device=DEVICE)
-    scale *= 10 ** (exponents.flip(0) if falling else exponents)[:, None]
-    scale[:70] *= 0 if not falling else 1
-    for num_sms in (1, 4):
-        check_grad_input(normal(6, 640, seed=3, dtype=dtype), weight, scale, launching={"num_sms": num_sms})
-    # Gradients that are zero elsewhere show the small scales alone.
-    grad_out = normal(6, 640, seed=4, dtype=dtype)
-    grad_out[:, (exponents > -5) if not falling else (exponents < -5)] = 0
-    check_grad_input(grad_out, weight, scale)
-
-
-def test_scales_of_zeros_give_zeros() -> None:
-    weight, scale = quantised(16, 64, "channel")
-    assert bool((grad_input(normal(3, 16, seed=1), weight, torch.zeros_like(scale)) == 0).all())
-    assert bool((int8_matmul(normal(3, 64, seed=1), weight, torch.zeros_like(scale), None, None, "none") == 0).all())
-
-
-def test_fp16_overflows_where_the_exact_result_does() -> None:
-    """It does not overflow before: sums of 127 * 60000 pass through."""
-    weight = torch.full((16, 64), 127, dtype=torch.int8, device=DEVICE)
-    weight[8:, 32:] = -127
-    scale = torch.full((16, 1), 0.25, device=DEVICE)
-    x = torch.full((3, 64), 60000.0, dtype=torch.float16, device=DEVICE)
-    x[1] = -x[1]
-    x[2] = 8.0
-    out = check_overflow(int8_matmul(x, weight, scale, None, None, "none"), x, weight.t(), scale.t())
-    assert bool(out[0, :8].isposinf().all() and out[1, :8].isneginf().all() and (out[:2, 8:] == 0).all())
-    grad_out = x[:, :16].clone()
-    grad_out[1, 8:] *= -1
-    check_overflow(grad_input(grad_out, weight, scale), grad_out, weight, scale)
-
-
-def check_overflow(out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    assert torch.equal(out, (x.double() @ (weight.double() * scale.double())).to(out.dtype))
-    return out
 
 
 # --- Gradients, the dispatcher, the ops -------------------------------------------------------------------------------
@@ -773,17 +483,17 @@ def test_ctas_meet_once_where_they_share_a_tile_and_nowhere_else(int8_activation
         else:
             adds = ordered.pop("atom.acq_rel.gpu.global.add.u64")
             asked, opened = ordered.pop("ld.acquire.gpu.global.b64", 0), ordered.pop("atom.relaxed.gpu.global.cas.b64")
-            parts = launched.grid[0]
-            assert not ordered and parts > 2 and parts <= opened <= 2 * parts
-            assert asked == (parts if m > 16 else 0) and parts - (2 if m > 16 else 0) <= adds <= parts
+            splits = launched.grid[0]
+            assert not ordered and splits > 2 and splits <= opened <= 2 * splits
+            assert asked == (splits if m > 16 else 0) and splits - (2 if m > 16 else 0) <= adds <= splits
 
 
 # name: (instruction, its replacement, tokens)
 FAULTS = {
     "waits for one group less": ("cp.async.wait_group 1;", "cp.async.wait_group 2;", 5),
     "no barrier": ("bar.sync 0;", "", 5),
-    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu", "atom.relaxed.gpu", 5),
-    "asking tells nothing of the parts": ("ld.acquire.gpu", "ld.relaxed.gpu", 40),
+    "arrivals tell nothing of the partials": ("atom.acq_rel.gpu", "atom.relaxed.gpu", 5),
+    "asking tells nothing of the partials": ("ld.acquire.gpu", "ld.relaxed.gpu", 40),
 }
 
 
@@ -794,11 +504,11 @@ def test_a_fault_planted_in_the_kernel_is_found(fault: str) -> None:
     weight, scale = quantised(128 if m == 5 else 192, 1024, "channel")
     x = normal(m, 1024, seed=1)
     # One worker: the seed alone decides which CTA asks first, whatever else the machine is doing.
-    launching = {"num_sms": 2, "uninitialised": False, "workers": 1}
+    how = {"num_sms": 2, "uninitialised": False, "workers": 1}
     with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
-        check_forward(x, weight, scale, launching=launching)
+        SM80.check_forward(x, weight, scale, how=how)
     assert caught.value.kind == "race"
-    check_forward(x, weight, scale, launching={"num_sms": 2})
+    SM80.check_forward(x, weight, scale, how={"num_sms": 2})
 
 
 @only_emulated
@@ -806,7 +516,7 @@ def test_sums_over_tokens_that_are_merged_too_early_are_found() -> None:
     weight, scale = quantised(128, 64, "channel")
     with cuda_runtime.replaced("atom.acq_rel.gpu", "atom.relaxed.gpu"):
         with pytest.raises(EmulatorError) as caught:
-            check_grad_input(normal(200, 128, seed=1), weight, scale)
+            SM80.check_gradients(normal(200, 128, seed=1), weight, scale)
         assert caught.value.kind == "race"
 
 

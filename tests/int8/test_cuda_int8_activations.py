@@ -1,12 +1,13 @@
-"""Tests the CUDA C++ int8 matmul with int8 activations for sm_80 against the oracle over the same int8 tokens, which
-test_quantize_tokens.py tests.
+"""Tests the CUDA C++ int8 matmul with int8 activations against the oracle over the same int8 tokens.
 
-It runs on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
+test_quantize_tokens.py tests these, and test_cuda_int8_activations_sm90.py what only Hopper's kernel
+does. They run on a GPU if there is one, else as PTX on the emulator, with all of its checks and at several seeds.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -19,16 +20,20 @@ import instances
 from cuda_kernels import DTYPES, EMULATED, MARKS, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
+from int8_kernels import ARCH, INT8_ACTIVATIONS, Kernels, on
+from int8_kernels import running_sm80 as running
 from kernel_device import DEVICE
-from test_cuda_int8 import ARCH, OP, arguments, fp32, int8, running, zeros
+from test_cuda_int8 import OP, arguments, fp32, int8, zeros
 
 if EMULATED:  # on a machine with a GPU, the emulator is not built
-    from emulator import EmulatorError, cuda_runtime, launches
+    from emulator import EmulatorError, cuda_runtime
 
 pytestmark = MARKS
 
 BLOCKS = (16, 64, 128)  # tokens per tile
 KERNEL = "int8_matmul_s8_sm80"
+
+on_both = on("sm_80", "sm_90")
 
 each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
 
@@ -45,22 +50,8 @@ def matmul(
     return out
 
 
-def check(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "none",
-    *,
-    num_sms: int = 1,
-    tokens: int = 0,
-    seed: int = 0,
-) -> Tensor:
-    with running(num_sms, tokens, seed=seed):
-        out = matmul(x, weight, scale, bias, residual, activation)
-    assert_near_int8_oracle(out, x, weight, scale, bias, residual, activation)
-    return out
+def check(*arguments: Any, **how: Any) -> Tensor:
+    return Kernels("sm_80").check_int8_activations(*arguments, **{"seed": 0, **how})
 
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
@@ -87,13 +78,14 @@ def test_granularities(m: int, granularity: str | int, dtype: torch.dtype) -> No
 @each_dtype
 @each_granularity
 @pytest.mark.parametrize("m, block", [(13, 16), (61, 64), (125, 128)])
-def test_every_tile_whole_and_in_parts(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
+def test_every_tile_whole_and_split(m: int, block: int, granularity: str | int, dtype: torch.dtype) -> None:
     """Two resident CTAs take two whole tiles, or split one tile."""
     for num_sms, n, k in ((1, 256, 128), (2, 128, 1664)):
         weight, scale = quantised(n, k, granularity, seed=m)
-        with launches.recorded() as found:
-            x, bias = normal(m, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
-            check(x, weight, scale, bias, activation="silu", tokens=block, num_sms=num_sms)
+        x, bias = normal(m, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
+        with running(num_sms, block, seed=0) as found:
+            out = matmul(x, weight, scale, bias, activation="silu")
+        assert_near_int8_oracle(out, x, weight, scale, bias, activation="silu")
         (launched,) = found
         assert f"{KERNEL}ILi{block}E" in launched.report.kernel
         assert launched.grid[0] == 2 if num_sms == 1 else launched.grid[0] >= 2
@@ -112,8 +104,9 @@ def test_empty(m: int, n: int, k: int) -> None:
     assert torch.equal(out, normal(n, seed=2).relu().expand(m, n))
 
 
-@pytest.mark.parametrize("granularity", ["tensor", 64])
-def test_leading_dims_and_views(granularity: str | int) -> None:
+@on_both
+@pytest.mark.parametrize("granularity", ["tensor", "channel", 64])
+def test_leading_dims_and_views(granularity: str | int, kernels: Kernels) -> None:
     """Views give the bits of a contiguous copy."""
     weight, scale = quantised(48, 128, granularity)
     wide = normal(2, 5, 200, seed=1)
@@ -125,16 +118,17 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
         (wide[..., :128], residual),
         (wide[:, ::2, 8:136], None),
         (normal(128, 6, seed=2).t(), None),
+        (normal(5, 128, 2, seed=2).permute(2, 0, 1), residual),
         (wide[..., 1:129], residual),
         (repeated, residual),
         (wide[0, 0, :128], None),
     ):
-        out = check(x, weight, scale, bias, added)
+        out = kernels.check_int8_activations(x, weight, scale, bias, added)
         contiguous = None if added is None else added.contiguous()
-        assert torch.equal(out, matmul(x.contiguous(), weight, scale, bias, contiguous))
+        assert torch.equal(out, kernels.check_int8_activations(x.contiguous(), weight, scale, bias, contiguous))
 
 
-# --- CTAs that share tiles and tokens ---------------------------------------------------------------------------------
+# --- CTAs that split tiles and tokens ---------------------------------------------------------------------------------
 
 
 @only_emulated
@@ -143,8 +137,8 @@ def test_leading_dims_and_views(granularity: str | int) -> None:
 @pytest.mark.parametrize("num_sms, m", [(2, 5), (3, 40), (8, 130)])
 def test_splits(num_sms: int, m: int, granularity: str | int, dtype: torch.dtype) -> None:
     weight, scale = quantised(72, 1600, granularity)
-    extra = (normal(72, seed=2, dtype=dtype), normal(m, 72, seed=3, dtype=dtype), "gelu")
-    check(normal(m, 1600, seed=1, dtype=dtype), weight, scale, *extra, num_sms=num_sms)
+    extra = normal(72, seed=2, dtype=dtype), normal(m, 72, seed=3, dtype=dtype)
+    check(normal(m, 1600, seed=1, dtype=dtype), weight, scale, *extra, activation="gelu", num_sms=num_sms)
 
 
 @only_emulated
@@ -168,15 +162,17 @@ def test_many_tokens(dtype: torch.dtype) -> None:
 # --- Values -----------------------------------------------------------------------------------------------------------
 
 
+@on_both
 @each_dtype
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
-def test_epilogues(activation: str, dtype: torch.dtype) -> None:
+def test_epilogues(activation: str, dtype: torch.dtype, kernels: Kernels) -> None:
     for extra in range(4):
-        m, n, k = 4, 40, 640
+        m, n, k = 4, 40, 640 * kernels.num_sms
         weight, scale = quantised(n, k, "channel", std=0.1)
         bias = normal(n, seed=2, dtype=dtype) if extra % 2 else None
         residual = normal(m, n, seed=3, dtype=dtype) if extra // 2 else None
-        check(normal(m, k, seed=1, dtype=dtype), weight, scale, bias, residual, activation, num_sms=1 + extra)
+        x, num_sms = normal(m, k, seed=1, dtype=dtype), kernels.num_sms * (1 + extra)
+        kernels.check_int8_activations(x, weight, scale, bias, residual, activation=activation, num_sms=num_sms)
 
 
 @each_dtype
@@ -200,8 +196,9 @@ def test_the_longest_sums(dtype: torch.dtype) -> None:
     check(torch.ones(1, k, dtype=dtype, device=DEVICE), weight, torch.full((8, 1), 2.0**-24, device=DEVICE))
 
 
+@on_both
 @pytest.mark.parametrize("granularity", ["channel", 32])
-def test_scales_of_tokens(granularity: str | int) -> None:
+def test_scales_of_tokens(granularity: str | int, kernels: Kernels) -> None:
     """Scales range from bf16's smallest to its largest: finite results do not overflow or underflow on the way."""
     weight, scale = quantised(24, 64, granularity)
     x = normal(6, 64, seed=1, dtype=torch.bfloat16)
@@ -209,7 +206,7 @@ def test_scales_of_tokens(granularity: str | int) -> None:
     x[1] *= 2.0**124
     x[2] *= 2.0**-20
     x[3] = 0.0
-    out = check(x, weight, scale)
+    out = kernels.check_int8_activations(x, weight, scale)
     assert bool(out.isfinite().all()) and bool((out[3] == 0).all()) and bool((out[[0, 1]] != 0).any())
 
 
@@ -239,16 +236,16 @@ def test_each_cta_quantises_as_the_queue_does(k: int, granularity: str | int, dt
             assert torch.equal(out[finite], expected[rows][finite])
 
 
+@on_both
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
-def test_rows_that_are_not_finite(activation: str) -> None:
+def test_rows_that_are_not_finite(activation: str, kernels: Kernels) -> None:
     """The whole row is NaN, as in the reference; the other rows are finite."""
     weight, scale = quantised(24, 64, "channel")
     x, bias = normal(5, 64, seed=1), normal(24, seed=2)
     x[1, 4], x[3, 0] = torch.inf, torch.nan
-    found, expected = (
-        matmul(x, weight, scale, bias, None, activation),
-        reference.int8_linear(x, weight, scale, bias, activation, input_precision="int8"),
-    )
+    with kernels.running(INT8_ACTIVATIONS):
+        found = matmul(x, weight, scale, bias, None, activation)
+    expected = reference.int8_linear(x, weight, scale, bias, activation, input_precision="int8")
     assert torch.equal(found.isnan(), expected.isnan()) and bool(found[[1, 3]].isnan().all())
     assert bool(found[[0, 2, 4]].isfinite().all())
 
@@ -343,15 +340,14 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
 def test_more_tokens_than_a_launch_counts_go_elsewhere() -> None:
     weight, x = fastattn.Int8Weight(*quantised(8, 16, "channel")), zeros(1, 16).expand(2**24, 16)
     explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
-    assert explained.backend == "torch" and "16777216 tokens and 8 outputs" in explained.rejected["cuda"]
+    assert explained.backend == "torch" and "x has 16777216 rows and the weight 8" in explained.rejected["cuda"]
 
 
 def test_swiglu_goes_elsewhere() -> None:
     weight, x = fastattn.Int8Weight(*quantised(16, 32, "channel")), normal(3, 32, seed=1)
     explained = fastattn.explain(fastattn.int8_linear, x, weight, activation="swiglu", input_precision="int8")
     assert explained.backend == "torch"
-    missing = "the CUDA C++ kernel for int8 activations does not have: SwiGLU over a fused gate-up weight."
-    assert explained.rejected["cuda"] == missing
+    assert "int8 activations does not have: SwiGLU over a fused gate-up weight" in explained.rejected["cuda"]
     with pytest.raises(RuntimeError, match="must not be swiglu with int8 activations"):
         matmul(x, weight.data, weight.scale, activation="swiglu")
 
@@ -453,8 +449,8 @@ FAULTS = {
     "waits for one group less": ("cp.async.wait_group 2;", "cp.async.wait_group 3;", 5, 128),
     "no barrier": ("bar.sync 0;", "", 5, 128),
     "counting tells nothing of the tokens": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add", 9, 512),
-    "arrivals tell nothing of the parts": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add", 5, 128),
-    "asking tells nothing of the parts": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", 40, 192),
+    "arrivals tell nothing of the partials": ("atom.acq_rel.gpu.global.add", "atom.relaxed.gpu.global.add", 5, 128),
+    "asking tells nothing of the partials": ("ld.acquire.gpu.global", "ld.relaxed.gpu.global", 40, 192),
 }
 
 

@@ -7,7 +7,7 @@ test forces a tile.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import functools
 from typing import Any
 
 import pytest
@@ -16,11 +16,11 @@ from torch import Tensor
 
 import fastattn
 import instances
-import int8_hopper
 import proof
 from cuda_kernels import DTYPES, EMULATED, MARKS, NEEDS_HOPPER, each_dtype, only_emulated
 from fastattn import native, reference
 from int8_cases import GRANULARITIES, assert_near_int8_oracle, normal, quantised
+from int8_kernels import INT8_ACTIVATIONS, running_sm90
 from kernel_device import DEVICE
 from test_cuda_int8_activations import matmul
 
@@ -30,17 +30,14 @@ if EMULATED:  # on a machine with a GPU, the emulator is not built
 pytestmark = [*MARKS, NEEDS_HOPPER]
 
 SEED = 11
-TEAM_OUTPUTS, STEP = 256, 128
+STEP = 128
 ROWS = instances.rows_of("int8_matmul/instances/gemm_s8_sm90.cu")
 PLAIN_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if not has_groups})
 GROUPED_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if has_groups})
 GROUPS = [each for each in GRANULARITIES if isinstance(each, int)]
 
-
-def running(tokens: int, num_sms: int = 2, **changes: Any) -> AbstractContextManager[list[Any]]:
-    """Forces Hopper's kernel with tiles of ``tokens`` tokens; another kernel must quantise the tokens before it."""
-    before = ("int8_quantize_tokens_sm80",)
-    return int8_hopper.running("int8_matmul_s8_sm90", tokens, num_sms, before, **{"seed": SEED, **changes})
+# Another kernel must quantise the tokens before the matmul.
+running = functools.partial(running_sm90, INT8_ACTIVATIONS, seed=SEED)
 
 
 def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = SEED) -> Tensor:
@@ -115,7 +112,7 @@ def test_shared_tiles_are_exact(block: int) -> None:
 
 
 @each_dtype
-def test_every_weight_has_its_place(dtype: torch.dtype) -> None:
+def test_every_weight_is_at_its_position(dtype: torch.dtype) -> None:
     """Each row of x is one element of K: products are exact, so a weight at a wrong position shows."""
     n, k = 304, 208
     weight, x = integers(n, k, seed=1), torch.eye(k, dtype=dtype, device=DEVICE)
@@ -170,41 +167,6 @@ def test_shared_tiles_of_groups(num_sms: int, m: int, n: int, k: int, group: int
             assert torch.equal(out, matmul(x, weight, scale))
 
 
-@each_dtype
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
-def test_epilogues(activation: str, dtype: torch.dtype) -> None:
-    for extra in range(4):
-        m, n, k = 4, 40, 1280
-        weight, scale = quantised(n, k, "channel", std=0.1)
-        bias = normal(n, seed=2, dtype=dtype) if extra % 2 else None
-        residual = normal(m, n, seed=3, dtype=dtype) if extra // 2 else None
-        check(64, normal(m, k, seed=1, dtype=dtype), weight, scale, bias, residual, activation, num_sms=2 + 2 * extra)
-
-
-@pytest.mark.parametrize("granularity", ["channel", 32])
-def test_scales_of_tokens(granularity: str | int) -> None:
-    """Scales range from bf16's smallest to its largest: finite results do not overflow or underflow on the way."""
-    weight, scale = quantised(24, 64, granularity)
-    x = normal(6, 64, seed=1, dtype=torch.bfloat16)
-    x[0] *= 2.0**-100
-    x[1] *= 2.0**124
-    x[2] *= 2.0**-20
-    x[3] = 0.0
-    out = check(64, x, weight, scale)
-    assert bool(out.isfinite().all()) and bool((out[3] == 0).all()) and bool((out[[0, 1]] != 0).any())
-
-
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
-def test_rows_that_are_not_finite(activation: str) -> None:
-    """The whole row is NaN, as in the reference; the other rows are finite."""
-    weight, scale = quantised(24, 64, "channel")
-    x, bias = normal(5, 64, seed=1), normal(24, seed=2)
-    x[1, 4], x[3, 0] = torch.inf, torch.nan
-    with running(64):
-        found = matmul(x, weight, scale, bias, None, activation)
-    assert bool(found[[1, 3]].isnan().all()) and bool(found[[0, 2, 4]].isfinite().all())
-
-
 def test_a_group_may_be_nan_or_infinite_alone() -> None:
     """Scales after the last group are not read: they may belong to another row."""
     weight, scale = quantised(24, 96, 32)
@@ -213,19 +175,6 @@ def test_a_group_may_be_nan_or_infinite_alone() -> None:
         out = matmul(normal(5, 96, seed=1), weight, scale)
     assert bool(out[:, 3].isnan().all()) and bool(out[:, 4].isinf().all())
     assert bool(out[:, [i for i in range(24) if i not in (3, 4)]].isfinite().all())
-
-
-def test_views() -> None:
-    """Batch dims, rows of longer rows, transposed and misaligned inputs give the bits of a copy."""
-    weight, scale = quantised(48, 128, "channel")
-    wide = normal(2, 5, 200, seed=1)
-    wide[..., 136:] = torch.nan
-    residual = normal(2, 5, 104, seed=3)[..., :48]
-    for x in (wide[..., :128], wide[:, ::2, 8:136], wide[..., 1:129], normal(5, 128, 2, seed=2).permute(2, 0, 1)):
-        added = residual[:, : x.shape[1]]
-        out = check(64, x, weight, scale, None, added)
-        with running(64):
-            assert torch.equal(out, matmul(x.contiguous(), weight, scale, None, added.contiguous()))
 
 
 # --- The kernel that quantises, and what is launched ------------------------------------------------------------------
@@ -276,7 +225,7 @@ def test_as_many_tokens_as_32_bits_count() -> None:
             x = torch.zeros(1, 1024, dtype=torch.bfloat16, device=DEVICE).expand(tokens, 1024)
             explained = fastattn.explain(fastattn.int8_linear, x, weight, input_precision="int8")
             assert explained.backend == backend
-    assert "2147483648 tokens" in explained.rejected["cuda"]
+    assert "x has 2147483648 rows" in explained.rejected["cuda"]
 
 
 @only_emulated

@@ -170,6 +170,24 @@ COUNTS = [1, 2, 7, 8, 9, 15, 16, 17, 25, 100]
 STEPS = [1, 2, 5, 8, 31, 64, 1000]
 
 
+def check_that_every_step_is_taken_once(schedule: Schedule, work_tiles: list[WorkTile]) -> None:
+    taken: dict[int, list[WorkTile]] = defaultdict(list)
+    for work_tile in work_tiles:
+        taken[work_tile.tile].append(work_tile)
+    assert sorted(taken) == list(range(schedule.m_tiles * schedule.n_tiles))
+    positions = {(work_tile.m_tile, work_tile.n_tile) for work_tile in work_tiles}
+    assert positions == set(itertools.product(range(schedule.m_tiles), range(schedule.n_tiles)))
+    for partials in taken.values():
+        edges = [step for work_tile in partials for step in (work_tile.begin_step, work_tile.end_step)]
+        edges = [0, *edges, schedule.steps]
+        assert edges[::2] == edges[1::2]  # each begins where the one before ends, in the order of the CTAs
+        assert [(work_tile.partial, work_tile.num_partials) for work_tile in partials] == [
+            (i, len(partials)) for i in range(len(partials))
+        ]
+    slots = [work_tile.slot for work_tile in work_tiles if work_tile.num_partials > 1]
+    assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
+
+
 @pytest.mark.parametrize("resident_ctas", [1, 2, 8, 264])
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=str)
 def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, resident_ctas: int) -> None:
@@ -178,20 +196,7 @@ def test_every_step_of_every_tile_is_taken_once(library: Library, tile: Tile, re
         schedule = library.schedule(sizes, tile, resident_ctas)
         assert (schedule.m_tiles, schedule.n_tiles, schedule.steps) == (m_tiles, n_tiles, steps)
         work_tiles = library.work_tiles(sizes, tile, resident_ctas, 0, schedule.num_ctas)
-        taken: dict[int, list[WorkTile]] = defaultdict(list)
-        for work_tile in work_tiles:
-            taken[work_tile.tile].append(work_tile)
-        assert sorted(taken) == list(range(m_tiles * n_tiles))
-        positions = {(work_tile.m_tile, work_tile.n_tile) for work_tile in work_tiles}
-        assert positions == set(itertools.product(range(m_tiles), range(n_tiles)))
-        for partials in taken.values():
-            edges = [0, *(step for work_tile in partials for step in (work_tile.begin_step, work_tile.end_step)), steps]
-            assert edges[::2] == edges[1::2]  # each begins where the one before ends, in the order of the CTAs
-            assert [(work_tile.partial, work_tile.num_partials) for work_tile in partials] == [
-                (i, len(partials)) for i in range(len(partials))
-            ]
-        slots = [work_tile.slot for work_tile in work_tiles if work_tile.num_partials > 1]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
+        check_that_every_step_is_taken_once(schedule, work_tiles)
 
 
 @pytest.mark.parametrize("resident_ctas", [2, 8, 216, 264])
@@ -275,22 +280,10 @@ def test_clusters_take_every_step_of_every_tile_once(library: Library, tokens: i
         assert (schedule.m_tiles, schedule.n_tiles, schedule.steps) == (m_tiles, n_tiles, steps)
         assert schedule.num_ctas <= resident_clusters
         assert {work_tile.cta for work_tile in work_tiles} == set(range(schedule.num_ctas))  # every cluster has work
-        taken: dict[int, list[WorkTile]] = defaultdict(list)
+        check_that_every_step_is_taken_once(schedule, work_tiles)
         by_cluster: dict[int, list[WorkTile]] = defaultdict(list)
         for work_tile in work_tiles:
-            taken[work_tile.tile].append(work_tile)
             by_cluster[work_tile.cta].append(work_tile)
-        assert sorted(taken) == list(range(m_tiles * n_tiles))
-        positions = {(work_tile.m_tile, work_tile.n_tile) for work_tile in work_tiles}
-        assert positions == set(itertools.product(range(m_tiles), range(n_tiles)))
-        for partials in taken.values():
-            edges = [0, *(step for work_tile in partials for step in (work_tile.begin_step, work_tile.end_step)), steps]
-            assert edges[::2] == edges[1::2]
-            assert [(work_tile.partial, work_tile.num_partials) for work_tile in partials] == [
-                (i, len(partials)) for i in range(len(partials))
-            ]
-        slots = [work_tile.slot for work_tile in work_tiles if work_tile.num_partials > 1]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < schedule.num_slots for slot in slots)
         for own in by_cluster.values():
             tiles = [work_tile.tile for work_tile in own]
             assert tiles == sorted(tiles)  # split tiles come first
@@ -305,7 +298,7 @@ TOKENS = range(1, 8193)
 # Dequantising takes a clock for 64 weights; a work tile takes 3000 clocks on top of its steps; partials of a sum take
 # three trips to L2, and each its bytes. choose_matmul_tile.h uses the same figures in a formula; here the schedule is
 # simulated.
-DEQUANTISED, PIECE, SHARED, TRIP, BYTES_OF_A_TOKEN = 64, 3000, 600, 300, 12
+DEQUANTISED, WORK_TILE, SHARED, TRIP, BYTES_OF_A_TOKEN = 64, 3000, 600, 300, 12
 
 
 def clocks_of_parts(tile: Tile, gpu: Gpu, tokens: int) -> tuple[float, float, float]:
@@ -328,7 +321,9 @@ def clocks_of_step(tile: Tile, gpu: Gpu, tokens: int, ctas: int) -> float:
 def predicted_clocks(library: Library, sizes: Sizes, gpu: Gpu, is_forward: bool) -> float:
     tile = library.fastest_tile(sizes, gpu, is_forward)
     partial = BYTES_OF_A_TOKEN * min(sizes.tokens, tile.tokens)
-    return library.clocks(sizes, tile, gpu, (*clocks_of_parts(tile, gpu, sizes.tokens), PIECE, SHARED + TRIP, partial))
+    return library.clocks(
+        sizes, tile, gpu, (*clocks_of_parts(tile, gpu, sizes.tokens), WORK_TILE, SHARED + TRIP, partial)
+    )
 
 
 @pytest.mark.parametrize("is_forward", [True, False], ids=["forward", "gradient"])
@@ -364,7 +359,7 @@ def test_large_matmuls_keep_the_multiprocessors_busy(library: Library, n: int, k
         steps = -(-k // tile.depth) * tiles / gpu.resident_ctas
         step = clocks_of_step(tile, gpu, m, gpu.resident_ctas)
         clocks = predicted_clocks(library, sizes, gpu, is_forward=True)
-        assert clocks <= 1.05 * steps * step + 5 * PIECE + tiles / gpu.resident_ctas * PIECE
+        assert clocks <= 1.05 * steps * step + 5 * WORK_TILE + tiles / gpu.resident_ctas * WORK_TILE
 
 
 def test_few_tokens_take_the_smallest_tile(library: Library) -> None:
@@ -385,7 +380,7 @@ def test_the_splits_of_few_tokens_are_the_best_number(library: Library) -> None:
         def clocks(partials: int, gpu: Gpu = gpu, tiles: int = tiles, steps: int = schedule.steps) -> float:
             step = clocks_of_step(SMALL, gpu, 1, tiles * partials)
             collecting = SHARED + -(-partials // 16) * TRIP + BYTES_OF_A_TOKEN * (partials - 1)
-            return step * steps / partials + PIECE + (partials > 1) * collecting
+            return step * steps / partials + WORK_TILE + (partials > 1) * collecting
 
         longest = schedule.steps // 2  # partials of 256 of K hide all trips to memory but the first
         best = min(range(1, min(longest, gpu.resident_ctas // tiles) + 1), key=clocks)

@@ -488,6 +488,18 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "out_features": (Int8Linear, {"in_features": 4, "out_features": 4.0}, TypeError, ("out_features", "int", "float")),
     "bias": (Int8Linear, {"in_features": 4, "out_features": 4, "bias": None}, TypeError, ("bias", "bool", "NoneType")),
+    "dtype": (
+        Int8Linear,
+        {"in_features": 4, "out_features": 4, "dtype": "bfloat16"},
+        TypeError,
+        ("dtype: expected a torch.dtype", "got str 'bfloat16'; pass torch.bfloat16"),
+    ),
+    "device": (
+        Int8Linear,
+        {"in_features": 4, "out_features": 4, "device": "gpu"},
+        InputError,
+        ("device: expected", "'gpu'"),
+    ),
     "input": (Int8Linear(64, 4), {"x": torch.zeros(2, 32)}, InputError, ("x", "K = 64", "[2, 32]")),
 }
 

@@ -67,8 +67,7 @@ def check_function(
     differentiable = [name for name in ("bias", "sinks") if name in options]
     grads = torch.autograd.grad(came[0].sum(), [*spread, *(spread_options[n] for n in differentiable)])
     wanted_grads = torch.autograd.grad(wanted[0].sum(), [*plain, *(plain_options[n] for n in differentiable)])
-    for ours, theirs in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(whole(ours), theirs, **near)
+    torch.testing.assert_close(tuple(map(whole, grads)), wanted_grads, **near)
 
 
 def attention(*tensors: Tensor, **options: Any) -> Any:
@@ -157,8 +156,7 @@ def check_tensors_on_their_way(rank: int, mesh: DeviceMesh) -> None:
             if is_grad_enabled:
                 plain = [tensor.requires_grad_() for tensor in half]
                 wanted = torch.autograd.grad(fastattn.attention(*plain).sum(), plain)
-                for ours, theirs in zip(torch.autograd.grad(out.sum(), spread), wanted, strict=True):
-                    torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
+                torch.testing.assert_close(tuple(map(whole, torch.autograd.grad(out.sum(), spread))), wanted, **NEAR)
 
 
 def check_varlen(rank: int, mesh: DeviceMesh) -> None:
@@ -224,9 +222,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         )
         local_out, local_lse, local_max = forward(*spread)
         assert local_out.placements == local_lse.placements == (placement,)
-        torch.testing.assert_close(local_out.full_tensor(), out, **NEAR)
-        torch.testing.assert_close(local_lse.full_tensor(), lse, **NEAR)
-        torch.testing.assert_close(local_max.full_tensor(), max_logit, **NEAR)
+        torch.testing.assert_close(tuple(map(whole, (local_out, local_lse, local_max))), (out, lse, max_logit), **NEAR)
 
         def gradients(given: Any, *results: Tensor) -> Any:
             names = [name for name in attention_backward.Arguments._fields if name in given._fields]
@@ -246,8 +242,7 @@ def check_operators(rank: int, mesh: DeviceMesh) -> None:
         wanted = gradients(arguments, out, lse)
         came = gradients(spread, local_out, local_lse)
         assert {grad.placements for grad in came[:3]} == {(placement,)}
-        for ours, theirs in zip(came, wanted, strict=True):
-            torch.testing.assert_close(ours.full_tensor(), theirs, **NEAR)
+        torch.testing.assert_close(tuple(map(whole, came)), tuple(wanted), **NEAR)
     split_keys = torch.ops.fastattn.attention_split_keys.default
     sinks = random(HEADS, dtype=torch.float32)
     wanted = split_keys(query, key, value, None, sinks, 0.25, -1, 0, 0.0)

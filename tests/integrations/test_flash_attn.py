@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -53,10 +54,8 @@ class TestDense:
         k, v = (random(2, num_keys, KV_HEADS, DIM, seed=seed) for seed in (1, 2))
         out, lse, s_dmask = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
         wanted = flash_attention(q, k, v, **options)
-        torch.testing.assert_close(out, wanted[0])
-        torch.testing.assert_close(lse, wanted[1])
-        assert s_dmask.numel() == 0
-        assert out.is_contiguous()
+        torch.testing.assert_close((out, lse), wanted)
+        assert s_dmask.numel() == 0 and out.is_contiguous()
         check_gradients([q, k, v], out, wanted[0])
         alone = flash_attn.flash_attn_func(q, k, v, **options)
         torch.testing.assert_close(alone, wanted[0])
@@ -128,8 +127,7 @@ class TestVarlen:
         packed = (offsets(LENGTHS_Q), offsets(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K))
         out, lse, s_dmask = flash_attn.flash_attn_varlen_func(q, k, v, *packed, return_attn_probs=True, **options)
         wanted = packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, **options)
-        torch.testing.assert_close(out, wanted[0])
-        torch.testing.assert_close(lse, wanted[1])
+        torch.testing.assert_close((out, lse), wanted)
         assert s_dmask.numel() == 0
         check_gradients([q, k, v], out, wanted[0])
         torch.testing.assert_close(flash_attn.flash_attn_varlen_func(q, k, v, *packed, **options), wanted[0])
@@ -152,13 +150,7 @@ class TestVarlen:
         q = random(sum(LENGTHS_Q), HEADS, DIM)
         k, v = (random(sum(LENGTHS_K), KV_HEADS, DIM, seed=seed) for seed in (1, 2))
         out, lse, _ = flash_attn.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            offsets(LENGTHS_Q),
-            offsets(LENGTHS_K),
-            5,
-            6,
+            *(q, k, v, offsets(LENGTHS_Q), offsets(LENGTHS_K), 5, 6),
             seqused_q=torch.tensor(used_q, dtype=torch.int32),
             seqused_k=torch.tensor(used_k, dtype=torch.int32),
             return_attn_probs=True,
@@ -171,8 +163,7 @@ class TestVarlen:
             part = flash_attention(q[None, rows_q], k[None, rows_k], v[None, rows_k], **options)
             wanted_out = wanted_out.index_copy(0, torch.arange(begin_q, begin_q + num_q), part[0][0])
             wanted_lse[:, rows_q] = part[1][0].detach()
-        torch.testing.assert_close(out, wanted_out)
-        torch.testing.assert_close(lse, wanted_lse)
+        torch.testing.assert_close((out, lse), (wanted_out, wanted_lse))
         check_gradients([q, k, v], out, wanted_out)
 
     @pytest.mark.parametrize("keyword", ["block_table", "page_table"])
@@ -189,13 +180,7 @@ class TestVarlen:
         torch.testing.assert_close(came, packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, causal=True)[0])
         with torch.no_grad():  # as vLLM does: with seqused_k, offsets mean nothing
             came = flash_attn.flash_attn_varlen_func(
-                q,
-                pages_k,
-                pages_v,
-                packed[0],
-                torch.zeros(4, dtype=torch.int32),
-                5,
-                6,
+                *(q, pages_k, pages_v, packed[0], torch.zeros(4, dtype=torch.int32), 5, 6),
                 causal=True,
                 block_table=table,
                 seqused_k=torch.tensor(LENGTHS_K, dtype=torch.int32),
@@ -203,7 +188,9 @@ class TestVarlen:
         torch.testing.assert_close(came, packed_flash_attention(q, k, v, LENGTHS_Q, LENGTHS_K, causal=True)[0])
         for entry in (-1, 8):  # no such page exists
             table[0, 1] = entry
-            with pytest.raises(RuntimeError, match=f"^block_table: expected pages from 0 to 7, got {entry} as page 1"):
+            with pytest.raises(
+                RuntimeError, match=f"^block_table: expected pages from 0 to 7, .*got {entry} as page 1"
+            ):
                 flash_attn.flash_attn_varlen_func(q, pages_k, pages_v, *packed, causal=True, **{keyword: table})
 
 
@@ -272,10 +259,8 @@ def test_a_graph_without_breaks() -> None:
     q, k = random(1, 5, HEADS, DIM), random(1, 7, KV_HEADS, DIM, seed=1)
     options = {"causal": True, "alibi_slopes": torch.full((HEADS,), 0.5), "return_attn_probs": True}
     compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
-    came, wanted = (
-        compiled(q, k, k, **options),
-        flash_attention(q, k, k, causal=True, alibi_slopes=options["alibi_slopes"]),
-    )
+    came = compiled(q, k, k, **options)
+    wanted = flash_attention(q, k, k, causal=True, alibi_slopes=options["alibi_slopes"])
     torch.testing.assert_close(came[:2], wanted)
     check_gradients([q, k], came[0], wanted[0])
 
@@ -325,6 +310,26 @@ class TestKeywords:
         q = random(1, 3, HEADS, DIM)
         with pytest.raises(fastattn.InputError, match=r"^seqused_k: expected None in flash_attn_func"):
             flash_attn.flash_attn_func(q, q, q, seqused_k=torch.ones(1, dtype=torch.int32))
+
+    def test_errors_name_arguments_as_flash_attn_does(self) -> None:
+        q, kv = random(2, 3, HEADS, DIM), random(2, 4, 2, HEADS, DIM)
+        k, v = kv.unbind(2)
+        cases: dict[str, Callable[[], Any]] = {
+            r"^v: expected .* got .*transpose\(1, 2\)": lambda: flash_attn.flash_attn_func(q, k, v[:, :2]),
+            r"^k: expected torch\.\w+, as the query is, got torch\.int8; cast it with k\.": lambda: (
+                flash_attn.flash_attn_func(q, k.to(torch.int8), v)
+            ),
+            r"^q: expected 4 dimensions \[B, S, H, D\], got 3": lambda: flash_attn.flash_attn_func(q[0], k, v),
+            r"^softmax_scale: expected a number": lambda: flash_attn.flash_attn_func(q, k, v, softmax_scale="1"),
+            r"^kv: ": lambda: flash_attn.flash_attn_kvpacked_func(q, kv.to(torch.int8)),
+            r"^qkv: ": lambda: flash_attn.flash_attn_qkvpacked_func(kv[:, :, [0, 1, 1]].to(torch.int8)),
+            r"^v: expected shape": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k, v[:, :2], cache_seqlens=0),
+            r"^k_cache: expected 4 dimensions": lambda: flash_attn.flash_attn_with_kvcache(q, k[0], v),
+            r"^cache_seqlens: expected an int": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=1.5),
+        }
+        for words, call in cases.items():
+            with pytest.raises((fastattn.InputError, TypeError), match=words):
+                call()
 
     def test_a_typing_error_is_one(self) -> None:
         q = random(1, 3, HEADS, DIM)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fastattn
 import fastattn.integrations.flash_attn as flash_attn
@@ -16,32 +15,15 @@ from cuda_kernels import MARKS, checked
 from fastattn.integrations.flash_attn import flash_attn_interface as interface
 from flash_formulas import flash_attention, offsets, packed_flash_attention, rotated, scores_of
 from kernel_device import DEVICE
+from torch_flash_cases import DIM, HEADS, KV_HEADS, NEAR, check_near, exact, random
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("error:fastattn runs this call in PyTorch")]
-
-HEADS, KV_HEADS, DIM = 4, 2, 16
-NEAR = {"rtol": 1e-2, "atol": 1e-2}
 
 
 @pytest.fixture(autouse=True)
 def cuda_kernels_alone() -> Iterator[None]:
     with fastattn.use_backend("cuda"):
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    """Draws values that float16 represents exactly, so that both sides get the same."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
-
-
-def exact(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.double().cpu().requires_grad_() for tensor in tensors]
-
-
-def check_near(came: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    torch.testing.assert_close(
-        tuple(t.detach().double().cpu() for t in came), tuple(t.detach() for t in wanted), **NEAR
-    )
 
 
 @pytest.mark.parametrize(
@@ -74,26 +56,12 @@ def test_half_a_ring() -> None:
     inputs = exact(q, k, v)
     wanted, lse = flash_attention(*inputs)
     wanted_grads = torch.autograd.grad(wanted, inputs, dout.double().cpu())
+    out, lse = wanted.detach().half().to(DEVICE), lse.detach().float().to(DEVICE)
     grads = tuple(torch.empty_like(tensor) for tensor in (q, k[:, :8], v[:, :8]))
     dq = torch.zeros(q.shape, dtype=torch.float64)
     for rows in (slice(0, 8), slice(8, 16)):
-        interface._flash_attn_backward(
-            dout,
-            q,
-            k[:, rows],
-            v[:, rows],
-            wanted.detach().half().to(DEVICE),
-            lse.detach().float().to(DEVICE),
-            *grads,
-            0.0,
-            DIM**-0.5,
-            False,
-            -1,
-            -1,
-            0.0,
-            None,
-            True,
-        )
+        tensors = dout, q, k[:, rows], v[:, rows], out, lse
+        interface._flash_attn_backward(*tensors, *grads, 0.0, DIM**-0.5, False, -1, -1, 0.0, None, True)
         dq += grads[0].double().cpu()
         check_near(grads[1:], (wanted_grads[1][:, rows], wanted_grads[2][:, rows]))
     torch.testing.assert_close(dq, wanted_grads[0], **NEAR)
@@ -155,13 +123,7 @@ def test_with_kvcache(leftpad: bool) -> None:
         wanted.append(flash_attention(query, key, value)[0])
     with checked(), fastattn.record() as calls:
         out = flash_attn.flash_attn_with_kvcache(
-            plain_q,
-            k_cache,
-            v_cache,
-            plain_new,
-            plain_new,
-            cos,
-            sin,
+            *(plain_q, k_cache, v_cache, plain_new, plain_new, cos, sin),
             cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             cache_leftpad=torch.tensor(starts, dtype=torch.int32, device=DEVICE) if leftpad else None,
         )

@@ -70,7 +70,7 @@ def test_appends_and_attends(options: dict[str, Any], num_new: int) -> None:
         q, k_cache, v_cache, **new, cache_seqlens=LENGTHS, return_softmax_lse=True, **options
     )
     torch.testing.assert_close((out, lse), wanted_of(q, keys, values, **options))
-    for row, key, value in zip(range(BATCH), keys, values, strict=True):
+    for row, (key, value) in enumerate(zip(keys, values, strict=True)):
         assert torch.equal(k_cache[row, : len(key)], key) and torch.equal(v_cache[row, : len(value)], value)
 
 
@@ -139,14 +139,9 @@ def test_sequences_that_begin_later(rows: list[int] | None, options: dict[str, A
     places_before = [slice(int(pad), length) for pad, length in zip(leftpad, lengths, strict=True)]
     keys = [torch.cat([row[place], own]) for row, place, own in zip(used_k, places_before, turned_k, strict=True)]
     values = [torch.cat([row[place], own]) for row, place, own in zip(used_v, places_before, k, strict=True)]
+    caches = (k_cache, v_cache) if rows else (k_cache[:3], v_cache[:3])
     came = flash_attn_with_kvcache(
-        q,
-        k_cache if rows else k_cache[:3],
-        v_cache if rows else v_cache[:3],
-        k,
-        k,
-        cos,
-        sin,
+        *(q, *caches, k, k, cos, sin),
         cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
         cache_batch_idx=None if rows is None else torch.tensor(rows, dtype=torch.int32),
         cache_leftpad=leftpad,
@@ -192,7 +187,7 @@ def test_tensors_that_want_gradients_get_none() -> None:
         (
             {"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8), "cache_seqlens": LENGTHS, "cache_leftpad": LENGTHS}
             | {"rotary_cos": ANGLES[:7], "rotary_sin": ANGLES[:7]},
-            "^rotary_cos: expected at least 8 rows, got 7",
+            "^rotary_cos: expected at least 8 rows, one for each position, got 7",
         ),
     ],
     ids=lambda value: None if isinstance(value, str) else " and ".join(value),

@@ -128,12 +128,12 @@ def test_gradients_that_are_not_wanted_may_be_none() -> None:
     torch.testing.assert_close(dv, gradients_of(flash_attention(*inputs)[0], inputs, q)[2])
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge(blocks: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merges blocks of one softmax as ring-flash-attention does, where the lse of an empty row is +inf, too."""
-    lses = torch.stack([lse.masked_fill(lse == math.inf, -math.inf) for _, lse in parts])
+    lses = torch.stack([lse.masked_fill(lse == math.inf, -math.inf) for _, lse in blocks])
     whole = lses.logsumexp(0)
-    shares = (lses - whole).exp().nan_to_num(0.0)
-    out = sum(part * share.transpose(1, 2)[..., None] for (part, _), share in zip(parts, shares, strict=True))
+    weights = (lses - whole).exp().nan_to_num(0.0)
+    out = sum(out * weight.transpose(1, 2)[..., None] for (out, _), weight in zip(blocks, weights, strict=True))
     return out, whole
 
 
@@ -157,22 +157,12 @@ def test_a_ring_of_two_halves(options: dict[str, Any]) -> None:
     torch.testing.assert_close((out, lse), (wanted.detach(), wanted_lse.detach()))
     dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     for number, (key, value, causal) in enumerate(blocks):
-        part = torch.empty_like(q)
-        rows = slice(4 * number, 4 * number + 4)
+        of_block = torch.empty_like(q)
+        grads = of_block, dk[:, 4 * number : 4 * number + 4], dv[:, 4 * number : 4 * number + 4]
         interface._flash_attn_backward(
-            dout,
-            q,
-            key,
-            value,
-            out,
-            lse,
-            part,
-            dk[:, rows],
-            dv[:, rows],
-            **as_private(causal, **options),
-            deterministic=False,
+            *(dout, q, key, value, out, lse, *grads), **as_private(causal, **options), deterministic=False
         )
-        dq += part
+        dq += of_block
     torch.testing.assert_close((dq, dk, dv), gradients_of(wanted, inputs, dout))
 
 
@@ -203,39 +193,23 @@ def test_a_ring_of_packed_sequences() -> None:
     grads = [torch.zeros_like(tensor) for tensor in inputs]
     for number, (_, _, packed) in enumerate(results):
         dq = torch.empty_like(q)
-        interface._flash_attn_varlen_backward(
-            dout,
-            q,
-            keys[number],
-            values[number],
-            out[0],
-            lse[0],
-            dq,
-            grads[1 + number],
-            grads[3 + number],
-            *packed,
-            **options,
-            deterministic=False,
-        )
+        own_grads = dq, grads[1 + number], grads[3 + number]
+        tensors = dout, q, keys[number], values[number], out[0], lse[0], *own_grads
+        interface._flash_attn_varlen_backward(*tensors, *packed, **options, deterministic=False)
         grads[0] += dq
     torch.testing.assert_close(tuple(grads), gradients_of(wanted, inputs, dout))
 
 
 def test_signatures_are_flash_attns() -> None:
     options = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
-    varlen_options = (
-        "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None "
-    )
+    varlen_options = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 "
     both_offsets = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
     gradients = "dout q k v out softmax_lse dq dk dv "
     wanted = {
         "_flash_attn_forward": "q k v " + options + "return_softmax",
         "_flash_attn_backward": gradients + options + "deterministic rng_state=None",
-        "_flash_attn_varlen_forward": "q k v "
-        + both_offsets
-        + varlen_options
-        + "return_softmax=False block_table=None "
-        "leftpad_k=None seqused_k=None zero_tensors=False",
+        "_flash_attn_varlen_forward": f"q k v {both_offsets}{varlen_options}alibi_slopes=None return_softmax=False "
+        "block_table=None leftpad_k=None seqused_k=None zero_tensors=False",
         "_flash_attn_varlen_backward": gradients + both_offsets + options + "deterministic rng_state=None "
         "zero_tensors=False",
     }

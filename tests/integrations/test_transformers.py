@@ -46,6 +46,14 @@ def both(family: str, **changes: Any) -> tuple[Any, Any]:
     return make_model(family, "eager", **changes), make_model(family, "fastattn", **changes)
 
 
+def check_gradients(eager: Any, ours: Any, outputs: list[Tensor]) -> None:
+    for output in outputs:
+        output.cos().sum().backward()
+    for wanted, came in zip(eager.parameters(), ours.parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(came.grad, wanted.grad, rtol=2e-3, atol=2e-3)
+
+
 class TestForwardAndBackward:
     @pytest.mark.parametrize("padding", ["none", "left", "right"])
     @pytest.mark.parametrize("family", FAMILIES)
@@ -157,11 +165,7 @@ class TestRangesOfKeys:
         outputs = [output_of(model, tokens(padding)) for model in (eager, ours)]
         torch.testing.assert_close(outputs[1], outputs[0], **EXACT)
         assert all(bias.shape[1:3] == (1, 1) for bias in biases)
-        for output in outputs:
-            output.cos().sum().backward()
-        for wanted, came in zip(eager.parameters(), ours.parameters(), strict=True):
-            if wanted.grad is not None:
-                torch.testing.assert_close(came.grad, wanted.grad, rtol=2e-3, atol=2e-3)
+        check_gradients(eager, ours, outputs)
 
     def test_generation(self) -> None:
         options = {"max_new_tokens": 6, "do_sample": False}
@@ -182,11 +186,7 @@ class TestPackedSequences:
         outputs = [model(**inputs).logits for model in (eager, ours)]
         torch.testing.assert_close(outputs[1], outputs[0], **EXACT)
         assert not biases or family in NEEDS_WHOLE_MASKS
-        for output in outputs:
-            output.cos().sum().backward()
-        for wanted, came in zip(eager.parameters(), ours.parameters(), strict=True):
-            if wanted.grad is not None:
-                torch.testing.assert_close(came.grad, wanted.grad, rtol=2e-3, atol=2e-3)
+        check_gradients(eager, ours, outputs)
 
     @pytest.mark.parametrize("longest", [4, None, torch.tensor(4)], ids=["int", "none", "tensor"])
     @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
@@ -196,13 +196,8 @@ class TestPackedSequences:
         inputs = {"input_ids": tokens()["input_ids"][:1], "position_ids": self.position_ids()[:1], "use_cache": False}
         offsets = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
         with fastattn.record() as calls:
-            packed = ours(
-                **inputs,
-                cu_seq_lens_q=offsets,
-                cu_seq_lens_k=offsets,
-                max_length_q=longest,
-                max_length_k=longest,
-            ).logits
+            lengths = {"max_length_q": longest, "max_length_k": longest}
+            packed = ours(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths).logits
         assert len(calls) == 2
         alone = [eager(sequence, use_cache=False).logits for sequence in inputs["input_ids"].split((4, 2, 3), dim=1)]
         torch.testing.assert_close(packed, torch.cat(alone, dim=1), **EXACT)
@@ -212,11 +207,7 @@ class TestPackedSequences:
         query = torch.randn(1, 4, 9, 8)
         with pytest.raises(fastattn.InputError, match="position_bias: expected None for packed sequences"):
             attention_module.attend(
-                torch.nn.Module(),
-                query,
-                query,
-                query,
-                None,
+                *(torch.nn.Module(), query, query, query, None),
                 position_bias=torch.zeros(1, 4, 9, 9),
                 cu_seq_lens_q=offsets,
                 cu_seq_lens_k=offsets,
@@ -246,7 +237,7 @@ class TestCaches:
     @pytest.mark.parametrize("padding", ["none", "left"])
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-    def test_prompts_in_pieces(self, family: str, cache: str, padding: str) -> None:
+    def test_prompts_in_chunks(self, family: str, cache: str, padding: str) -> None:
         """Several queries at a time follow a cache that is not empty. Gradients are on, as some users leave them."""
         eager, ours = both(family)
         inputs = tokens(padding, length=12)

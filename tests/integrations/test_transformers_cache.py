@@ -98,7 +98,7 @@ class TestGenerate:
         assert cache.layers[0].keys.data_ptr() == memory
 
 
-def logits_in_pieces(model: Any, ids: Tensor, mask: Tensor | None, cache: AnyCache, ends: tuple[int, ...]) -> Tensor:
+def logits_in_chunks(model: Any, ids: Tensor, mask: Tensor | None, cache: AnyCache, ends: tuple[int, ...]) -> Tensor:
     parts, begin = [], 0
     for end in ends:
         part_mask = None if mask is None else mask[:, :end]
@@ -111,13 +111,13 @@ def logits_in_pieces(model: Any, ids: Tensor, mask: Tensor | None, cache: AnyCac
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 @torch.no_grad()
-def test_prompts_in_pieces(family: str, padding: str, dtype: str | None) -> None:
+def test_prompts_in_chunks(family: str, padding: str, dtype: str | None) -> None:
     eager, ours = make_model(family, "eager"), make_model(family, "fastattn")
     # gpt_oss's twelfth token has a value halfway between two int8 numbers, where float32's error decides.
     inputs, ends = tokens(padding, length=11), (5, 6, 9, 11)
     mask = inputs.get("attention_mask")
-    wanted = logits_in_pieces(eager, inputs["input_ids"], mask, reference_cache(dtype), ends)
-    came = logits_in_pieces(ours, inputs["input_ids"], mask, make_cache(ours, dtype), ends)
+    wanted = logits_in_chunks(eager, inputs["input_ids"], mask, reference_cache(dtype), ends)
+    came = logits_in_chunks(ours, inputs["input_ids"], mask, make_cache(ours, dtype), ends)
     is_token = torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()
     torch.testing.assert_close(came[is_token], wanted[is_token], **EXACT)
 
@@ -129,7 +129,7 @@ def test_cropped_and_selected_caches_go_on(dtype: str | None) -> None:
     ids = tokens(length=10)["input_ids"]
     cache = make_cache(model, dtype)
     assert cache.is_croppable and cache.is_compileable and cache.get_max_length() == 20
-    wanted = logits_in_pieces(model, ids, None, cache, (6, 10))[:, 6:]
+    wanted = logits_in_chunks(model, ids, None, cache, (6, 10))[:, 6:]
     cache.crop(-4)
     assert int(cache.get_seq_length()) == 6
     torch.testing.assert_close(model(ids[:, 6:], past_key_values=cache).logits, wanted)
@@ -156,7 +156,7 @@ def test_a_compiled_step_without_breaks(padding: str, dtype: str | None) -> None
     model = make_model("llama", "fastattn")
     inputs = tokens(padding)
     mask = inputs.get("attention_mask")
-    wanted = logits_in_pieces(model, inputs["input_ids"], mask, make_cache(model, dtype), (6, 7, 8, 9))
+    wanted = logits_in_chunks(model, inputs["input_ids"], mask, make_cache(model, dtype), (6, 7, 8, 9))
     step = torch.compile(model, fullgraph=True, backend="eager")
     cache = make_cache(model, dtype)
     parts = [

@@ -37,6 +37,11 @@ class Build:
     shared_limit: int
 
 
+def each(value: Any, names: str) -> dict[str, Any]:
+    """Returns the same type, or the same value of a constexpr, for each of the names, which spaces separate."""
+    return dict.fromkeys(names.split(), value)
+
+
 @dataclass(frozen=True)
 class Report:
     """Facts about the compiled kernel: see `KernelFacts`."""

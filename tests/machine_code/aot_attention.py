@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aot import Build
+from aot import Build, each
 from fastattn.triton_kernels.attention_backward_bias import attention_backward_bias_kernel
 from fastattn.triton_kernels.attention_backward_key_value import attention_backward_key_value_kernel
 from fastattn.triton_kernels.attention_backward_query import attention_backward_query_kernel
@@ -28,15 +28,9 @@ ROWS = ("lse", "delta", "row_shift", "grad_lse", "grad_bias", "slope_sums")
 FLOATS = ("scale", "softcap", "dropout_factor")
 
 DEFAULTS: dict[str, Any] = {
-    "left": False,
-    "right": False,
+    **each(False, "left right placed softcap alibi sinks dropout"),
     "ranges": 0,
-    "placed": False,
-    "softcap": False,
-    "alibi": False,
     "bias": NO_BIAS.value,
-    "sinks": False,
-    "dropout": False,
 }
 CAUSAL = {**DEFAULTS, "right": True}
 BOOL = {**DEFAULTS, "bias": BOOL_BIAS.value}
@@ -76,11 +70,8 @@ def argument_types(
         "alibi_slopes": "*fp32:16" if options["alibi"] else "none",
         "sinks": "*fp32:16" if options["sinks"] else "none",
         "dropout_seed": "*i64:16" if options["dropout"] else "none",
-        "ranges": "*i32:16" if options["ranges"] else "none",
-        "tiles": "*i32:16" if options["ranges"] else "none",
-        "cu_seqlens_q": of_pages,
-        "cu_seqlens_k": of_pages,
-        "block_table": of_pages,
+        **each("*i32:16" if options["ranges"] else "none", "ranges tiles"),
+        **each(of_pages, "cu_seqlens_q cu_seqlens_k block_table"),
         "max_logits": "none",
         "stride_bias_n": "i32",
     }
@@ -110,13 +101,8 @@ def build(
     constexprs = attention_constexprs(tile, head_dim, head_dim, **options)
     constexprs |= {
         "PAGE_SIZE": page_size,
-        "NEGATE": False,
-        "MAX_LOGIT": False,
-        "GRAD_LSE": True,
-        "SUM_BATCHES": True,
-        "SUM_HEADS": False,
-        "SUM_ROWS": False,
-        "SUM_COLUMNS": False,
+        **each(True, "GRAD_LSE SUM_BATCHES"),
+        **each(False, "NEGATE MAX_LOGIT SUM_HEADS SUM_ROWS SUM_COLUMNS"),
     }
     used = [name for name in function.arg_names if name in constexprs]
     named = ",".join(name for name, value in options.items() if value) or "plain"

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from aot import Build
+from aot import Build, each
 from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.decode import split_kernel
 
 KB = 1024
 SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 STRIDES = ("i32", "i32", "i32")
-ONES = (
-    "num_queries",
-    "num_splits",
-    "num_kv_heads",
-    "num_new",
-    "num_pages",
-    "num_positions",
-    "rotary_stride",
-    "capacity",
-)
+ONES = "num_queries num_splits num_kv_heads num_new num_pages num_positions rotary_stride capacity"
 # All features at once need most registers. 8-bit caches and pages, which change the loads, are separate.
 FEATURES = {"softcap": True, "alibi": True, "sinks": True, "rotary_dim": 64, "split": False, "rows_differ": True}
 
@@ -31,26 +22,13 @@ def cache_types(dtype: str, cache_format: str, paged: bool, rotary: bool) -> dic
     scale = "none" if cache_format == "16bit" else "*fp32:16"
     table = f"*{dtype}:16" if rotary else "none"
     return {
-        "k_cache": cache,
-        "k_strides": STRIDES,
-        "v_cache": cache,
-        "v_strides": STRIDES,
-        "k_scale": scale,
-        "k_scale_strides": STRIDES,
-        "v_scale": scale,
-        "v_scale_strides": STRIDES,
+        **each(cache, "k_cache v_cache"),
+        **each(scale, "k_scale v_scale"),
+        **each(STRIDES, "k_strides v_strides k_scale_strides v_scale_strides"),
         "cache_seqlens": "*i32:16",
         "block_table": "*i32:16" if paged else "none",
-        "table_stride": "i32",
-        "page_stride": "i32",
-        "num_pages": "i32",
-        "rotary_cos": table,
-        "rotary_sin": table,
-        "rotary_stride": "i32",
-        "num_positions": "i32",
-        "capacity": "i32",
-        "num_new": "i32",
-        "num_kv_heads": "i32",
+        **each(table, "rotary_cos rotary_sin"),
+        **each("i32", "table_stride page_stride num_pages rotary_stride num_positions capacity num_new num_kv_heads"),
     }
 
 
@@ -69,29 +47,22 @@ def split_build(
     tree: bool = False,
     rotary_dim: int = 0,
     split: bool = True,
-    ones: tuple[str, ...] = (),
+    ones: str = "",
 ) -> Build:
-    """Returns a build of the split kernel. ``ones`` are integers that are 1, which Triton makes constants."""
+    """Returns a build of the split kernel. ``ones`` names integers that are 1, which Triton makes constants."""
     tile = tiles.decode_tile(*dims, rows, 2 if cache == "16bit" else 1, SHARED_MEMORY[arch], page_size)
     types: dict[str, Any] = cache_types(dtype, cache, page_size > 0, rotary_dim > 0) | {
         "query": f"*{dtype}:16",
         "q_strides": STRIDES,
         "alibi_slopes": "*fp32:16" if alibi else "none",
-        "alibi_batch_stride": "i32",
         "sinks": "*fp32:16" if sinks else "none",
         "tree_mask": "*u8" if tree else "none",
         "tree_strides": STRIDES,
         "out": "*fp32:16" if split else f"*{dtype}:16",
-        "out_strides": ("i32", *STRIDES),
         "lse": "*fp32:16",
-        "lse_strides": ("i32", *STRIDES),
-        "inner_scale": "fp32",
-        "softcap": "fp32",
-        "window_left": "i32",
-        "window_right": "i32",
-        "num_queries": "i32",
-        "num_splits": "i32",
-        "blocks_per_split": "i32",
+        **each(("i32", *STRIDES), "out_strides lse_strides"),
+        **each("fp32", "inner_scale softcap"),
+        **each("i32", "alibi_batch_stride window_left window_right num_queries num_splits blocks_per_split"),
     }
     constexprs = {
         "GROUP": 8,
@@ -115,9 +86,8 @@ def split_build(
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
-    for one in ones:
-        del types[one]
-        constexprs[one] = 1
+    types = {name: kind for name, kind in types.items() if name not in ones.split()}
+    constexprs |= each(1, ones)
     kind = "ones" if ones else "features" if softcap else "tree" if tree else "rows-differ" if rows_differ else "plain"
     pages = f"-page{page_size}" if page_size else ""
     name = f"decode-sm{arch}-{dtype}-d{dims[0]}x{dims[1]}-rows{rows}-{cache}{pages}-{kind}"

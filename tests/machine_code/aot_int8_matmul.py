@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aot import Build
+from aot import Build, each
 from fastattn.triton_kernels import tiles
 from fastattn.triton_kernels.int8_matmul import forward_kernel, grad_input_kernel
 
@@ -12,7 +12,12 @@ KB = 1024
 SHARED_MEMORY = {80: 163 * KB, 86: 99 * KB, 90: 227 * KB, 100: 227 * KB}
 NUM_SMS = 132
 WIDTH = 4096  # outputs and columns of the weight
-SIZES = {"M": "i32", "N": "i32:16", "K": "i32:16", "num_splits": "i32"}
+COMMON = {
+    **each("i32", "M num_splits scale_stride"),
+    **each("i32:16", "N K weight_stride"),
+    "weight": "*i8:16",
+    "scale": "*fp32:16",
+}
 
 
 def launch_options(tile: tiles.Int8MatmulTile) -> dict[str, Any]:
@@ -28,24 +33,15 @@ def tile_of(arch: int, m: int, group: int) -> tuple[tiles.Int8MatmulTile, int]:
 def forward_build(arch: int, dtype: str, m: int, group: int, activation: str) -> Build:
     tile, limit = tile_of(arch, m, group)
     is_split = tile.split_k > 1
-    types: dict[str, Any] = SIZES | {
-        "x": f"*{dtype}:16",
-        "x_stride": "i32:16",
-        "weight": "*i8:16",
-        "weight_stride": "i32:16",
-        "scale": "*fp32:16",
-        "scale_stride": "i32",
-        "bias": f"*{dtype}:16",
-        "residual": f"*{dtype}:16",
-        "residual_stride": "i32:16",
-        "out": f"*{dtype}:16",
+    types: dict[str, Any] = COMMON | {
+        **each(f"*{dtype}:16", "x bias residual out"),
+        **each("i32:16", "x_stride residual_stride"),
         "partial": "*fp32:16" if is_split else "none",
     }
     constexprs = {
         "GROUP": group,
         "HAS_SCALE": group == 0,
-        "HAS_BIAS": True,
-        "HAS_RESIDUAL": True,
+        **each(True, "HAS_BIAS HAS_RESIDUAL"),
         "ACTIVATION": activation,
         "SPLIT": is_split,
         "BLOCK_M": tile.block_m,
@@ -58,13 +54,9 @@ def forward_build(arch: int, dtype: str, m: int, group: int, activation: str) ->
 
 def grad_input_build(arch: int, dtype: str, m: int, group: int) -> Build:
     tile, limit = tile_of(arch, m, 0)
-    types: dict[str, Any] = SIZES | {
+    types: dict[str, Any] = COMMON | {
         "grad_out": f"*{dtype}:16",
         "grad_out_stride": "i32:16",
-        "weight": "*i8:16",
-        "weight_stride": "i32:16",
-        "scale": "*fp32:16",
-        "scale_stride": "i32",
         "largest_scale": "*fp32:16",
         "out": "*fp32:16" if tile.split_k > 1 else f"*{dtype}:16",
     }
@@ -83,12 +75,8 @@ def builds() -> list[Build]:
     found = [forward_build(100, "fp16", 1, 0, "gelu"), forward_build(100, "bf16", 4096, 128, "none")]
     found.append(grad_input_build(100, "bf16", 4096, 0))
     for arch in (80, 86, 90):
-        for m, dtype, other in (
-            (1, "fp16", "bf16"),
-            (32, "bf16", "fp16"),
-            (64, "fp16", "bf16"),
-            (4096, "bf16", "fp16"),
-        ):
+        for m in (1, 32, 64, 4096):
+            dtype, other = ("fp16", "bf16") if m in (1, 64) else ("bf16", "fp16")
             found.append(forward_build(arch, dtype, m, 0, "gelu"))
             if arch != 86 and m in (1, 4096):
                 found.append(forward_build(arch, other, m, 32, "silu"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aot import Build
+from aot import Build, each
 from aot_decode import SHARED_MEMORY, STRIDES, cache_types
 from fastattn.triton_kernels.decode_append import BLOCK_T, append_kernel
 from fastattn.triton_kernels.decode_combine import COMBINE_SPLITS, combine_kernel
@@ -17,17 +17,11 @@ from fastattn.triton_kernels.tiles import ceil_div
 
 def append_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
     types: dict[str, Any] = cache_types(dtype, cache, True, True) | {
-        "k_new": f"*{dtype}:16",
-        "k_new_strides": STRIDES,
-        "v_new": f"*{dtype}:16",
-        "v_new_strides": STRIDES,
+        **each(f"*{dtype}:16", "k_new v_new"),
+        **each(STRIDES, "k_new_strides v_new_strides"),
     }
     constexprs = {
-        "HEAD_DIM": dim,
-        "VALUE_DIM": dim,
-        "D_PAD": dim,
-        "DV_PAD": dim,
-        "ROTARY_DIM": dim,
+        **each(dim, "HEAD_DIM VALUE_DIM D_PAD DV_PAD ROTARY_DIM"),
         "INTERLEAVED": True,
         "PAGE_SIZE": 16,
         "QUANTISED": cache != "16bit",
@@ -45,15 +39,11 @@ def append_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
 def dequantize_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build:
     types: dict[str, Any] = cache_types(dtype, cache, True, False) | {
         "seqlens": "*i32:16",
-        "k_out": f"*{dtype}:16",
-        "v_out": f"*{dtype}:16",
+        **each(f"*{dtype}:16", "k_out v_out"),
         "max_pages": "i32",
     }
     constexprs = {
-        "HEAD_DIM": dim,
-        "VALUE_DIM": dim,
-        "D_PAD": dim,
-        "DV_PAD": dim,
+        **each(dim, "HEAD_DIM VALUE_DIM D_PAD DV_PAD"),
         "PAGE_SIZE": 16,
         "IS_FP8": cache == "fp8",
         "BLOCK_T": BLOCK_T,
@@ -65,20 +55,13 @@ def dequantize_build(arch: int, dtype: str, cache: str, dim: int = 128) -> Build
 
 def combine_build(arch: int, dtype: str, dim: int = 128) -> Build:
     types: dict[str, Any] = {
-        "partial_out": "*fp32:16",
-        "partial_lse": "*fp32:16",
-        "sinks": "*fp32:16",
+        **each("*fp32:16", "partial_out partial_lse sinks lse"),
         "out": f"*{dtype}:16",
         "out_strides": STRIDES,
-        "lse": "*fp32:16",
-        "num_splits": "i32",
-        "num_rows": "i32",
-        "num_heads": "i32",
-        "num_queries": "i32",
+        **each("i32", "num_splits num_rows num_heads num_queries"),
     }
     constexprs = {
-        "VALUE_DIM": dim,
-        "DV_PAD": dim,
+        **each(dim, "VALUE_DIM DV_PAD"),
         "HAS_SINK": True,
         "COMBINE_SPLITS": COMBINE_SPLITS,
         "num_warps": ceil_div(dim, 256),
@@ -89,21 +72,13 @@ def combine_build(arch: int, dtype: str, dim: int = 128) -> Build:
 
 def merge_build(arch: int, dtype: str) -> Build:
     types: dict[str, Any] = {
-        "partial": "*fp32:16",
-        "scale": "*fp32:16",
-        "scale_stride": "i32",
-        "bias": f"*{dtype}:16",
-        "residual": f"*{dtype}:16",
-        "residual_stride": "i32:16",
-        "out": f"*{dtype}:16",
-        "M": "i32",
-        "N": "i32:16",
-        "num_splits": "i32",
+        **each("*fp32:16", "partial scale"),
+        **each(f"*{dtype}:16", "bias residual out"),
+        **each("i32:16", "residual_stride N"),
+        **each("i32", "scale_stride M num_splits"),
     }
     constexprs = {
-        "HAS_SCALE": True,
-        "HAS_BIAS": True,
-        "HAS_RESIDUAL": True,
+        **each(True, "HAS_SCALE HAS_BIAS HAS_RESIDUAL"),
         "ACTIVATION": "gelu",
         "BLOCK": MERGE_BLOCK,
         "num_warps": 4,

@@ -5,15 +5,12 @@ None of these tests needs a GPU.
 
 from __future__ import annotations
 
-import functools
-import re
-
 import pytest
 
-import instances
-from emulator import static_facts
 from emulator.static_facts import KernelFacts, product_waits
-from machine_code_library import BUILD, library_path
+from instances import rows_of
+from machine_code_facts import exchanged_registers, facts_of
+from machine_code_library import BUILD
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,9 +18,8 @@ pytestmark = [
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
-DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
-INSTANCES = instances.rows_of("attention/instances/backward_key_value_sm90.cu")  # True: with options
-WIDE = instances.rows_of("attention/instances/backward_key_value_wide_sm90.cu")
+KEY_VALUE = "attention/instances/backward_key_value_sm90.cu"  # True: with options
+WIDE = "attention/instances/backward_key_value_wide_sm90.cu"
 KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # blocks of 64 keys per warpgroup
 # Limits of a full step, per warpgroup and 64 rows by 64 keys. FlashAttention-3 has 352 with 64 dims, 405 with 128.
 MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
@@ -40,34 +36,13 @@ MOST_INSTRUCTIONS_WIDE = {
 }
 MAX_STACK_BYTES = 40  # per thread: producer values without a register, and values around the loop
 # With options, each step loads some addresses again, and warps with 24 registers look for the tiles in key ranges.
-MAX_STACK_BYTES_WITH_OPTIONS = 56
+MAX_STACK_BYTES_WITH_OPTIONS = 64
 MOST_LOCAL_WITH_OPTIONS = {64: 6, 96: 0, 128: 6}
 
-each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)
-each_plain_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if not each[2]], ids=str)
-each_options_instance = pytest.mark.parametrize("instance", [each for each in INSTANCES if each[2]], ids=str)
-each_wide = pytest.mark.parametrize("instance", WIDE, ids=str)
-
-
-@functools.cache
-def kernels() -> dict[tuple[int, str, bool], KernelFacts]:
-    found = {}
-    for symbol, facts in static_facts.of_library(library_path(), "sm_90a").items():
-        match = re.search(r"attention_backward_key_value_sm90ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-        if match:
-            found[int(match[1]), DTYPES[int(match[2])], match[3] == "1"] = facts
-    return found
-
-
-@functools.cache
-def wide_kernels() -> dict[tuple[int, int, str, bool], KernelFacts]:
-    found = {}
-    for symbol, facts in static_facts.of_library(library_path(), "sm_90a").items():
-        arguments = r"ILi(\d+)ELi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E"
-        match = re.search("attention_backward_key_value_wide_sm90" + arguments, symbol)
-        if match:
-            found[int(match[1]), int(match[2]), DTYPES[int(match[3])], match[4] == "1"] = facts
-    return found
+each_instance = pytest.mark.parametrize("instance", rows_of(KEY_VALUE), ids=str)
+each_plain_instance = pytest.mark.parametrize("instance", [each for each in rows_of(KEY_VALUE) if not each[2]], ids=str)
+each_options_instance = pytest.mark.parametrize("instance", [each for each in rows_of(KEY_VALUE) if each[2]], ids=str)
+each_wide = pytest.mark.parametrize("instance", rows_of(WIDE), ids=str)
 
 
 def wide_steps(kernel: KernelFacts) -> dict[str, list[str]]:
@@ -85,28 +60,23 @@ def step(kernel: KernelFacts) -> list[str]:
     return kernel.shortest_round(loop)
 
 
-def test_every_instance_is_there() -> None:
-    assert sorted(kernels()) == INSTANCES
-
-
 @each_instance
-def test_warpgroups_exchange_registers_as_planned(instance: tuple[int, str, bool]) -> None:
-    kernel = kernels()[instance]
+def test_warpgroups_exchange_the_registers_that_are_listed(instance: tuple[int, str, bool]) -> None:
+    kernel = facts_of(KEY_VALUE, "sm_90a")[instance]
     assert kernel.registers == 168
-    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
-    assert sorted(int(match[1], 16) for match in found if match) == [24, 240]
+    assert exchanged_registers(kernel) == [24, 240]
 
 
 @each_plain_instance
-def test_local_memory_is_no_part_of_the_loop(instance: tuple[int, str, bool]) -> None:
-    kernel = kernels()[instance]
+def test_the_loop_uses_no_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = facts_of(KEY_VALUE, "sm_90a")[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_STACK_BYTES
 
 
 @each_options_instance
-def test_next_to_no_local_memory_is_part_of_the_loop_with_options(instance: tuple[int, str, bool]) -> None:
-    kernel = kernels()[instance]
+def test_the_loop_with_options_uses_next_to_no_local_memory(instance: tuple[int, str, bool]) -> None:
+    kernel = facts_of(KEY_VALUE, "sm_90a")[instance]
     assert kernel.local_in_loops <= MOST_LOCAL_WITH_OPTIONS[instance[0]]
     assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS
 
@@ -115,7 +85,7 @@ def test_next_to_no_local_memory_is_part_of_the_loop_with_options(instance: tupl
 def test_products_are_those_of_warpgroups(instance: tuple[int, str, bool]) -> None:
     """No wait follows each product, though the compiler serialises products where registers do not suffice."""
     head_dim, dtype, _ = instance
-    opcodes = step(kernels()[instance])
+    opcodes = step(facts_of(KEY_VALUE, "sm_90a")[instance])
     found = [opcode for opcode in opcodes if opcode.startswith("HGMMA")]
     scores, gradients, query = 2 * head_dim // 16, 2 * 64 // 16, 128 // 16
     assert len(found) == KEY_BLOCKS[head_dim] * (scores + gradients) + query
@@ -127,7 +97,7 @@ def test_products_are_those_of_warpgroups(instance: tuple[int, str, bool]) -> No
 @each_instance
 def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str, bool]) -> None:
     """Consumers copy nothing, and add nothing to global memory."""
-    kernel = kernels()[instance]
+    kernel = facts_of(KEY_VALUE, "sm_90a")[instance]
     kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
     assert {"UTMALDG", "UBLKCP", "UBLKRED"} <= kinds
     opcodes = step(kernel)
@@ -138,7 +108,7 @@ def test_copies_and_additions_are_those_of_tma(instance: tuple[int, str, bool]) 
 
 @each_plain_instance
 def test_a_step_is_short(instance: tuple[int, str, bool]) -> None:
-    opcodes = step(kernels()[instance])
+    opcodes = step(facts_of(KEY_VALUE, "sm_90a")[instance])
     blocks = KEY_BLOCKS[instance[0]]
     assert opcodes.count("MUFU.EX2") == 32 * blocks
     # There are no masks, and delta is in dP.
@@ -148,7 +118,7 @@ def test_a_step_is_short(instance: tuple[int, str, bool]) -> None:
 
 @each_options_instance
 def test_a_step_without_any_option_is_short_where_there_could_be_some(instance: tuple[int, str, bool]) -> None:
-    opcodes = step(kernels()[instance])
+    opcodes = step(facts_of(KEY_VALUE, "sm_90a")[instance])
     blocks = KEY_BLOCKS[instance[0]]
     assert opcodes.count("MUFU.EX2") == 32 * blocks
     assert not [opcode for opcode in opcodes if opcode.startswith(("LDG", "SHFL", "MUFU.RCP", "IMAD.HI"))]
@@ -158,21 +128,16 @@ def test_a_step_without_any_option_is_short_where_there_could_be_some(instance: 
 # --- Above 128 dims ---------------------------------------------------------------------------------------------------
 
 
-def test_every_wide_instance_is_there() -> None:
-    assert sorted(wide_kernels()) == WIDE
-
-
 @each_wide
-def test_wide_warpgroups_exchange_registers_as_planned(instance: tuple[int, int, str, bool]) -> None:
-    kernel = wide_kernels()[instance]
+def test_wide_warpgroups_exchange_the_registers_that_are_listed(instance: tuple[int, int, str, bool]) -> None:
+    kernel = facts_of(WIDE, "sm_90a")[instance]
     assert kernel.registers == 128
-    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
-    assert sorted(int(match[1], 16) for match in found if match) == [32, 64, 208, 208]
+    assert exchanged_registers(kernel) == [32, 64, 208, 208]
 
 
 @each_wide
 def test_wide_warpgroups_have_no_local_memory(instance: tuple[int, int, str, bool]) -> None:
-    kernel = wide_kernels()[instance]
+    kernel = facts_of(WIDE, "sm_90a")[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_STACK_BYTES
 
@@ -181,7 +146,7 @@ def test_wide_warpgroups_have_no_local_memory(instance: tuple[int, int, str, boo
 def test_products_above_128_dims_are_those_of_warpgroups(instance: tuple[int, int, str, bool]) -> None:
     """No wait follows each product, though the compiler serialises products where registers do not suffice."""
     head_dim, value_dim, dtype, _ = instance
-    found = wide_steps(wide_kernels()[instance])
+    found = wide_steps(facts_of(WIDE, "sm_90a")[instance])
     products = {name: [each for each in opcodes if each.startswith("HGMMA")] for name, opcodes in found.items()}
 
     def gradient(dims: int) -> int:  # products have at most 192 dims
@@ -200,7 +165,7 @@ def test_products_above_128_dims_are_those_of_warpgroups(instance: tuple[int, in
 @each_wide
 def test_steps_above_128_dims_are_short(instance: tuple[int, int, str, bool]) -> None:
     head_dim, value_dim, _, has_options = instance
-    found = wide_steps(wide_kernels()[instance])
+    found = wide_steps(facts_of(WIDE, "sm_90a")[instance])
     assert found["dV"].count("MUFU.EX2") == 32
     opcodes = [opcode for each in found.values() for opcode in each]
     unwanted = ("FSEL", "SHFL", "LDG", "RED", "ERRBAR", *(("MUFU.RCP", "IMAD.HI") if has_options else ("FADD",)))

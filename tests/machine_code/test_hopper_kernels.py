@@ -6,15 +6,12 @@ no row outgrows its reference, and all values are finite.
 
 from __future__ import annotations
 
-import functools
-import re
-
 import pytest
 
-import instances
-from emulator import static_facts
 from emulator.static_facts import KernelFacts, exponentials_beside_products, product_waits
-from machine_code_library import BUILD, library_path
+from instances import ALL_INSTANCES, rows_of
+from machine_code_facts import exchanged_registers, facts_of
+from machine_code_library import BUILD
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif("90a" not in BUILD["archs"], reason="the native library was built without kernels for sm_90a"),
 ]
 
-DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 Instance = tuple[int, int, str]  # head dim, head dim of values, dtype
 # Keys per tile, by both head dims.
 BLOCK_N = {(64, 64): 96, (96, 96): 128, (128, 128): 128, (192, 128): 80, (192, 192): 96, (256, 256): 80}
@@ -39,8 +35,9 @@ MASKED_STEPS = {(192, 128): 1}  # in one round of the masked loop; 2 with other 
 # The least fraction of a step's exponentials during its P·V; 0.9 with other dims. With these dims no register is left
 # to keep ptxas from moving the wait up among them: see forward_sm90.cuh.
 BESIDE_PRODUCTS = {(192, 128): 0.25}
-FORWARD = instances.rows_of("attention/instances/forward_sm90.cu")
-OPTIONS = instances.rows_of("attention/instances/forward_options_sm90.cu")
+FORWARD = "attention/instances/forward_sm90.cu"
+OPTIONS = "attention/instances/forward_options_sm90.cu"
+SOURCES = sorted({each.source for each in ALL_INSTANCES if each.architecture == "90a"})
 # Limits of the kernel with options: local accesses in its loop, and bytes of stack. Other dims have none. With 64 and
 # 192 dims, a step stores addresses where it must load a bias key by key. With 256, it stores numbers of options that
 # are seldom used together, and the producer has 24 registers.
@@ -49,30 +46,8 @@ LOCAL_OF_OPTIONS = {(64, 64): (4, 8), (192, 192): (2, 8), (256, 256): (1, 40)}
 # has 24 registers.
 MAX_STACK_BYTES = {(256, 256): 48}
 
-each_forward = pytest.mark.parametrize("instance", FORWARD, ids=str)
-each_with_options = pytest.mark.parametrize("instance", OPTIONS, ids=str)
-
-
-@functools.cache
-def machine_code() -> dict[str, KernelFacts]:
-    return static_facts.of_library(library_path(), "sm_90a")
-
-
-def kernels(name: str) -> dict[Instance, KernelFacts]:
-    found = {}
-    for symbol, facts in machine_code().items():
-        match = re.search(rf"{name}ILi(\d+)ELi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
-        if match:
-            found[int(match[1]), int(match[2]), DTYPES[int(match[3])]] = facts
-    return found
-
-
-def forward_kernels() -> dict[Instance, KernelFacts]:
-    return kernels("attention_forward_sm90")
-
-
-def options_kernels() -> dict[Instance, KernelFacts]:
-    return kernels("attention_forward_options_sm90")
+each_forward = pytest.mark.parametrize("instance", rows_of(FORWARD), ids=str)
+each_with_options = pytest.mark.parametrize("instance", rows_of(OPTIONS), ids=str)
 
 
 def masked_path(kernel: KernelFacts, body: frozenset[int]) -> list[str]:
@@ -92,36 +67,35 @@ def two_full_steps(kernel: KernelFacts) -> list[str]:
     return kernel.shortest_round(loops(kernel)[1])
 
 
-def test_every_instance_is_there() -> None:
-    assert sorted(forward_kernels()) == FORWARD
-    assert sorted(options_kernels()) == OPTIONS
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_instance_for_hopper_is_there(source: str) -> None:
+    assert facts_of(source, "sm_90a").keys() == set(rows_of(source))
 
 
 @each_with_options
 def test_options_leave_products_and_copies_to_the_hopper_units(instance: Instance) -> None:
-    kernel = options_kernels()[instance]
+    kernel = facts_of(OPTIONS, "sm_90a")[instance]
     assert list(kernel.tensor_core) == ["HGMMA"]
     assert "UTMALDG" in {opcode.split(".")[0] for opcode in kernel.instructions}
 
 
 @each_with_options
 def test_options_hardly_use_local_memory(instance: Instance) -> None:
-    kernel = options_kernels()[instance]
+    kernel = facts_of(OPTIONS, "sm_90a")[instance]
     in_loops, stack_bytes = LOCAL_OF_OPTIONS.get(instance[:2], (0, 0))
     assert kernel.local_in_loops <= in_loops and kernel.stack_bytes <= stack_bytes
 
 
 @each_forward
-def test_warpgroups_exchange_registers_as_planned(instance: Instance) -> None:
-    kernel = forward_kernels()[instance]
+def test_warpgroups_exchange_the_registers_that_are_listed(instance: Instance) -> None:
+    kernel = facts_of(FORWARD, "sm_90a")[instance]
     assert kernel.registers == 65536 // (128 * (CONSUMERS.get(instance[:2], 2) + 1)) // 8 * 8  # per thread at launch
-    found = [re.search(r"USETMAXREG.*\b0x([0-9a-f]+)", line) for line in kernel.lines]
-    assert sorted(int(match[1], 16) for match in found if match) == sorted(REGISTERS[instance[:2]])
+    assert exchanged_registers(kernel) == sorted(REGISTERS[instance[:2]])
 
 
 @each_forward
-def test_local_memory_is_no_part_of_the_loops(instance: Instance) -> None:
-    kernel = forward_kernels()[instance]
+def test_loops_use_no_local_memory(instance: Instance) -> None:
+    kernel = facts_of(FORWARD, "sm_90a")[instance]
     assert kernel.local_in_loops == 0
     assert kernel.stack_bytes <= MAX_STACK_BYTES.get(instance[:2], 32)
 
@@ -129,7 +103,7 @@ def test_local_memory_is_no_part_of_the_loops(instance: Instance) -> None:
 @each_forward
 def test_products_are_those_of_warpgroups(instance: Instance) -> None:
     head_dim, value_dim, dtype = instance
-    kernel = forward_kernels()[instance]
+    kernel = facts_of(FORWARD, "sm_90a")[instance]
     assert list(kernel.tensor_core) == ["HGMMA"]
     products = head_dim // 16 + BLOCK_N[head_dim, value_dim] // 16  # of Q·Kᵀ and of P·V in a step
     masked, _ = loops(kernel)
@@ -143,7 +117,7 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
 @each_forward
 def test_the_producer_copies_with_tma(instance: Instance) -> None:
     """It gathers rows of small pages with LDGSTS. Consumers copy nothing, and wait for no memory fence."""
-    kernel = forward_kernels()[instance]
+    kernel = facts_of(FORWARD, "sm_90a")[instance]
     kinds = {opcode.split(".")[0] for opcode in kernel.instructions}
     assert "UTMALDG" in kinds and "LDSM" not in kinds
     full = two_full_steps(kernel)
@@ -152,7 +126,7 @@ def test_the_producer_copies_with_tma(instance: Instance) -> None:
 
 @each_forward
 def test_a_full_step_has_an_exponential_for_each_score_and_no_maxima_and_masks(instance: Instance) -> None:
-    full = two_full_steps(forward_kernels()[instance])
+    full = two_full_steps(facts_of(FORWARD, "sm_90a")[instance])
     assert sum(opcode.startswith("MUFU.EX2") for opcode in full) == BLOCK_N[instance[:2]]  # 64 rows, 128 lanes
     assert not [opcode for opcode in full if opcode.startswith(("FMNMX", "FSEL", "FMUL", "SHFL"))]
 
@@ -160,7 +134,7 @@ def test_a_full_step_has_an_exponential_for_each_score_and_no_maxima_and_masks(i
 @each_forward
 def test_a_step_waits_twice_and_its_exponentials_run_beside_a_product(instance: Instance) -> None:
     """It waits for the scores, with P·V of the tile before in flight, and for that P·V after the softmax."""
-    full = two_full_steps(forward_kernels()[instance])
+    full = two_full_steps(facts_of(FORWARD, "sm_90a")[instance])
     assert product_waits(full) == 2 * 2
     assert exponentials_beside_products(full) >= BESIDE_PRODUCTS.get(instance[:2], 0.9) * full.count("MUFU.EX2")
 
@@ -168,7 +142,7 @@ def test_a_step_waits_twice_and_its_exponentials_run_beside_a_product(instance: 
 @each_with_options
 def test_a_step_with_options_waits_twice_and_its_exponentials_run_beside_a_product(instance: Instance) -> None:
     """It waits as without options. Its loop is the last of those with products, and begins in the middle of a step."""
-    kernel = options_kernels()[instance]
+    kernel = facts_of(OPTIONS, "sm_90a")[instance]
     step = kernel.shortest_round(max(kernel.main_loops, key=min))
     assert product_waits(step) == 2
     assert exponentials_beside_products(step) >= 0.9 * step.count("MUFU.EX2") > 0
@@ -178,7 +152,7 @@ def test_a_step_with_options_waits_twice_and_its_exponentials_run_beside_a_produ
 def test_a_step_is_short(instance: Instance) -> None:
     """The limits are per 64 rows by 128 keys of a warpgroup. FlashAttention-3 has 423 with 64 dims, 433 with 128."""
     head_dims = instance[:2]
-    full = two_full_steps(forward_kernels()[instance])
+    full = two_full_steps(facts_of(FORWARD, "sm_90a")[instance])
     per_128_keys = len(full) / 2 * 128 / BLOCK_N[head_dims]
     most = {(64, 64): 355, (96, 96): 342, (128, 128): 355, (192, 128): 448, (192, 192): 418, (256, 256): 487}
     assert per_128_keys <= most[head_dims]
@@ -188,7 +162,7 @@ def test_a_step_is_short(instance: Instance) -> None:
 def test_a_masked_step_is_short(instance: Instance) -> None:
     """The limits are per 64 rows by 128 keys of a warpgroup. FlashAttention-3 has 579 with 64 dims, 618 with 128."""
     head_dims = instance[:2]
-    kernel = forward_kernels()[instance]
+    kernel = facts_of(FORWARD, "sm_90a")[instance]
     path, steps = masked_path(kernel, loops(kernel)[0]), MASKED_STEPS.get(head_dims, 2)
     columns = BLOCK_N[head_dims] // 2  # columns of a lane in its two rows
     assert path.count("FSEL") == steps * columns

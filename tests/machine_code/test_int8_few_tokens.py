@@ -60,7 +60,7 @@ def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> Non
 
 
 @each_code
-def test_parts_of_few_tokens_are_loaded_together(code: str) -> None:
+def test_partials_of_few_tokens_are_loaded_together(code: str) -> None:
     """Sixteen partials of up to four tokens, or eight of four rows of more tokens, are loaded before any is added."""
     for facts in of_few_tokens(code, MATMUL) + of_few_tokens(code, GRADIENT) + of_few_tokens(code, WITH_INT8_TOKENS):
         names = [full_opcode(line) for line in facts.lines]

@@ -6,7 +6,6 @@ dynamic shared memory a kernel needs: kernels assert that when they are compiled
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from pathlib import Path
@@ -19,8 +18,8 @@ import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts
 from fastattn import native
-from fastattn.native import CACHE_FORMATS
 from instances import ALL_INSTANCES, DTYPES, rows_of
+from machine_code_facts import facts_of, machine_code, symbols_of
 from machine_code_library import BUILD, kernels, library_path, tiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # one process disassembles the library
@@ -40,34 +39,31 @@ SCHEMA_ARGUMENTS = {
     "int8_matmul_grad_input": 4,
 }
 
-FORWARD_INSTANCES = rows_of("attention/instances/forward_sm80.cu")
-DECODE_INSTANCES = rows_of("decode/instances/split_sm80.cu")
-APPEND_INSTANCES = rows_of("decode/instances/append_sm80.cu")
-DEQUANTIZE_INSTANCES = rows_of("decode/instances/dequantize_sm80.cu")
-OPTIONS_INSTANCES = rows_of("attention/instances/forward_options_sm80.cu")  # True: paged keys
-INT8_INSTANCES = sorted(
-    (kernel, *values)
-    for kernel, file in (("int8_matmul_sm80", "gemm"), ("int8_matmul_grad_input_sm80", "grad_input"))
-    for values in rows_of(f"int8_matmul/instances/{file}_sm80.cu")
+FORWARD = "attention/instances/forward_sm80.cu"
+OPTIONS = "attention/instances/forward_options_sm80.cu"
+KEY_VALUE = "attention/instances/backward_key_value_sm80.cu"
+LARGE = "attention/instances/backward_key_value_large_sm80.cu"
+OTHER_BACKWARD = [
+    f"attention/instances/backward_{kernel}_sm80.cu"
+    for kernel in ("ranges", "query", "rows", "bias", "sinks", "slopes", "slope_sums")
+]
+DECODE = "decode/instances/split_sm80.cu"
+APPEND = "decode/instances/append_sm80.cu"
+DEQUANTIZE = "decode/instances/dequantize_sm80.cu"
+INT8 = "int8_matmul/instances/gemm_sm80.cu"
+INT8_GRADIENT = "int8_matmul/instances/grad_input_sm80.cu"
+INT8_TOKENS = "int8_matmul/instances/gemm_s8_sm80.cu"  # with int8 activations
+SOURCES = (
+    *(FORWARD, OPTIONS, KEY_VALUE, LARGE, *OTHER_BACKWARD),
+    *(DECODE, APPEND, DEQUANTIZE, INT8, INT8_GRADIENT, INT8_TOKENS),
 )
-S8_INSTANCES = rows_of("int8_matmul/instances/gemm_s8_sm80.cu")  # with int8 activations
-KEY_VALUE_INSTANCES = rows_of("attention/instances/backward_key_value_sm80.cu")  # True: with options
-LARGE_INSTANCES = rows_of("attention/instances/backward_key_value_large_sm80.cu")
-# Kernel and template arguments of the other backward kernels.
-BACKWARD_INSTANCES = sorted(
-    (
-        (kernel, *values)
-        for kernel in ("ranges", "query", "rows", "bias", "sinks", "slopes", "slope_sums")
-        for values in rows_of(f"attention/instances/backward_{kernel}_sm80.cu")
-    ),
-    key=str,
-)
+PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}  # by dtype
 
 MAX_REGISTERS = 255  # per thread: two CTAs of 128 threads, or one of 256, share an SM's 65536
 MAX_SPILLED_BYTES = 16  # per thread, outside of loops
-# Bytes of stack for values without a register, by kernel and template arguments; all others have none. Decoding fp8
+# Bytes of stack for values without a register, by kernel; all others have none. Decoding fp8
 # with 256 dims uses up the registers: one number is loaded again in each step.
-SPILLED_BYTES_SM90 = {("decode", 256, 16, dtype, "fp8"): 8 for dtype in DTYPES}
+SPILLED_BYTES_SM90 = {f"decode_split_sm80<256, {dtype}, fp8>": 8 for dtype in DTYPES}
 MAX_SHARED_BYTES = 99 * 1024  # limit of a CTA on sm_86, sm_89 and sm_120
 
 
@@ -150,129 +146,42 @@ has_sm90_code = pytest.mark.skipif(
 )
 
 
-def forward_instance(symbol: str, gpu: int = 80) -> tuple[int, str] | None:
-    """Returns (head dim, dtype) of a mangled attention_forward_sm80 (or 90), None for other symbols."""
-    match = re.search(rf"attention_forward_sm{gpu}ILi(\d+)E(?:Li\d+E)?LN\w*?8DataTypeE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])]) if match else None
-
-
-def options_instance(symbol: str) -> tuple[int, str, bool] | None:
-    """Returns (head dim, dtype, paged) of a mangled attention_forward_options_sm80, None for other symbols."""
-    match = re.search(r"attention_forward_options_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], match[3] == "1") if match else None
-
-
-def decode_instance(symbol: str) -> tuple[int, int, str, str] | None:
-    """Returns (head dim, rows, dtype, cache format) of a mangled decode_split_sm80, None for other symbols."""
-    match = re.search(r"decode_split_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)ELi(\d+)E", symbol)
-    return (int(match[1]), int(match[4]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
-
-
-def append_instance(symbol: str) -> tuple[int, str, str] | None:
-    """Returns (head dim, dtype, cache format) of a mangled decode_append_sm80, None for other symbols."""
-    match = re.search(r"decode_append_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])], CACHE_FORMATS[int(match[3])]) if match else None
-
-
-def dequantize_instance(symbol: str) -> tuple[str, str] | None:
-    """Returns (dtype, cache format) of a mangled decode_dequantize_sm80, None for other symbols."""
-    match = re.search(r"decode_dequantize_sm80ILN\w*?8DataTypeE(\d)ELN\w*?11CacheFormatE(\d)E", symbol)
-    return (DTYPES[int(match[1])], CACHE_FORMATS[int(match[2])]) if match else None
-
-
-def key_value_instance(symbol: str) -> tuple[int, bool, str] | None:
-    """Returns (head dim, with options, dtype) of a mangled attention_backward_key_value_sm80, None for others."""
-    match = re.search(r"attention_backward_key_value_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)ELb([01])E", symbol)
-    return (int(match[1]), match[3] == "1", DTYPES[int(match[2])]) if match else None
-
-
-def large_instance(symbol: str) -> tuple[int, str] | None:
-    """Returns (head dim, dtype) of a mangled attention_backward_key_value_large_sm80, None for others."""
-    match = re.search(r"attention_backward_key_value_large_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])]) if match else None
-
-
-def backward_instance(symbol: str) -> tuple[Any, ...] | None:
-    """Returns kernel, head dim and dtype, where present, of another attention_backward_…_sm80, None for others."""
-    match = re.search(
-        r"attention_backward_(ranges|query|rows|bias|sinks|slopes|slope_sums)_sm80"
-        r"(?:I(?:Li(\d+)E)?L?N\w*?8DataTypeE(\d)E)?",
-        symbol,
-    )
-    if match is None:
-        return None
-    return (
-        match[1],
-        *(int(text) for text in (match[2],) if text),
-        *(DTYPES[int(text)] for text in (match[3],) if text),
+def each_instance(*sources: str, without_options: bool = False) -> pytest.MarkDecorator:
+    """Runs a test for each instance of the kernels in the sources, or only for those whose flag is false."""
+    instances = [
+        (source, row) for source in sources for row in rows_of(source) if not (without_options and True in row)
+    ]
+    return pytest.mark.parametrize(
+        ("source", "instance"), instances, ids=[f"{Path(source).stem}-{row}" for source, row in instances]
     )
 
 
-@functools.cache
-def machine_code(code: str = "sm_80") -> dict[str, KernelFacts]:
-    """Returns the facts of the library's kernels with machine code for ``code``, by mangled name."""
-    return static_facts.of_library(library_path(), code)
+def products_of(kernel: KernelFacts) -> list[str]:
+    return [name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))]
 
 
-@functools.cache
-def forward_kernels() -> dict[tuple[int, str], KernelFacts]:
-    return {
-        instance: facts for name, facts in machine_code().items() if (instance := forward_instance(name)) is not None
-    }
-
-
-@functools.cache
-def options_kernels() -> dict[tuple[int, str, bool], KernelFacts]:
-    return {
-        instance: facts for name, facts in machine_code().items() if (instance := options_instance(name)) is not None
-    }
-
-
-@functools.cache
-def decode_kernels() -> dict[tuple[int, int, str, str], KernelFacts]:
-    return {
-        instance: facts for name, facts in machine_code().items() if (instance := decode_instance(name)) is not None
-    }
-
-
-@functools.cache
-def key_value_kernels() -> dict[tuple[int, bool, str], KernelFacts]:
-    return {
-        instance: facts for name, facts in machine_code().items() if (instance := key_value_instance(name)) is not None
-    }
-
-
-@functools.cache
-def large_kernels() -> dict[tuple[int, str], KernelFacts]:
-    return {instance: facts for name, facts in machine_code().items() if (instance := large_instance(name)) is not None}
-
-
-@functools.cache
-def backward_kernels() -> dict[tuple[Any, ...], KernelFacts]:
-    return {
-        instance: facts for name, facts in machine_code().items() if (instance := backward_instance(name)) is not None
-    }
+def count(opcodes: list[str], kind: str) -> int:
+    return sum(opcode.startswith(kind) for opcode in opcodes)
 
 
 @with_sm80_kernels
-def test_every_forward_instance_is_there() -> None:
-    assert sorted(forward_kernels()) == FORWARD_INSTANCES
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_instance_is_there(source: str) -> None:
+    assert facts_of(source).keys() == set(rows_of(source))
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_stays_within_its_registers_and_shared_memory(instance: tuple[int, str]) -> None:
-    kernel = forward_kernels()[instance]
+@each_instance(*(source for source in SOURCES if source not in (APPEND, DEQUANTIZE)))
+def test_a_kernel_stays_within_its_registers_and_shared_memory(source: str, instance: tuple[Any, ...]) -> None:
+    """Local memory is used by the plain forward kernel alone, and not in its loops."""
+    kernel = facts_of(source)[instance]
     assert 0 < kernel.registers <= MAX_REGISTERS
     assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_never_touches_local_memory_in_a_loop(instance: tuple[int, str]) -> None:
-    kernel = forward_kernels()[instance]
     assert kernel.local_in_loops == 0
-    assert kernel.stack_bytes <= MAX_SPILLED_BYTES
+    if source == FORWARD:
+        assert kernel.stack_bytes <= MAX_SPILLED_BYTES
+    else:
+        assert kernel.local_outside == kernel.stack_bytes == 0
 
 
 def stated_counts(table: str) -> dict[int, dict[str, int]]:
@@ -285,143 +194,75 @@ def stated_counts(table: str) -> dict[int, dict[str, int]]:
     return {head_dim: dict(zip(columns, rest, strict=True)) for head_dim, *rest in numbers}
 
 
-def check_main_loop(kernel: KernelFacts, stated: dict[str, int]) -> None:
+@with_sm80_kernels
+@each_instance(FORWARD, KEY_VALUE, without_options=True)
+def test_main_loop_is_what_the_tile_table_states(source: str, instance: tuple[Any, ...]) -> None:
     """Matrix instructions, matrix loads and exponentials follow from the algorithm, so their numbers must be exact."""
-    opcodes = kernel.main_loop
+    kernel = facts_of(source)[instance]
+    stated = stated_counts("Forward" if source == FORWARD else "Backward")[instance[0]]
     for kind in ("HMMA", "MUFU.EX2", "LDSM"):
-        assert sum(opcode.startswith(kind) for opcode in opcodes) == stated[kind], kind
-    assert len(opcodes) == pytest.approx(stated["instructions"], rel=0.03)
+        assert count(kernel.main_loop, kind) == stated[kind], kind
+    assert len(kernel.main_loop) == pytest.approx(stated["instructions"], rel=0.03)
     assert kernel.registers <= stated["registers"]
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_main_loop_of_forward_is_what_the_tile_table_states(instance: tuple[int, str]) -> None:
-    check_main_loop(forward_kernels()[instance], stated_counts("Forward")[instance[0]])
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", [each for each in KEY_VALUE_INSTANCES if not each[1]], ids=str)
-def test_main_loop_of_backward_is_what_the_tile_table_states(instance: tuple[int, bool, str]) -> None:
-    check_main_loop(key_value_kernels()[instance], stated_counts("Backward")[instance[0]])
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", LARGE_INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", rows_of(LARGE), ids=str)
 def test_loops_of_large_backward_are_what_the_tile_table_states(instance: tuple[int, str]) -> None:
     """One loop is for the value warps, which have the exponentials, and one for the key warps, which add to global
     memory. Neither touches local memory, and both together multiply as often as a step of four warps needs."""
     head_dim, dtype = instance
-    kernel, stated = large_kernels()[instance], stated_counts("Large backward")[head_dim]
+    kernel, stated = facts_of(LARGE)[instance], stated_counts("Large backward")[head_dim]
     assert kernel.registers <= stated["registers"]
-    assert kernel.local_in_loops + kernel.local_outside == kernel.stack_bytes == 0
     values, keys = sorted(
         (opcodes for opcodes in map(kernel.opcodes_of, kernel.main_loops) if any("HMMA" in each for each in opcodes)),
         key=lambda opcodes: "RED" in {opcode.split(".")[0] for opcode in opcodes},
     )
-
-    def count(opcodes: list[str], kind: str) -> int:
-        return sum(opcode.startswith(kind) for opcode in opcodes)
-
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
-    assert {opcode for opcode in values + keys if "MMA" in opcode} == {expected}
-    units = 2  # blocks of 64 rows by 64 keys in a step
-    assert len(values + keys) == pytest.approx(units * stated["loops"], rel=0.03)
+    assert {opcode for opcode in values + keys if "MMA" in opcode} == {PRODUCTS[dtype]}
+    blocks = 2  # blocks of 64 rows by 64 keys in a step
+    assert len(values + keys) == pytest.approx(blocks * stated["loops"], rel=0.03)
     products = 64 * 64 * head_dim // (16 * 8 * 16 * 4)
     assert stated["HMMA"] == 5 * products
-    assert (count(values, "HMMA"), count(keys, "HMMA")) == (units * 3 * products, units * 2 * products)
-    assert (count(values, "MUFU.EX2"), count(keys, "MUFU")) == (units * 32, 0)
-    assert count(values + keys, "LDSM") == units * stated["LDSM"]
-    assert count(keys, "RED.E.ADD.F32") == units * stated["RED"] and count(values, "RED") == 0
+    assert (count(values, "HMMA"), count(keys, "HMMA")) == (blocks * 3 * products, blocks * 2 * products)
+    assert (count(values, "MUFU.EX2"), count(keys, "MUFU")) == (blocks * 32, 0)
+    assert count(values + keys, "LDSM") == blocks * stated["LDSM"]
+    assert count(keys, "RED.E.ADD.F32") == blocks * stated["RED"] and count(values, "RED") == 0
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_multiplies_on_the_tensor_cores(instance: tuple[int, str]) -> None:
+@pytest.mark.parametrize("instance", rows_of(FORWARD), ids=str)
+def test_forward_multiplies_on_the_tensor_cores_and_copies_asynchronously(instance: tuple[int, str]) -> None:
     head_dim, dtype = instance
-    instructions = forward_kernels()[instance].instructions
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    kernel = facts_of(FORWARD)[instance]
     # A warp computes two products, in the masked loop and in the unmasked one.
     rows, keys = (32 if head_dim <= 128 else 16), (64 if head_dim <= 192 else 32)
-    products = 2 * 2 * (rows // 16) * (keys // 8) * (head_dim // 16)
-    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert products_of(kernel) == [PRODUCTS[dtype]] * (2 * 2 * (rows // 16) * (keys // 8) * (head_dim // 16))
+    assert {"LDGSTS", "LDSM", "MUFU"} <= {name.split(".")[0] for name in kernel.instructions}
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", FORWARD_INSTANCES, ids=str)
-def test_forward_copies_asynchronously_and_loads_matrices(instance: tuple[int, str]) -> None:
-    kinds = {name.split(".")[0] for name in forward_kernels()[instance].instructions}
-    assert {"LDGSTS", "LDSM", "MUFU"} <= kinds
-
-
-@with_sm80_kernels
-def test_every_instance_with_options_is_there() -> None:
-    assert sorted(options_kernels()) == OPTIONS_INSTANCES
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
-def test_forward_with_options_never_touches_local_memory(instance: tuple[int, str, bool]) -> None:
-    kernel = options_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-    assert kernel.local_in_loops + kernel.local_outside == 0
-    assert kernel.stack_bytes == 0
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", OPTIONS_INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", rows_of(OPTIONS), ids=str)
 def test_forward_with_options_multiplies_on_the_tensor_cores(instance: tuple[int, str, bool]) -> None:
     head_dim, dtype, _ = instance
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
     # A warp computes two products of 16 rows; masked and other steps share their code.
     keys = 64 if head_dim <= 128 else 32
-    products = 2 * (keys // 8) * (head_dim // 16)
-    instructions = options_kernels()[instance].instructions
-    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
-
-
-def int8_instance(symbol: str) -> tuple[str, int, str] | None:
-    """Returns (kernel, tokens per tile, dtype) of a mangled int8 matmul or its input gradient, None for others."""
-    match = re.search(r"\d(int8_matmul(?:_grad_input)?_sm80)ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
-    return (match[1], int(match[2]), DTYPES[int(match[3])]) if match else None
-
-
-@functools.cache
-def int8_kernels() -> dict[tuple[str, int, str], KernelFacts]:
-    return {instance: facts for name, facts in machine_code().items() if (instance := int8_instance(name)) is not None}
+    assert products_of(facts_of(OPTIONS)[instance]) == [PRODUCTS[dtype]] * (2 * (keys // 8) * (head_dim // 16))
 
 
 @with_sm80_kernels
-def test_every_int8_instance_is_there() -> None:
-    assert sorted(int8_kernels()) == INT8_INSTANCES
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
-def test_int8_never_touches_local_memory(instance: tuple[str, int, str]) -> None:
-    kernel = int8_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-    assert kernel.local_in_loops + kernel.local_outside == 0
-    assert kernel.stack_bytes == 0
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", INT8_INSTANCES, ids=str)
-def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[str, int, str]) -> None:
+@each_instance(INT8, INT8_GRADIENT)
+def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(source: str, instance: tuple[int, str]) -> None:
     """The forward pass has main loops with and without groups; the gradient has one that also sums tokens for a bias,
     and one that does not. A warp dequantises each of its operands A once, 4 pairs per lane, and multiplies it with all
     tokens. The gradient takes one more instruction, which scales. One of the loops with groups may double a scale."""
-    name, tokens, dtype = instance
-    is_forward = name == "int8_matmul_sm80"
-    kernel = int8_kernels()[instance]
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    tokens, dtype = instance
+    is_forward = source == INT8
+    kernel = facts_of(source)[instance]
     loops = []
     for body in kernel.main_loops:
         opcodes = kernel.opcodes_of(body)
         products = [opcode for opcode in opcodes if opcode.startswith(("HMMA", "IMMA"))]
-        assert set(products) == {expected}
+        assert set(products) == {PRODUCTS[dtype]}
         loops.append((len(products), len(opcodes), body, opcodes))
     without, others = min(loops)[:2], max(loops)[:2]
     if not is_forward:  # a tile of ones times two tiles of eight columns, per 16 tokens
@@ -435,44 +276,18 @@ def test_int8_dequantises_in_two_and_a_half_instructions_a_pair(instance: tuple[
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("I2F", "F2F", "I2I")]
 
 
-def s8_instance(symbol: str) -> tuple[int, str] | None:
-    """Returns (tokens per tile, dtype) of a mangled int8_matmul_s8_sm80, None for other symbols."""
-    match = re.search(r"int8_matmul_s8_sm80ILi(\d+)ELN\w*?8DataTypeE(\d)E", symbol)
-    return (int(match[1]), DTYPES[int(match[2])]) if match else None
-
-
-@functools.cache
-def s8_kernels() -> dict[tuple[int, str], KernelFacts]:
-    return {instance: facts for name, facts in machine_code().items() if (instance := s8_instance(name)) is not None}
-
-
 @with_sm80_kernels
-def test_every_int8_instance_with_int8_activations_is_there() -> None:
-    assert sorted(s8_kernels()) == S8_INSTANCES
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
-def test_int8_activations_never_touch_local_memory(instance: tuple[int, str]) -> None:
-    kernel = s8_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-    assert kernel.local_in_loops + kernel.local_outside == 0
-    assert kernel.stack_bytes == 0
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", S8_INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", rows_of(INT8_TOKENS), ids=str)
 def test_int8_activations_multiply_without_conversion(instance: tuple[int, str]) -> None:
     """The three main loops are for one scale per row, for groups of 32, and for larger groups. ldmatrix loads operands,
     and additions convert sums of groups to fp32. With tiles of 16 tokens, a path through the loop quantises tokens."""
     tokens, _ = instance
-    kernel = s8_kernels()[instance]
+    kernel = facts_of(INT8_TOKENS)[instance]
     assert len(kernel.main_loops) == 3
     blocks = 2 if tokens == 128 else 4  # blocks of 32 k in a step
     one_scale, *groups = sorted(map(kernel.opcodes_of, kernel.main_loops), key=len)
     loads = 4 + 4 if tokens == 128 else 2 + tokens // 16  # a warp's loads of weights and tokens
-    assert sum(opcode.startswith("LDSM") for opcode in one_scale) == blocks * loads
+    assert count(one_scale, "LDSM") == blocks * loads
     # The larger of IMMA's clocks on an A100, and the clocks in which an H200's memory loads the weights.
     assert len(one_scale) <= max(8 * blocks * 2 * tokens // 8, 128 * 32 * blocks / 18.4)
     for opcodes in map(kernel.shortest_round, kernel.main_loops):
@@ -480,64 +295,46 @@ def test_int8_activations_multiply_without_conversion(instance: tuple[int, str])
         assert products == ["IMMA.16832.S8.S8"] * (blocks * 2 * tokens // 8)
         assert not [opcode for opcode in opcodes if opcode.split(".")[0] in ("PRMT", "I2F", "F2I", "I2I")]
     for opcodes in groups:
-        assert sum(opcode.startswith("LDSM") for opcode in opcodes) == blocks * (2 + tokens // 16)
+        assert count(opcodes, "LDSM") == blocks * (2 + tokens // 16)
 
 
-@with_sm80_kernels
-def test_every_decode_instance_is_there() -> None:
-    assert sorted(decode_kernels()) == DECODE_INSTANCES
+def accesses_of_a_small_kernel(kernel: KernelFacts) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns the opcodes, in words, of loads and stores of global memory, for a kernel with few registers."""
+    assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
+    opcodes = [name.split(".") for name in kernel.instructions]
+    return [words for words in opcodes if words[0] == "LDG"], [words for words in opcodes if words[0] == "STG"]
 
 
 @with_sm80_kernels
 def test_append_copies_16_bytes_at_a_time_and_leaves_room_for_other_ctas() -> None:
     """It loads keys and values once each. It waits for memory, so many warps should run at a time."""
-    kernels = {instance: facts for name, facts in machine_code().items() if (instance := append_instance(name))}
-    assert sorted(kernels) == APPEND_INSTANCES
-    for (_, _, cache_format), kernel in kernels.items():
-        assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
-        loads, stores = (
-            [name.split(".") for name in kernel.instructions if name.startswith(kind)] for kind in ("LDG", "STG")
-        )
-        assert sum("128" in parts for parts in loads) == 2
-        assert sum(("128" if cache_format == "16-bit" else "64") in parts for parts in stores) == 2
+    for (_, _, cache_format), kernel in facts_of(APPEND).items():
+        loads, stores = accesses_of_a_small_kernel(kernel)
+        assert sum("128" in words for words in loads) == 2
+        assert sum(("128" if cache_format == "16-bit" else "64") in words for words in stores) == 2
 
 
 @with_sm80_kernels
 def test_dequantising_loads_8_bytes_for_each_16_that_it_stores() -> None:
     """It loads keys and values once each, in so few registers that many CTAs wait for memory at a time."""
-    kernels = {instance: facts for name, facts in machine_code().items() if (instance := dequantize_instance(name))}
-    assert sorted(kernels) == DEQUANTIZE_INSTANCES
-    for kernel in kernels.values():
-        assert 0 < kernel.registers <= 64 and kernel.static_shared_bytes == kernel.stack_bytes == 0
-        loads, stores = (
-            [name.split(".") for name in kernel.instructions if name.startswith(kind)] for kind in ("LDG", "STG")
-        )
-        assert sum("64" in parts for parts in loads) == 2
-        assert sum("128" in parts for parts in stores) == len(stores) == 2
+    for kernel in facts_of(DEQUANTIZE).values():
+        loads, stores = accesses_of_a_small_kernel(kernel)
+        assert sum("64" in words for words in loads) == 2
+        assert sum("128" in words for words in stores) == len(stores) == 2
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
-def test_decode_never_touches_local_memory(instance: tuple[int, int, str, str]) -> None:
-    kernel = decode_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.stack_bytes == 0
-    assert kernel.local_in_loops + kernel.local_outside == 0
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", DECODE_INSTANCES, ids=str)
+@pytest.mark.parametrize("instance", rows_of(DECODE), ids=str)
 def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, str]) -> None:
     head_dim, rows, dtype, cache_format = instance
-    expected = "HMMA.16816.F32" if dtype == "float16" or cache_format == "fp8" else "HMMA.16816.F32.BF16"
-    instructions = decode_kernels()[instance].instructions
+    kernel = facts_of(DECODE)[instance]
     variant = "" if cache_format == "16-bit" else f"_{cache_format}"
     tile = tiles()[f"decode_split{variant}_sm80"][f"{head_dim}" + (f", {rows} rows" if rows > 16 else "")]
     assert tile["block_m"] == rows
     keys = tile["block_n"] // (tile["num_warps"] // (rows // 16))
     products = 2 * (keys // 8) * (head_dim // 16)  # two products, of 16 rows by a warp's keys
-    assert [name for name in instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
-    assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in instructions}
+    assert products_of(kernel) == [PRODUCTS["float16" if cache_format == "fp8" else dtype]] * products
+    assert {"LDGSTS", "LDSM"} <= {name.split(".")[0] for name in kernel.instructions}
 
 
 @has_sm90_code
@@ -558,49 +355,28 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
 def test_steps_and_code_of_decoding(head_dim: int, cache_format: str, instructions: int, kilobytes: int) -> None:
     """Counts the shortest path through the loop that copies and multiplies: a step of a warp, of 16 keys in 16 bits or
     with 256 dims, else of 32 keys. Also bounds the code size, as each launch fetches the code again."""
-    kernels = {decode_instance(name): kernel for name, kernel in machine_code("sm_90").items()}
-    kernel = kernels[head_dim, 16, "float16", cache_format]
+    kernel = facts_of(DECODE, "sm_90")[head_dim, 16, "float16", cache_format]
     step = kernel.shortest_round(max(kernel.main_loops, key=len), ("LDGSTS", "HMMA"))
     assert len(step) <= 1.02 * instructions
     assert 16 * len(kernel.instructions) <= 1.02 * kilobytes * 1024
 
 
 @with_sm80_kernels
-def test_every_backward_instance_is_there() -> None:
-    assert sorted(key_value_kernels()) == KEY_VALUE_INSTANCES
-    assert sorted(large_kernels()) == LARGE_INSTANCES
-    assert sorted(backward_kernels(), key=str) == BACKWARD_INSTANCES
-
-
-@with_sm80_kernels
-@pytest.mark.parametrize("instance", KEY_VALUE_INSTANCES, ids=str)
-def test_backward_of_keys_and_values(instance: tuple[int, bool, str]) -> None:
-    """It has no local memory, and computes the five products of a tile once, on the tensor cores."""
+@pytest.mark.parametrize("instance", rows_of(KEY_VALUE), ids=str)
+def test_backward_of_keys_and_values_computes_five_products_of_a_tile_once(instance: tuple[int, bool, str]) -> None:
     head_dim, has_options, dtype = instance
-    kernel = key_value_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-    assert kernel.local_in_loops + kernel.local_outside == 0
-    assert kernel.stack_bytes == 0
-    expected = "HMMA.16816.F32" if dtype == "float16" else "HMMA.16816.F32.BF16"
+    kernel = facts_of(KEY_VALUE)[instance]
     name = "attention_backward_key_value_options_sm80" if has_options else "attention_backward_key_value_sm80"
     tile = tiles()[name][str(head_dim)]
     products = 5 * tile["block_m"] * tile["block_n"] * head_dim // (16 * 8 * 16 * tile["num_warps"])
-    assert [name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))] == [expected] * products
+    assert products_of(kernel) == [PRODUCTS[dtype]] * products
     assert {"LDGSTS", "LDSM", "MUFU", "RED"} <= {name.split(".")[0] for name in kernel.instructions}
 
 
 @with_sm80_kernels
-@pytest.mark.parametrize("instance", BACKWARD_INSTANCES, ids=str)
-def test_other_backward_kernels(instance: tuple[Any, ...]) -> None:
-    kernel = backward_kernels()[instance]
-    assert 0 < kernel.registers <= MAX_REGISTERS
-    assert kernel.static_shared_bytes <= MAX_SHARED_BYTES
-    assert kernel.local_in_loops + kernel.local_outside == 0
-    assert kernel.stack_bytes == 0
-    if instance[0] in ("rows", "bias", "slopes"):
-        expected = "HMMA.16816.F32" if instance[-1] == "float16" else "HMMA.16816.F32.BF16"
-        assert {name for name in kernel.instructions if name.startswith(("HMMA", "IMMA", "HGMMA"))} == {expected}
+@each_instance(*(f"attention/instances/backward_{kernel}_sm80.cu" for kernel in ("rows", "bias", "slopes")))
+def test_other_backward_kernels_multiply_on_the_tensor_cores(source: str, instance: tuple[Any, ...]) -> None:
+    assert set(products_of(facts_of(source)[instance])) == {PRODUCTS[instance[-1]]}
 
 
 @with_sm80_kernels
@@ -611,20 +387,11 @@ def test_ptx_for_later_gpus_is_there_for_every_instance() -> None:
     for target, text in zip(modules[::2], modules[1::2], strict=True):
         entries_of.setdefault(target, []).extend(re.findall(r"\.entry (\w+)", text))
     assert entries_of.keys() == {"sm_80", "sm_90"}
-    decoding_fp8 = [instance for instance in DECODE_INSTANCES if instance[3] == "fp8"]  # sm_89 has an instruction
-    assert sorted(filter(None, map(decode_instance, entries_of["sm_90"]))) == sorted(decoding_fp8)
+    decoding_fp8 = [row for row in rows_of(DECODE) if row[3] == "fp8"]  # sm_89 has an instruction
+    assert symbols_of(DECODE, entries_of["sm_90"]).keys() == set(decoding_fp8)
     assert len(entries_of["sm_90"]) == len(decoding_fp8)
-    entries = entries_of["sm_80"]
-    assert sorted(filter(None, map(forward_instance, entries))) == FORWARD_INSTANCES
-    assert sorted(filter(None, map(options_instance, entries))) == OPTIONS_INSTANCES
-    assert sorted(filter(None, map(int8_instance, entries))) == INT8_INSTANCES
-    assert sorted(filter(None, map(s8_instance, entries))) == S8_INSTANCES
-    assert sorted(filter(None, map(decode_instance, entries))) == DECODE_INSTANCES
-    assert sorted(filter(None, map(append_instance, entries))) == APPEND_INSTANCES
-    assert sorted(filter(None, map(dequantize_instance, entries))) == DEQUANTIZE_INSTANCES
-    assert sorted(filter(None, map(key_value_instance, entries))) == KEY_VALUE_INSTANCES
-    assert sorted(filter(None, map(large_instance, entries))) == LARGE_INSTANCES
-    assert sorted(filter(None, map(backward_instance, entries)), key=str) == BACKWARD_INSTANCES
+    for source in SOURCES:
+        assert symbols_of(source, entries_of["sm_80"]).keys() == set(rows_of(source))
 
 
 @with_sm80_kernels
@@ -648,21 +415,10 @@ def test_sm80_kernels_have_machine_code_for_sm90() -> None:
     assert names == {name for name in everywhere if not re.match(rf"attention_({'|'.join(replaced)})_sm80<", name)}
 
 
-def sm90_instance(symbol: str) -> tuple[Any, ...]:
-    """Returns the kernel and the template arguments of a mangled name."""
-    for kernel, arguments in (
-        ("forward", forward_instance(symbol)),
-        ("decode", decode_instance(symbol)),
-    ):
-        if arguments is not None:
-            return (kernel, *arguments)
-    return backward_instance(symbol) or (symbol,)
-
-
 @has_sm90_code
 def test_on_sm90_nothing_spills_but_what_is_listed() -> None:
-    kernels = {sm90_instance(name): kernel for name, kernel in machine_code("sm_90").items()}
-    spilled = {instance: kernel.stack_bytes for instance, kernel in kernels.items() if kernel.stack_bytes > 0}
+    kernels = {kernel_symbols.name_of(symbol): kernel for symbol, kernel in machine_code("sm_90").items()}
+    spilled = {name: kernel.stack_bytes for name, kernel in kernels.items() if kernel.stack_bytes > 0}
     assert {each: size for each, size in spilled.items() if size > SPILLED_BYTES_SM90.get(each, 0)} == {}
-    in_loops = {instance: kernel.local_in_loops for instance, kernel in kernels.items() if kernel.local_in_loops}
+    in_loops = {name: kernel.local_in_loops for name, kernel in kernels.items() if kernel.local_in_loops}
     assert set(in_loops) <= set(SPILLED_BYTES_SM90) and all(accesses <= 1 for accesses in in_loops.values()), in_loops

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif("80" not in BUILD["archs"], reason="the native library was built without kernels"),
 ]
 
-OF_AN_SM, UNIT_OF_WARP, UNIT_OF_THREAD, MOST_OF_THREAD = 65536, 256, 8, 255
+OF_AN_SM, GRANULARITY_OF_WARP, GRANULARITY_OF_THREAD, MOST_OF_THREAD = 65536, 256, 8, 255
 ARCHS = [arch for arch in ("sm_80", "sm_90", "sm_90a") if any(arch in code for code in BUILD["code"].values())]
 
 
@@ -32,8 +32,8 @@ class Bounds:
     @property
     def registers(self) -> int:
         """Returns a thread's registers before setmaxnreg moves any: see the emulator's registers_at_launch."""
-        share = OF_AN_SM // (self.threads * self.least_ctas) // UNIT_OF_THREAD * UNIT_OF_THREAD
-        return min(share, MOST_OF_THREAD)
+        per_thread = OF_AN_SM // (self.threads * self.least_ctas) // GRANULARITY_OF_THREAD * GRANULARITY_OF_THREAD
+        return min(per_thread, MOST_OF_THREAD)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def test_as_many_ctas_fit_as_the_launch_bounds_claim(arch: str) -> None:
     for symbol, kernel in kernels.items():
         bound = bounds()[symbol]
         assert bound.threads > 0, f"{symbol} has no launch bounds"
-        of_warp = -(-kernel.registers * 32 // UNIT_OF_WARP) * UNIT_OF_WARP
+        of_warp = -(-kernel.registers * 32 // GRANULARITY_OF_WARP) * GRANULARITY_OF_WARP
         assert OF_AN_SM // (of_warp * -(-bound.threads // 32)) >= max(bound.least_ctas, 1), symbol
 
 

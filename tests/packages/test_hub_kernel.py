@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import installed_library
-from native_build.cuda import CudaToolkit
 from native_build.errors import BuildError
 from native_build.hub_kernel import main, metadata, modules, variant_name, with_relative_imports
 from native_build.instances import all_instances
-from native_build.library import NativeBuild
 from native_build.targets import parse_targets
-from native_build.tools import find_cxx, find_torch
+from native_builds import CSRC, with_kernels, without_kernels
 
 pytestmark = pytest.mark.xdist_group("hub-kernel")  # all tests share one folder
-
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-
-
-def a_build(output, toolkit=None, **changed):
-    build = NativeBuild(
-        source=CSRC,
-        output=output,
-        version="1.2.3",
-        cxx=find_cxx(os.environ),
-        torch=find_torch(),
-        toolkit=toolkit,
-        instances=all_instances(CSRC) if toolkit else [],
-    )
-    return dataclasses.replace(build, **changed)
-
-
-def with_cuda(output=Path("out"), **changed):
-    return a_build(output, CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")), **changed)
 
 
 # --- Files that are written -------------------------------------------------------------------------------------------
@@ -97,11 +74,11 @@ def test_modules_import_relatively_or_from_the_standard_library_torch_and_triton
 
 
 def test_the_variant_names_the_oldest_torch_the_cuda_version_and_the_gpus():
-    assert variant_name(with_cuda()).startswith("torch-stable-abi210-cu130-")
-    assert variant_name(a_build(Path("out"))).startswith("torch-stable-abi210-cpu-")
-    assert metadata(with_cuda())["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0+PTX", "9.0a"]}
+    assert variant_name(with_kernels()).startswith("torch-stable-abi210-cu130-")
+    assert variant_name(without_kernels()).startswith("torch-stable-abi210-cpu-")
+    assert metadata(with_kernels())["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0+PTX", "9.0a"]}
     hopper = [each for each in all_instances(CSRC) if each.architecture == "90a"]
-    assert metadata(with_cuda(instances=hopper))["backend"]["archs"] == sorted(
+    assert metadata(with_kernels(instances=hopper))["backend"]["archs"] == sorted(
         {"sm_90": "9.0", "sm_90a": "9.0a"}[name] for name in {code for each in hopper for code in each.code}
     )
     assert parse_targets("90a")  # a name of FASTATTN_ARCHS, as in the package's build
@@ -111,7 +88,7 @@ def test_another_namespace_compiles_the_schemas_again_and_no_kernel():
     def edges(build):
         return {line for line in build.ninja_file().splitlines() if line.startswith("build ")}
 
-    usual, other = edges(with_cuda()), edges(with_cuda(namespace="fastattn_other", variant="other"))
+    usual, other = edges(with_kernels()), edges(with_kernels(namespace="fastattn_other", variant="other"))
     changed = {line.split(":")[0].removeprefix("build ") for line in other - usual}
     assert changed == {"other/bindings.o", "other/build_info.o", "other/libfastattn.so"}
     assert len(other & usual) > 100
@@ -216,5 +193,5 @@ def test_its_metadata_is_what_kernels_reads(repository):
     assert read.id == json.loads((variant / "metadata.json").read_text())["id"]
     assert (read.license, read.python_depends, read.version) == ("BSD-3-Clause", [], 1)
     assert read.name.python_name.isidentifier()
-    text = json.dumps(metadata(with_cuda())).encode()
+    text = json.dumps(metadata(with_kernels())).encode()
     assert rust.Metadata.from_bytes(text).backend.archs == ["8.0+PTX", "9.0", "9.0a"]

@@ -25,15 +25,14 @@ from native_build import cached, machine_code
 from native_build.cuda import CudaToolkit, check_host_compiler, find_nvcc
 from native_build.errors import BuildError
 from native_build.instances import all_instances, instances_for
-from native_build.library import NativeBuild
 from native_build.targets import TARGETS, parse_targets
-from native_build.tools import find_cxx, find_torch
+from native_build.tools import find_torch
 from native_build.wheel_tag import needed_versions, wheel_platform
+from native_builds import CSRC, with_kernels, without_kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # all tests share one wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"
 MAX_LIBRARY_BYTES = 14 * 2**20  # with machine code for sm_80, sm_90 and sm_90a, and PTX
 
 
@@ -226,15 +225,7 @@ def test_build_description_is_that_of_the_release(unpacked, build):
 @pytest.fixture(scope="module")
 def plain_library(tmp_path_factory):
     """Builds the library without nvcc: it has operator schemas only."""
-    build = NativeBuild(
-        source=ROOT / "csrc",
-        output=tmp_path_factory.mktemp("plain"),
-        version="1.2.3",
-        cxx=find_cxx(os.environ),
-        torch=find_torch(),
-        toolkit=None,
-        instances=[],
-    )
+    build = without_kernels(tmp_path_factory.mktemp("plain"))
     path = build.run()
     first = path.stat().st_mtime_ns
     assert build.run().stat().st_mtime_ns == first, "a second build compiled what had not changed"
@@ -395,44 +386,38 @@ def _table(folder, rows, files=("forward_sm80.cu",)):
     return folder
 
 
-def test_a_row_is_compiled_for_every_combination_of_its_values_into_objects_of_their_own(tmp_path):
-    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "CAUSAL": [False, True]}])
-    instances = all_instances(csrc)
+BOTH_DTYPES = [["kFloat16", "kBFloat16"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "values"),
+    [
+        ({"HEAD_DIM": [64, 128], "CAUSAL": [False, True]}, ["64 false", "64 true", "128 false", "128 true"]),
+        (
+            {"HEAD_DIM VALUE_DIM": [[64, 64], [192, 128]], "CAUSAL": [False, True]},
+            ["64 64 false", "64 64 true", "192 128 false", "192 128 true"],
+        ),
+        ({"HEAD_DIM": [64, 128], "DTYPE": BOTH_DTYPES, "CAUSAL": [True]}, ["64 true", "128 true"]),
+        ({"BLOCK_M": [[16, 32], [64]], "DTYPE": BOTH_DTYPES}, [r"16\,32", "64"]),
+    ],
+    ids=["every combination", "values that go together", "both dtypes at once", "a list at once"],
+)
+def test_what_a_row_is_compiled_into(tmp_path, row, values):
+    """Each compilation has an object of its own. The dtype is no macro."""
+    instances = all_instances(_table(tmp_path, [row]))
+    names = [name for names in row for name in names.split() if name != "DTYPE"]
     assert [instance.defines for instance in instances] == [
-        [f"-DFASTATTN_HEAD_DIM={dim}", f"-DFASTATTN_CAUSAL={causal}"]
-        for dim in (64, 128)
-        for causal in ("false", "true")
+        [f"-DFASTATTN_{name}={value}" for name, value in zip(names, each.split(), strict=True)] for each in values
     ]
-    assert len({instance.object_path for instance in instances}) == 4
-    assert [instance.gencodes() for instance in instances] == [["arch=compute_80,code=[sm_80,sm_90,compute_80]"]] * 4
+    assert len({instance.object_path for instance in instances}) == len(values)
+    gencodes = [["arch=compute_80,code=[sm_80,sm_90,compute_80]"]] * len(values)
+    assert [instance.gencodes() for instance in instances] == gencodes
 
 
-def test_values_under_several_names_go_together(tmp_path):
-    csrc = _table(tmp_path, [{"HEAD_DIM VALUE_DIM": [[64, 64], [192, 128]], "CAUSAL": [False, True]}])
+def test_the_kernels_of_what_is_compiled_at_once(tmp_path):
+    csrc = _table(tmp_path, [{"BLOCK_M": [[16, 32], [64]], "DTYPE": BOTH_DTYPES}])
     instances = all_instances(csrc)
-    assert [instance.defines for instance in instances] == [
-        [f"-DFASTATTN_HEAD_DIM={dims[0]}", f"-DFASTATTN_VALUE_DIM={dims[1]}", f"-DFASTATTN_CAUSAL={causal}"]
-        for dims in ((64, 64), (192, 128))
-        for causal in ("false", "true")
-    ]
-    assert len({instance.object_path for instance in instances}) == 4
-
-
-def test_both_dtypes_are_compiled_at_once(tmp_path):
-    csrc = _table(tmp_path, [{"HEAD_DIM": [64, 128], "DTYPE": [["kFloat16", "kBFloat16"]], "CAUSAL": [True]}])
-    instances = all_instances(csrc)
-    assert [instance.defines for instance in instances] == [
-        [f"-DFASTATTN_HEAD_DIM={dim}", "-DFASTATTN_CAUSAL=true"] for dim in (64, 128)
-    ]
-    assert instances[0].kernels == tuple(
-        (("HEAD_DIM", "64"), ("DTYPE", dtype), ("CAUSAL", "true")) for dtype in ("kFloat16", "kBFloat16")
-    )
-
-
-def test_a_list_under_one_name_is_compiled_at_once(tmp_path):
-    csrc = _table(tmp_path, [{"BLOCK_M": [[16, 32], [64]], "DTYPE": [["kFloat16", "kBFloat16"]]}])
-    instances = all_instances(csrc)
-    assert [instance.defines for instance in instances] == [[r"-DFASTATTN_BLOCK_M=16\,32"], ["-DFASTATTN_BLOCK_M=64"]]
+    assert instances[1].kernels == tuple((("BLOCK_M", "64"), ("DTYPE", dtype)) for dtype in BOTH_DTYPES[0])
     assert [instance.name for instance in instances] == ["forward_sm80.BLOCK_M_16-32", "forward_sm80.BLOCK_M_64"]
     assert [instance.kernel_names for instance in instances] == [
         ["forward_sm80.BLOCK_M_16", "forward_sm80.BLOCK_M_32"],
@@ -500,15 +485,7 @@ def _edges(lines, rule):
 
 def test_each_instance_is_compiled_once_for_every_library():
     instances = all_instances(CSRC)
-    build = NativeBuild(
-        source=CSRC,
-        output=Path("out"),
-        version="1.2.3",
-        cxx=["c++"],
-        torch=find_torch(),
-        toolkit=CudaToolkit(Path("nvcc"), "13.0.88", Path("include"), Path("lib64")),
-        instances=instances,
-    )
+    build = with_kernels()
     lines = build.ninja_file().splitlines()
     compiled, with_code = _edges(lines, "cuda"), _edges(lines, "machine_code")
     assert compiled == [str(instance.object_path) for instance in instances]

@@ -47,27 +47,21 @@ def call_of(name: str, **arguments: Any) -> OperatorCall:
 
 def attention_call(name: str = "attention_forward", **changes: Any) -> OperatorCall:
     query, key = (2, 4, 64, 32), (2, 2, 64, 32)
-    arguments: dict[str, Any] = {
-        "query": query,
-        "key": key,
-        "value": key,
-        "max_seqlen_q": 0,
-        "max_seqlen_k": 0,
-        "scale": 0.1,
-        "window_left": -1,
-        "window_right": -1,
-        "first_row": None,
-        "first_key": 0,
-        "first_head": 0,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-    }
+    arguments: dict[str, Any] = {"query": query, "key": key, "value": key, "scale": 0.1, "first_row": None}
+    arguments |= {"window_left": -1, "window_right": -1, "softcap": 0.0, "dropout_p": 0.0}
+    arguments |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "first_key", "first_head"), 0)
     if name != "attention_forward":
         lse = ("float", query[:3])
         arguments |= {"grad_out": query, "out": query, "lse": lse, "deterministic": False, "slopes_grad": False}
     if name == "attention_backward":
         arguments["bias_grad"] = False
     return call_of(name, **(arguments | changes))
+
+
+def work_of(kernel: str, call: OperatorCall) -> Work:
+    found = kernel_work.kernel_work(kernel, call)
+    assert found is not None
+    return found
 
 
 # --- the operators of kernels, and their work -------------------------------------------------------------------------
@@ -116,22 +110,21 @@ def test_names_of_compiled_kernels() -> None:
 
 def test_forward_work_is_that_of_the_shapes() -> None:
     call = attention_call()
-    least = kernel_work.kernel_work("attention_forward_kernel", call)
+    least = work_of("attention_forward_kernel", call)
     shapes = ((2, 4, 64, 32), (2, 2, 64, 32), (2, 2, 64, 32))
     assert least == work.attention_forward(*shapes, 2, 2 * 4 * 64 * 64)
-    causal = kernel_work.kernel_work("attention_forward_kernel", attention_call(window_right=0))
-    assert causal is not None and least is not None
+    causal = work_of("attention_forward_kernel", attention_call(window_right=0))
     assert causal.flops * 2 == least.flops and causal.bytes == least.bytes
-    biased = kernel_work.kernel_work("attention_forward_kernel", attention_call(bias=(1, 4, 64, 64)))
-    assert biased is not None and biased.bytes - least.bytes == 2 * 4 * 64 * 64
+    biased = work_of("attention_forward_kernel", attention_call(bias=(1, 4, 64, 64)))
+    assert biased.bytes - least.bytes == 2 * 4 * 64 * 64
     assert call.dtype == "float16"
 
 
 def test_packed_sequences_give_an_upper_bound() -> None:
     packed = {"query": (100, 4, 32), "key": (100, 2, 32), "value": (100, 2, 32), "cu_seqlens_q": ("int", (4,))}
     call = attention_call(**packed, cu_seqlens_k=("int", (4,)), max_seqlen_q=50, max_seqlen_k=50, window_right=0)
-    least = kernel_work.kernel_work("attention_forward_kernel", call)
-    assert least is not None and least.is_upper_bound
+    least = work_of("attention_forward_kernel", call)
+    assert least.is_upper_bound
     assert least.flops == 4 * 32 * 4 * 100 * 25
 
 
@@ -141,16 +134,14 @@ def test_backward_kernels_count_what_they_execute() -> None:
     query = 2 * 4 * 64 * 32 * element
     key = query // 2
 
-    def part(name: str) -> Work:
-        found = kernel_work.kernel_work(f"attention_backward_{name}_kernel", call)
-        assert found is not None
-        return found
+    def of_kernel(name: str) -> Work:
+        return work_of(f"attention_backward_{name}_kernel", call)
 
-    assert part("key_value").flops == 4 * 2 * pairs * 32 and part("query").flops == 3 * 2 * pairs * 32
-    assert part("bias").flops == 2 * 2 * pairs * 32
-    assert part("key_value").bytes == 2 * query + 2 * key + 12 * rows + 2 * key
-    assert part("query").bytes == 2 * query + 2 * key + 12 * rows + query
-    assert part("rows").bytes == 3 * query + key + 4 * rows + 12 * rows
+    assert of_kernel("key_value").flops == 4 * 2 * pairs * 32 and of_kernel("query").flops == 3 * 2 * pairs * 32
+    assert of_kernel("bias").flops == 2 * 2 * pairs * 32
+    assert of_kernel("key_value").bytes == 2 * query + 2 * key + 12 * rows + 2 * key
+    assert of_kernel("query").bytes == 2 * query + 2 * key + 12 * rows + query
+    assert of_kernel("rows").bytes == 3 * query + key + 4 * rows + 12 * rows
 
 
 def test_gradients_that_are_added_are_read_and_written_in_float32() -> None:
@@ -162,8 +153,7 @@ def test_gradients_that_are_added_are_read_and_written_in_float32() -> None:
     query = 2 * 4 * 64 * 32
     for name, added in (("key_value", query), ("query", query)):
         kernel = f"attention_backward_{name}_kernel"
-        adding, writing = kernel_work.kernel_work(kernel, call), kernel_work.kernel_work(kernel, alone)
-        assert adding is not None and writing is not None
+        adding, writing = work_of(kernel, call), work_of(kernel, alone)
         assert adding.flops == writing.flops and adding.bytes == writing.bytes + (2 * 4 - 2) * added
     native = "void fastattn::attention_backward_query_sm90<64, (fastattn::DataType)0>(fastattn::Params)"
     assert kernel_work.kernel_work(native, call) == Work(0, 4 * query + 8 * query)
@@ -176,20 +166,17 @@ def test_native_backward_kernels_count_what_they_execute() -> None:
     query = sums // 2
     key = query // 2
 
-    def part(name: str) -> Work:
-        kernel = f"void fastattn::attention_backward_{name}_sm80<32, (fastattn::DataType)0>(fastattn::Params)"
-        found = kernel_work.kernel_work(kernel, call)
-        assert found is not None
-        return found
+    def of_kernel(name: str) -> Work:
+        return work_of(f"void fastattn::attention_backward_{name}_sm80<32, (fastattn::DataType)0>(fastattn::P)", call)
 
-    assert part("rows") == Work(2 * rows * 32, 2 * query + 4 * rows + 8 * rows + sums)
-    assert part("key_value") == Work(5 * 2 * pairs * 32, 2 * query + 2 * key + 12 * rows + 2 * key + 2 * sums)
-    assert part("query") == Work(0, sums + query)
-    assert part("bias").flops == 2 * 2 * pairs * 32
-    assert part("sinks") == Work(0, 8 * rows)
+    assert of_kernel("rows") == Work(2 * rows * 32, 2 * query + 4 * rows + 8 * rows + sums)
+    assert of_kernel("key_value") == Work(5 * 2 * pairs * 32, 2 * query + 2 * key + 12 * rows + 2 * key + 2 * sums)
+    assert of_kernel("query") == Work(0, sums + query)
+    assert of_kernel("bias").flops == 2 * 2 * pairs * 32
+    assert of_kernel("sinks") == Work(0, 8 * rows)
     call = attention_call("attention_backward", alibi_slopes=("float", (1, 4)))
-    assert part("slopes").flops == 2 * 2 * pairs * 32
-    assert part("slope_sums") == Work(0, 4 * rows // 64 + 4 * 4)
+    assert of_kernel("slopes").flops == 2 * 2 * pairs * 32
+    assert of_kernel("slope_sums") == Work(0, 4 * rows // 64 + 4 * 4)
 
 
 def test_decode_and_int8_kernels() -> None:
@@ -245,8 +232,7 @@ def test_a_merge_reads_and_writes_everything_once() -> None:
 
 def test_shares_fractions_and_resources() -> None:
     call = attention_call(query=(2, 4, 4096, 32), key=(2, 4, 4096, 32), value=(2, 4, 4096, 32))
-    least = kernel_work.kernel_work("attention_forward_kernel", call)
-    assert least is not None
+    least = work_of("attention_forward_kernel", call)
     decode = {"query": (3, 8, 1, 64), "k_cache": (3, 8, 4096, 64), "v_cache": (3, 8, 4096, 64)}
     options = {"rotary_interleaved": False, "scale": 0.1, "window_left": -1, "window_right": 0, "softcap": 0.0}
     lengths = {"cache_seqlens": ("int", (3,)), "num_splits": 0, "batch_invariant": False}

@@ -89,12 +89,19 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
 
 
-def _function(item: Any) -> tuple[str, str]:
-    return item.parent.nodeid, getattr(item, "originalname", None) or item.name
+def _function(item: Any) -> tuple[str, ...]:
+    """Returns the names of a test's module, function and family of kernels: each value of a parameter ``kernels``
+    counts as a function of its own."""
+    families = [value for name, value in _parameters(item).items() if name == "kernels"]
+    return item.parent.nodeid, getattr(item, "originalname", None) or item.name, *families
+
+
+def _parameters(item: Any) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def _backend(item: Any) -> Any:
-    return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+    return _parameters(item).get("backend")
 
 
 def _rows_of(item: Any) -> list[tuple[str, ...]]:
@@ -104,7 +111,7 @@ def _rows_of(item: Any) -> list[tuple[str, ...]]:
 
 
 def _has_instances(item: Any) -> bool:
-    module, name = _function(item)
+    module, name, *_ = _function(item)
     return Path(module).stem in PAIRWISE_MODULES or any(word in name for word in PAIRWISE)
 
 
@@ -149,7 +156,7 @@ def _is_dear(item: Any) -> bool:
 
 def _few_of(items: list[Any], most_of: Callable[[Any], int | None]) -> list[Any]:
     """Returns few cases of each function: at most ``most_of`` its items."""
-    functions: dict[tuple[str, str, int | None], list[Any]] = {}
+    functions: dict[tuple[Any, ...], list[Any]] = {}
     for item in items:
         functions.setdefault((*_function(item), most_of(item)), []).append(item)
     chosen: list[Any] = []

@@ -38,6 +38,8 @@ NEEDS_HOPPER = pytest.mark.skipif(
 # The architecture whose kernels run unless a test chooses another GPU.
 FAMILY = 90 if not EMULATED and IS_HOPPER and "90a" in native.BUILD["archs"] else 80
 HOPPER_MARKS = [*MARKS, pytest.mark.usefixtures("hopper"), NEEDS_HOPPER]
+# The fixture in tests/attention/conftest.py emulates a GPU for these.
+on_both = pytest.mark.parametrize("kernels", ["sm_80", "sm_90"], indirect=True)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastattn
 from fastattn import reference
 from fastattn.quantization import FP8
 from kernel_device import DEVICE
@@ -187,6 +188,23 @@ def op_arguments(case: Case, arguments: dict[str, Any]) -> dict[str, Any]:
 
 # Returns output and lse of a case; the caches among its arguments change in place.
 RunKernel = Callable[[Case, dict[str, Any]], tuple[Tensor, Tensor]]
+
+
+def operator_of(ops: Any) -> RunKernel:
+    """Returns a function that runs the op of ``ops``: ``torch.ops.fastattn`` or ``torch.ops.fastattn_triton``."""
+    return lambda case, arguments: ops.attention_decode(**op_arguments(case, arguments))
+
+
+def run_public(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Runs the public function, on the backend that is forced."""
+    named = {name: value for name, value in arguments.items() if value is not None}
+    options = {
+        "causal": case.causal,
+        "window": case.window,
+        "num_splits": case.splits,
+        "batch_invariant": case.batch_invariant,
+    }
+    return fastattn.attention_with_kv_cache(**named, **options, return_lse=True)
 
 
 def check(case: Case, run_kernel: RunKernel, arguments: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,9 @@ def evaluate(body: str, dtype: torch.dtype, *sources: Tensor, target: str = "sm_
     st.global.b{8 * out.element_size()} [%l0], %d;
     ret;
 }}""")
-    module.launch("k", (1,), (count,), [*sources, out], **options)
+    for start in range(0, count, 1024):
+        tensors = [tensor[start : start + 1024] for tensor in (*sources, out)]
+        module.launch("k", (1,), (len(tensors[-1]),), tensors, **options)
     return out
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from emulator import EmulatorError, Module
+from emulator import Module
+from expected_errors import failing
 
 SEEDS = range(4)
 AWAIT = "AGAIN: mbarrier.{}.shared.b64 %p3, [%bar], {}; @!%p3 bra AGAIN;"
@@ -30,30 +31,14 @@ def kernel(body: str) -> Module:
 .address_size 64
 .visible .entry k(.param .u64 parameter)
 {{
-    .reg .pred %t0, %w0, %c0, %p<4>;
-    .reg .b16 %h<4>;
-    .reg .b32 %tid, %cta, %mine, %theirs, %buffer, %flag, %bar, %r<9>;
-    .reg .b64 %out, %w, %v, %rd<9>;
-    .shared .align 128 .b8 buffer[1024];
-    .shared .align 16 .b8 flag[16];
-    .shared .align 16 .b8 bar[16];
-    mov.u32 %tid, %tid.x;
-    mov.u32 %cta, %ctaid.x;
-    mov.u32 %buffer, buffer;
-    mov.u32 %flag, flag;
-    mov.u32 %bar, bar;
-    shl.b32 %r0, %tid, 2;
-    add.u32 %mine, %buffer, %r0;
-    xor.b32 %r1, %r0, 128;
-    add.u32 %theirs, %buffer, %r1;
+    .reg .pred %t0, %w0, %c0, %p<4>; .reg .b16 %h<4>;
+    .reg .b32 %tid, %cta, %mine, %theirs, %buffer, %flag, %bar, %r<9>; .reg .b64 %out, %w, %v, %rd<9>;
+    .shared .align 128 .b8 buffer[1024]; .shared .align 16 .b8 flag[16]; .shared .align 16 .b8 bar[16];
+    mov.u32 %tid, %tid.x; mov.u32 %cta, %ctaid.x; mov.u32 %buffer, buffer; mov.u32 %flag, flag; mov.u32 %bar, bar;
+    shl.b32 %r0, %tid, 2; add.u32 %mine, %buffer, %r0; xor.b32 %r1, %r0, 128; add.u32 %theirs, %buffer, %r1;
     ld.param.u64 %out, [parameter];
-    cvt.u64.u32 %w, %r0;
-    add.u64 %w, %w, %out;
-    cvt.u64.u32 %v, %r1;
-    add.u64 %v, %v, %out;
-    setp.eq.u32 %t0, %tid, 0;
-    setp.lt.u32 %w0, %tid, 32;
-    setp.eq.u32 %c0, %cta, 0;
+    cvt.u64.u32 %w, %r0; add.u64 %w, %w, %out; cvt.u64.u32 %v, %r1; add.u64 %v, %v, %out;
+    setp.eq.u32 %t0, %tid, 0; setp.lt.u32 %w0, %tid, 32; setp.eq.u32 %c0, %cta, 0;
     {body}
     cp.async.bulk.wait_group 0;  // bulk copies that nobody has waited for are an error of another kind
     ret;
@@ -94,9 +79,9 @@ class Case:
         """Checks that the error is found at every seed, and that nothing else is wrong."""
         module = self.fill(parts)
         for seed in SEEDS:
-            with pytest.raises(EmulatorError, match=message) as caught:
+            with failing(kind, message) as caught:
                 self.launch(module, seed, **options)
-            assert caught.value.kind == kind and caught.value.line is not None and caught.value.thread is not None
+            assert caught.value.line is not None and caught.value.thread is not None
             self.launch(module, seed, **{**options, "races": False})
 
 

@@ -17,26 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
+import expected_errors
 from emulator import EmulatorError, Module, allocations
 from emulator.native import native
+from expected_errors import failing
 
 PTX = """.version 8.0
 .target sm_80
 .address_size 64
 .visible .entry store(.param .u64 out, .param .s32 first, .param .u32 count)
 {
-    .reg .pred %p<2>;
-    .reg .b32 %r<5>;
-    .reg .b64 %rd<3>;
-    ld.param.u64 %rd0, [out];
-    ld.param.s32 %r1, [first];
-    ld.param.u32 %r2, [count];
-    mov.u32 %r0, %tid.x;
-    setp.ge.u32 %p1, %r0, %r2;
-    @%p1 bra DONE;
-    add.s32 %r3, %r0, %r1;
-    mul.wide.s32 %rd1, %r3, 4;
-    add.s64 %rd1, %rd0, %rd1;
+    .reg .pred %p<2>; .reg .b32 %r<5>; .reg .b64 %rd<3>;
+    ld.param.u64 %rd0, [out]; ld.param.s32 %r1, [first]; ld.param.u32 %r2, [count];
+    mov.u32 %r0, %tid.x; setp.ge.u32 %p1, %r0, %r2; @%p1 bra DONE;
+    add.s32 %r3, %r0, %r1; mul.wide.s32 %rd1, %r3, 4; add.s64 %rd1, %rd0, %rd1;
     st.global.u32 [%rd1], 0;
 DONE:
     ret;
@@ -55,12 +49,8 @@ def store(address: int, first: int, count: int, **options: object) -> None:
     Module(PTX).launch("store", (1,), (32,), [address, first, count], **options)  # type: ignore[arg-type]
 
 
-def fails(address: int, first: int, count: int, text: str, **options: object) -> EmulatorError:
-    with pytest.raises(EmulatorError) as caught:
-        store(address, first, count, **options)
-    assert caught.value.kind == "out-of-bounds"
-    assert text in caught.value.message
-    return caught.value
+def fails(address: int, first: int, count: int, text: str) -> EmulatorError:
+    return expected_errors.fails("out-of-bounds", text, lambda: store(address, first, count))
 
 
 def neighbours() -> tuple[Tensor, Tensor]:
@@ -182,9 +172,8 @@ def test_red_zones_are_verified(offset: int, text: str) -> None:
     tensor = torch.ones(25)
     allocations.label(tensor, "the output")
     store(tensor.data_ptr(), offset, 1, checks=False)
-    with pytest.raises(EmulatorError, match=f"{text} of the output") as caught:
+    with failing("out-of-bounds", f"{text} of the output"):
         allocations.verify()
-    assert caught.value.kind == "out-of-bounds"
     allocations.verify()  # reports it only once
     store(tensor.data_ptr(), 0, 25, checks=False)
     allocations.verify()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from emulator import EmulatorError, TensorMap
 from emulator_tma import WAIT, build, copy_in, copy_out
+from expected_errors import fails
 
 CLUSTER_BARRIER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 INIT = "mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;"
@@ -50,14 +51,6 @@ STORE = "cp.async.bulk.global.shared::cta.bulk_group"
 
 def run(body: str, *arrays: Any, shared: int = 4096, **options: Any) -> None:
     build(body, shared, len(arrays), has_map=False).launch("k", args=arrays, **options)
-
-
-def fails(kind: str, text: str, launch: Callable[[], Any]) -> EmulatorError:
-    with pytest.raises(EmulatorError) as caught:
-        launch()
-    assert caught.value.kind == kind, caught.value
-    assert text in caught.value.message
-    return caught.value
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -250,19 +243,22 @@ def test_copies_between_ctas(ranks: int) -> None:
         assert torch.equal(target, source.view(2, ranks, 256).roll(1, 1).view(-1, 256))
 
 
-@pytest.mark.parametrize(
-    ("op", "kind"),
-    [(op, kind) for op, kinds in GLOBAL.items() for kind in kinds if kind[1:] in ("32",) and kind != "f32"]
-    + [("add", "u64")],
-)
+def fill_destination(pointer: str) -> str:
+    """Returns PTX that copies the words at the pointer to where the other CTA sends."""
+    return copy_in(pointer, 1024).replace("IN", "AGAIN").replace("st.shared.b32 [%r50]", "st.shared.b32 [%r50+2048]")
+
+
+BETWEEN_CTAS = [(op, kind) for op, kinds in GLOBAL.items() for kind in kinds if kind[1:] in ("32",) and kind != "f32"]
+
+
+@pytest.mark.parametrize(("op", "kind"), [*BETWEEN_CTAS, ("add", "u64")])
 def test_reductions_between_ctas(op: str, kind: str) -> None:
     """Checks reductions into another CTA, whose destination starts as a copy of its own source."""
-    move = copy_in("%rd1", 1024).replace("IN", "AGAIN").replace("st.shared.b32 [%r50]", "st.shared.b32 [%r50+2048]")
     reduce = f"cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{op}.{kind}"
     old = torch.stack([operands(kind, seed)[0] for seed in range(4)]).view(4, -1)[:, : 1024 // TYPES[kind].itemsize]
     source = old.contiguous()
     target = torch.zeros_like(source)
-    exchange(move, f"{reduce} [%r23], [%r1], 1024, [%r24];", 1024)(source, target, 1)
+    exchange(fill_destination("%rd1"), f"{reduce} [%r23], [%r1], 1024, [%r24];", 1024)(source, target, 1)
     sent = source.view(2, 2, -1).roll(1, 1).view(4, -1)
     assert torch.equal(target, REDUCTIONS[op](source, sent))
 
@@ -277,23 +273,17 @@ def test_st_async(vector: str, registers: str) -> None:
     ld.shared{vector}.b32 {registers}, [%r26];
     st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%r27], {registers}, [%r24];
     """
-    zero = copy_in("%rd2", 1024).replace("IN", "ZERO").replace("st.shared.b32 [%r50]", "st.shared.b32 [%r50+2048]")
     source = torch.randn(4, 256)
     for seed in range(3):
         target = torch.zeros_like(source)
-        exchange(zero, instruction, 4 * count, 32)(source, target, seed)
+        exchange(fill_destination("%rd2"), instruction, 4 * count, 32)(source, target, seed)
         expected = torch.zeros_like(source)
         expected[:, : 32 * count] = source.view(2, 2, 256).roll(1, 1).view(4, 256)[:, : 32 * count]
         assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize(
-    ("op", "kind"),
-    [("inc", "u32"), ("dec", "u32"), ("min", "s32"), ("max", "u32"), ("and", "b32"), ("or", "b32"), ("xor", "b32")]
-    + [("add", "u32"), ("add", "s32")],
-)
+@pytest.mark.parametrize(("op", "kind"), BETWEEN_CTAS)
 def test_red_async(op: str, kind: str) -> None:
-    move = copy_in("%rd1", 1024).replace("IN", "AGAIN").replace("st.shared.b32 [%r50]", "st.shared.b32 [%r50+2048]")
     instruction = f"""
     mad.lo.u32 %r26, %r0, 4, %r1; mad.lo.u32 %r27, %r0, 4, %r23;
     ld.shared.b32 %r30, [%r26];
@@ -301,7 +291,7 @@ def test_red_async(op: str, kind: str) -> None:
     """
     source = torch.stack([operands(kind, seed)[0] for seed in range(4)])
     target = torch.zeros_like(source)
-    exchange(move, instruction, 4, 32)(source, target)
+    exchange(fill_destination("%rd1"), instruction, 4, 32)(source, target)
     expected = source.clone()
     sent = source.view(2, 2, -1).roll(1, 1).view(4, -1)
     expected[:, :32] = REDUCTIONS[op](source, sent)[:, :32]

@@ -31,12 +31,15 @@ def target(*kinds: str) -> str:
     return "sm_90" if "bf16" in kinds and "f32" not in kinds else "sm_80"
 
 
+def held(kind: str) -> torch.dtype:
+    """Returns the type of the registers of integers, which have at least 16 bits."""
+    return {8: torch.int16, 16: torch.int16, 32: torch.int32, 64: torch.int64}[torch.iinfo(INTEGERS[kind]).bits]
+
+
 def to_integers(values: list[int], kind: str) -> Tensor:
-    """Returns the values' bits in the type of their registers, which have at least 16 bits."""
-    width = 8 * torch.iinfo(INTEGERS[kind]).bits // 8
-    held = {8: torch.int16, 16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
-    bits = torch.iinfo(held).bits
-    return torch.tensor([(value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for value in values], dtype=held)
+    """Returns the values' bits in the type of their registers."""
+    bits = torch.iinfo(held(kind)).bits
+    return torch.tensor([(value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for value in values], dtype=held(kind))
 
 
 def from_bits(bits: Tensor, kind: str) -> list[int]:
@@ -49,11 +52,10 @@ def test_integer_to_integer(source: str, to: str) -> None:
     least, most = limits(source)
     values = [least, most, 0, 1, most // 3, least // 5, 200 % (most + 1), max(least, -7)]
     bits = to_integers(values, source)
-    out = torch.int16 if to.endswith("8") else {"16": torch.int16, "32": torch.int32, "64": torch.int64}[to[1:]]
-    wrapped = from_bits(evaluate(f"cvt.{to}.{source} %d, %a;", out, bits), to)
+    wrapped = from_bits(evaluate(f"cvt.{to}.{source} %d, %a;", held(to), bits), to)
     low, high = limits(to)
     assert wrapped == [(value - low) % (high - low + 1) + low for value in values]
-    clamped = from_bits(evaluate(f"cvt.sat.{to}.{source} %d, %a;", out, bits), to)
+    clamped = from_bits(evaluate(f"cvt.sat.{to}.{source} %d, %a;", held(to), bits), to)
     assert clamped == [max(low, min(high, value)) for value in values]
 
 
@@ -92,8 +94,7 @@ NUMBERS = [0.5, 1.5, -0.5, -2.5, 2.4, -7.9, 200.7, -129.0, 40000.0, 3e9, -3e9, 1
 @pytest.mark.parametrize(("source", "to"), list(itertools.product(FLOATS, INTEGERS)))
 def test_float_to_integer(source: str, to: str, mode: str) -> None:
     values = torch.tensor([*NUMBERS, math.inf, -math.inf, math.nan], dtype=torch.float64).to(FLOATS[source])
-    out = torch.int16 if to.endswith("8") else {"16": torch.int16, "32": torch.int32, "64": torch.int64}[to[1:]]
-    got = from_bits(evaluate(f"cvt.{mode}.{to}.{source} %d, %a;", out, values, target=target(source)), to)
+    got = from_bits(evaluate(f"cvt.{mode}.{to}.{source} %d, %a;", held(to), values, target=target(source)), to)
     rounding = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[mode]
     low, high = limits(to)
     for value, result in zip(values.tolist(), got, strict=True):
@@ -118,6 +119,13 @@ def test_float_to_narrower_float(source: str, to: str, mode: str) -> None:
     got = evaluate(f"cvt.{mode}.{to}.{source} %d, %a;", FLOATS[to], values, target=target(source, to))
     for value, result in zip(values.tolist(), got.tolist(), strict=True):
         assert result == nearest(Fraction(value), to, mode), value
+
+
+@pytest.mark.parametrize("to", ["f16", "bf16"])
+def test_rounding_to_16_bits_of_special_numbers(to: str) -> None:
+    numbers = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 65504.0, 65519.9, 65520.0, 3.4e38])
+    numbers = torch.cat([numbers, torch.tensor([6e-8, 2.98e-8]), torch.randn(50), torch.randn(32) * 1e-6])
+    assert same(evaluate(f"cvt.rn.{to}.f32 %d, %a;", FLOATS[to], numbers), numbers.to(FLOATS[to]))
 
 
 @pytest.mark.parametrize(("source", "to"), [("f16", "f32"), ("bf16", "f32"), ("f16", "f64"), ("f32", "f64")])

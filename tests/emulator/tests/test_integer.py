@@ -150,6 +150,15 @@ PERMUTATIONS = {
         ("szext.clamp.s32 %d, %a, %b;", lambda a, b: extended(a, b, True), "uu"),
         ("szext.wrap.s32 %d, %a, %b;", lambda a, b: extended(a, b % 32, True), "uu"),
         ("szext.clamp.u32 %d, %a, %b;", lambda a, b: extended(a, b, False), "uu"),
+        ("bfe.s32 %d, %a, 4, 8;", lambda a: signed(a >> 4, 8), "s"),
+        ("bfi.b32 %d, %a, 0, 8, 4;", lambda a: (a & 15) << 8, "u"),
+        ("div.s32 %d, %a, 3;", lambda a: abs(a) // 3 * (1 if a >= 0 else -1), "s"),
+        ("rem.s32 %d, %a, 3;", lambda a: abs(a) % 3 * (1 if a >= 0 else -1), "s"),
+        ("shr.s32 %d, %a, 40;", lambda a: a >> 31, "s"),
+        ("shl.b32 %d, %a, 40;", lambda a: 0, "u"),
+        ("clz.b32 %d, %a;", lambda a: 32 - a.bit_length(), "u"),
+        ("popc.b32 %d, %a;", int.bit_count, "u"),
+        ("brev.b32 %d, %a;", lambda a: int(f"{a:032b}"[::-1], 2), "u"),
         ("bfind.u32 %d, %a;", lambda a: a.bit_length() - 1, "u"),
         ("bfind.s32 %d, %a;", lambda a: (a if a >= 0 else ~a).bit_length() - 1, "s"),
         ("bfind.shiftamt.u32 %d, %a;", lambda a: 32 - a.bit_length() if a else -1, "u"),
@@ -172,9 +181,9 @@ def test_definitions(body: str, function: Callable[..., int], kinds: str) -> Non
     check(body, function, kinds)
 
 
-@pytest.mark.parametrize("bits", [16, 64])
+@pytest.mark.parametrize("bits", [16, 32, 64])
 @pytest.mark.parametrize("kind", ["u", "s"])
-def test_other_widths(bits: int, kind: str) -> None:
+def test_widths(bits: int, kind: str) -> None:
     check(f"sad.{kind}{bits} %d, %a, %b, %c;", lambda a, b, c: abs(a - b) + c, kind * 3, bits)
     check(f"max.{kind}{bits} %d, %a, %b;", max, kind * 2, bits)
     check(f"mul.hi.{kind}{bits} %d, %a, %b;", lambda a, b: a * b >> bits, kind * 2, bits)

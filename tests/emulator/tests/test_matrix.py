@@ -1,7 +1,4 @@
-"""Tests of mma.sync in the shapes that test_instructions.py does not have.
-
-The fragment layouts are written out from the manual's figures.
-"""
+"""Tests of mma.sync: exact sums of small integers, with fragment layouts written out from the manual's figures."""
 
 from __future__ import annotations
 
@@ -14,8 +11,18 @@ from torch import Tensor
 from ptx_body import run
 
 Place = Callable[[int, int], tuple[int, int]]  # (lane, element) to (row, column)
-BITS = {"f16": 16, "f32": 32, "f64": 64, "s32": 32, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
-DTYPES = {"f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "f32": torch.float32,
+    "f64": torch.float64,
+}
+BITS = {"s32": 32, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1} | {
+    kind: 8 * dtype.itemsize for kind, dtype in DTYPES.items()
+}
 
 
 def bits_of(value: float, kind: str) -> int:
@@ -37,9 +44,10 @@ def fragment(matrix: Tensor, kind: str, place: Place, count: int) -> list[list[i
     return registers
 
 
-def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place], counts: list[int]) -> Tensor:
-    """Runs an mma, returns D. ``kinds``, ``places``, ``counts``: types, positions and numbers of a lane's elements."""
+def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place]) -> Tensor:
+    """Runs an mma of A, B and C, and returns D. ``kinds``, ``places``: types and positions of a lane's elements."""
     *sources, to = kinds.split()
+    counts = [matrix.numel() // 32 for matrix in (*matrices, matrices[2])]
     tensors, declared, loads, operands = [], "", "", []
     for index, (matrix, kind) in enumerate(zip(matrices, sources, strict=True)):
         width = 64 if kind == "f64" else 32
@@ -75,22 +83,13 @@ def multiply(opcode: str, kinds: str, matrices: list[Tensor], places: list[Place
 
 def values(kind: str, *shape: int, seed: int) -> Tensor:
     """Returns small random integers, so that all sums are exact."""
-    low, high = {"b1": (0, 2), "u4": (0, 16), "s4": (-8, 8), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-4, 5))
+    low, high = {"b1": (0, 2), "u4": (0, 16), "s4": (-8, 8), "u8": (0, 256), "s8": (-128, 128)}.get(kind, (-8, 9))
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
-SHAPES = [
-    *[(8, 8, 16, a, b) for a in ("s8", "u8") for b in ("s8", "u8")],
-    *[(m, 8, k, a, b) for m, k in ((8, 32), (16, 32), (16, 64)) for a, b in (("s4", "s4"), ("u4", "s4"))],
-    *[(m, 8, k, "b1", "b1") for m, k in ((8, 128), (16, 128), (16, 256))],
-    *[(m, 8, k, "f64", "f64") for m, k in ((8, 4), (16, 4), (16, 8), (16, 16))],
-]
-
-
-@pytest.mark.parametrize(("m", "n", "k", "a_kind", "b_kind"), SHAPES)
-def test_shapes(m: int, n: int, k: int, a_kind: str, b_kind: str) -> None:
-    each = (64 if a_kind == "f64" else 32) // BITS[a_kind]
-    a, b, c = values(a_kind, m, k, seed=1), values(b_kind, k, n, seed=2), values("s32", m, n, seed=3)
+def places_of(m: int, kind: str) -> list[Place]:
+    """Returns the positions of a lane's elements of A, B, C and D. ``kind``: the type of A and B."""
+    each = (64 if kind == "f64" else 32) // BITS[kind]
 
     def place_a(lane: int, i: int) -> tuple[int, int]:
         register, element = divmod(i, each)
@@ -107,33 +106,43 @@ def test_shapes(m: int, n: int, k: int, a_kind: str, b_kind: str) -> None:
     def place_c(lane: int, i: int) -> tuple[int, int]:
         return lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2
 
-    sums = "f64" if a_kind == "f64" else "s32"
-    counts = [m * k // 32, k * n // 32, m * n // 32, m * n // 32]
-    places = [place_a, place_b, place_c, place_c]
-    opcode = f"mma.sync.aligned.m{m}n{n}k{k}.row.col.{sums}.{a_kind}.{b_kind}.{sums}"
+    return [place_a, place_b, place_c, place_c]
+
+
+FP8 = ("e4m3", "e5m2")
+SHAPES = [
+    *[(16, k, "f16", "f16", sums) for k in (8, 16) for sums in ("f32", "f16")],
+    *[(16, k, "bf16", "bf16", "f32") for k in (8, 16)],
+    *[(16, k, "tf32", "tf32", "f32") for k in (4, 8)],
+    *[(16, k, a, b, sums) for a in FP8 for b in FP8 for k in (16, 32) for sums in ("f32", "f16")],
+    *[(16, k, kind, kind, "s32") for kind, k in (("s8", 16), ("s8", 32), ("u8", 32))],
+    *[(8, 16, a, b, "s32") for a in ("s8", "u8") for b in ("s8", "u8")],
+    *[(m, k, a, b, "s32") for m, k in ((8, 32), (16, 32), (16, 64)) for a, b in (("s4", "s4"), ("u4", "s4"))],
+    *[(m, k, "b1", "b1", "s32") for m, k in ((8, 128), (16, 128), (16, 256))],
+    *[(m, k, "f64", "f64", "f64") for m, k in ((8, 4), (16, 4), (16, 8), (16, 16))],
+]
+
+
+@pytest.mark.parametrize(("m", "k", "a_kind", "b_kind", "sums"), SHAPES)
+def test_shapes(m: int, k: int, a_kind: str, b_kind: str, sums: str) -> None:
+    a, b = values(a_kind, m, k, seed=1), values(b_kind, k, 8, seed=2)
+    c = torch.randint(-99, 100, (m, 8), generator=torch.Generator().manual_seed(3)).double()
+    kinds, places = f"{a_kind} {b_kind} {sums} {sums}", places_of(m, a_kind)
+    opcode = f"mma.sync.aligned.m{m}n8k{k}.row.col.{sums}.{a_kind}.{b_kind}.{sums}"
     if a_kind != "b1":
-        product = multiply(opcode, f"{a_kind} {b_kind} {sums} {sums}", [a, b, c], places, counts)
-        assert torch.equal(product, a @ b + c)
+        assert torch.equal(multiply(opcode, kinds, [a, b, c], places), a @ b + c)
         return
     for name, ones in (("and", a @ b), ("xor", a @ (1 - b) + (1 - a) @ b)):
-        got = multiply(f"{opcode}.{name}.popc", f"b1 b1 {sums} {sums}", [a, b, c], places, counts)
-        assert torch.equal(got, ones + c)
+        assert torch.equal(multiply(f"{opcode}.{name}.popc", kinds, [a, b, c], places), ones + c)
 
 
 def test_saturation() -> None:
     a, b = torch.full((8, 16), 127.0), torch.full((16, 8), 127.0)
     c = torch.full((8, 8), 2.0**31 - 5, dtype=torch.float64)
-
-    def place(lane: int, i: int) -> tuple[int, int]:
-        return lane // 4, lane % 4 * 4 + i
-
-    sums = lambda lane, i: (lane // 4, lane % 4 * 2 + i)  # noqa: E731
-    places: list[Place] = [place, lambda lane, i: place(lane, i)[::-1], sums, sums]  # type: ignore[list-item]
     opcode = "mma.sync.aligned.m8n8k16.row.col{}.s32.s8.s8.s32"
-    saturated = multiply(opcode.format(".satfinite"), "s8 s8 s32 s32", [a, b, c], places, [4, 4, 2, 2])
-    assert (saturated == 2**31 - 1).all()
-    wrapped = multiply(opcode.format(""), "s8 s8 s32 s32", [a, b, c], places, [4, 4, 2, 2])
-    assert (wrapped == 2**31 - 5 + 16 * 127**2 - 2**32).all()
+    for form, expected in ((".satfinite", 2**31 - 1), ("", 2**31 - 5 + 16 * 127**2 - 2**32)):
+        got = multiply(opcode.format(form), "s8 s8 s32 s32", [a, b, c], places_of(8, "s8"))
+        assert (got == expected).all()
 
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
@@ -141,14 +150,18 @@ def test_rounding_of_fp64_products(mode: str) -> None:
     """Checks the rounding of 1 + 2^-60, which is between two numbers."""
     a, b, c = torch.zeros(8, 4).double(), torch.zeros(4, 8).double(), torch.ones(8, 8).double()
     a[0, 0], b[0, 0] = 2.0**-30, 2.0**-30
-    places: list[Place] = [
-        lambda lane, i: (lane // 4, lane % 4),
-        lambda lane, i: (lane % 4, lane // 4),
-        *[lambda lane, i: (lane // 4, lane % 4 * 2 + i)] * 2,
-    ]
     opcode = f"mma.sync.aligned.m8n8k4.row.col.{mode}.f64.f64.f64.f64"
-    got = multiply(opcode, "f64 f64 f64 f64", [a, b, c], places, [1, 1, 2, 2])
+    got = multiply(opcode, "f64 f64 f64 f64", [a, b, c], places_of(8, "f64"))
     assert got[0, 0] == (1 + 2.0**-52 if mode == "rp" else 1) and got[1, 1] == 1
+
+
+@pytest.mark.parametrize("k", [8, 16])
+def test_rounding_of_fp16_sums(k: int) -> None:
+    a, b = torch.zeros(16, k), torch.zeros(k, 8)
+    a[:, 0], b[0, :] = 1, 1
+    large = torch.full((16, 8), 2048.0)  # from here on, fp16 has even numbers only
+    opcode = f"mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16"
+    assert (multiply(opcode, "f16 f16 f16 f16", [a, b, large], places_of(16, "f16")) == 2048).all()
 
 
 def quad_rows(lane: int) -> int:
@@ -185,33 +198,7 @@ def test_quads(layouts: str, c_kind: str, d_kind: str) -> None:
 
     places = [place_a, place_b, place_sum(c_kind), place_sum(d_kind)]
     opcode = f"mma.sync.aligned.m8n8k4.{layouts}.{d_kind}.f16.f16.{c_kind}"
-    got = multiply(opcode, f"f16 f16 {c_kind} {d_kind}", [a, b, c], places, [4, 4, 8, 8])
+    got = multiply(opcode, f"f16 f16 {c_kind} {d_kind}", [a, b, c], places)
     for start in range(0, 32, 8):
         rows = slice(start, start + 8)
         assert torch.equal(got[rows], a[rows] @ b[:, rows] + c[rows])
-
-
-@pytest.mark.parametrize("k", [8, 16])
-def test_fp16_sums(k: int) -> None:
-    """Checks fp16 accumulators, which have two columns in a register."""
-    a, b, c = values("f16", 16, k, seed=1), values("f16", k, 8, seed=2), values("f16", 16, 8, seed=3)
-
-    def place_a(lane: int, i: int) -> tuple[int, int]:
-        register, element = divmod(i, 2)
-        return lane // 4 + 8 * (register % 2), lane % 4 * 2 + element + 8 * (register // 2)
-
-    def place_b(lane: int, i: int) -> tuple[int, int]:
-        return lane % 4 * 2 + i % 2 + 8 * (i // 2), lane // 4
-
-    def place_c(lane: int, i: int) -> tuple[int, int]:
-        return lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2
-
-    opcode = f"mma.sync.aligned.m16n8k{k}.row.col.f16.f16.f16.f16"
-    counts = [16 * k // 32, 8 * k // 32, 4, 4]
-    got = multiply(opcode, "f16 f16 f16 f16", [a, b, c], [place_a, place_b, place_c, place_c], counts)
-    assert torch.equal(got, a @ b + c)
-    large = torch.full_like(c, 2048.0)  # from here on, fp16 has even numbers only
-    a[:], b[:] = 0, 0
-    a[:, 0], b[0, :] = 1, 1
-    got = multiply(opcode, "f16 f16 f16 f16", [a, b, large], [place_a, place_b, place_c, place_c], counts)
-    assert (got == 2048).all()

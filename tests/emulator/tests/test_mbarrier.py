@@ -6,23 +6,20 @@ import pytest
 import torch
 
 from emulator import EmulatorError, Module
+from expected_errors import failing
 
 SEEDS = range(8)
 
 
-def kernel(body: str, declarations: str = "", target: str = "sm_90a") -> Module:
+def kernel(body: str, target: str = "sm_90a") -> Module:
     """Returns a kernel ``k(.u64 out)`` with 20 registers of each kind; %rd0 is ``out`` and %r0 the thread's index."""
     return Module(f"""
 .version 8.8
 .target {target}
 .address_size 64
 .visible .entry k(.param .u64 out) {{
-  .reg .pred %p<20>;
-  .reg .b32 %r<20>;
-  .reg .b64 %rd<20>;
-  .shared .align 8 .b64 bar[4];
-  .shared .align 256 .b32 data[64];
-  {declarations}
+  .reg .pred %p<20>; .reg .b32 %r<20>; .reg .b64 %rd<20>;
+  .shared .align 8 .b64 bar[4]; .shared .align 256 .b32 data[64];
   ld.param.u64 %rd0, [out];
   mov.u32 %r0, %tid.x;
   {body}
@@ -31,15 +28,11 @@ def kernel(body: str, declarations: str = "", target: str = "sm_90a") -> Module:
 """)
 
 
-def store(register: str = "%r1") -> str:
-    """Returns PTX for ``out[global thread index] = register``."""
-    return f"""
-  mov.u32 %r18, %ctaid.x;
-  mov.u32 %r19, %ntid.x;
-  mad.lo.u32 %r19, %r18, %r19, %r0;
-  mul.wide.u32 %rd19, %r19, 4;
-  add.u64 %rd19, %rd19, %rd0;
-  st.global.u32 [%rd19], {register};"""
+def store() -> str:
+    """Returns PTX for ``out[global thread index] = %r1``."""
+    return """
+  mov.u32 %r18, %ctaid.x; mov.u32 %r19, %ntid.x; mad.lo.u32 %r19, %r18, %r19, %r0;
+  mul.wide.u32 %rd19, %r19, 4; add.u64 %rd19, %rd19, %rd0; st.global.u32 [%rd19], %r1;"""
 
 
 def init(count: int, bar: str = "bar") -> str:
@@ -51,11 +44,17 @@ def init(count: int, bar: str = "bar") -> str:
 
 def fails(module: Module, kind: str, match: str, **launch: object) -> None:
     options = {"grid": (1,), "block": (64,), "args": [torch.zeros(256, dtype=torch.int32)], **launch}
-    with pytest.raises(EmulatorError, match=match) as caught:
+    with failing(kind, match) as caught:
         module.launch("k", **options)  # type: ignore[arg-type]
-    assert caught.value.kind == kind
     assert caught.value.kernel == "k"
     assert caught.value.line is not None
+
+
+def results(body: str, seed: int = 0, initial: int = 0, target: str = "sm_90a") -> list[int]:
+    """Returns what 64 threads store to ``out``, where ``initial`` was."""
+    out = torch.full((64,), initial, dtype=torch.int32)
+    kernel(body, target).launch("k", block=(64,), args=[out], seed=seed)
+    return out.tolist()
 
 
 # The first warp writes data and arrives; the second waits for the phase and reads the data.
@@ -85,9 +84,8 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_phase_completes_when_all_have_arrived(wait: str, seed: int) -> None:
-    out = torch.zeros(64, dtype=torch.int32)
-    kernel(init(32) + HANDOVER.format(wait=WAITS[wait]) + store()).launch("k", block=(64,), args=[out], seed=seed)
-    assert out.tolist() == [7] * 32 + [100 + i for i in range(32)]
+    found = results(init(32) + HANDOVER.format(wait=WAITS[wait]) + store(), seed)
+    assert found == [7] * 32 + [100 + i for i in range(32)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -102,9 +100,7 @@ def test_phases_alternate_and_states_name_them(seed: int) -> None:
 W{phase}: mbarrier.{form}.shared::cta.b64 %p1, {wait};
   @!%p1 bra W{phase};
   add.u32 %r1, %r1, 1;"""
-    out = torch.zeros(64, dtype=torch.int32)
-    kernel(body + store()).launch("k", block=(64,), args=[out], seed=seed)
-    assert out.tolist() == [5] * 64
+    assert results(body + store(), seed) == [5] * 64
 
 
 def test_transactions_hold_a_phase_back() -> None:
@@ -116,9 +112,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
   @!%p1 bra WAIT;
   mov.u32 %r1, 3;
   {store()}"""
-    out = torch.zeros(64, dtype=torch.int32)
-    kernel(body).launch("k", block=(64,), args=[out])
-    assert out.tolist() == [3] * 64
+    assert results(body) == [3] * 64
     fails(
         kernel(body.replace("expect_tx.shared::cta.b64 _, [bar], 4", "expect_tx.shared::cta.b64 _, [bar], 8")),
         "deadlock",
@@ -128,7 +122,6 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
 
 def test_bytes_may_come_before_they_are_expected() -> None:
     """Checks that expect_tx may come after complete_tx and the arrival."""
-    out = torch.zeros(64, dtype=torch.int32)
     body = f"""
   {init(1)}
   setp.ne.u32 %p0, %r0, 0;
@@ -140,8 +133,7 @@ WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
   @!%p1 bra WAIT;
   mov.u32 %r1, 3;
   {store()}"""
-    kernel(body.format(16)).launch("k", block=(64,), args=[out])
-    assert out.tolist() == [3] * 64
+    assert results(body.format(16)) == [3] * 64
     fails(kernel(body.format(32)), "deadlock", "waits for 0 of 1 arrivals and 16 bytes")
 
 
@@ -156,9 +148,7 @@ def test_try_wait_gives_up_in_the_end(seed: int) -> None:
 WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0;
   @!%p1 bra WAIT;
   {store()}"""
-    out = torch.full((64,), -1, dtype=torch.int32)
-    kernel(body).launch("k", block=(64,), args=[out], seed=seed)
-    assert out.tolist() == [0] * 64
+    assert results(body, seed, initial=-1) == [0] * 64
 
 
 def test_dropped_arrivals_are_not_expected_again() -> None:
@@ -180,17 +170,13 @@ W{i}: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], {i % 2};
         )
         + "\nDONE:"
     )
-    out = torch.zeros(64, dtype=torch.int32)
-    kernel(body + store()).launch("k", block=(64,), args=[out], seed=3)
-    assert out.tolist() == [4] * 32 + [1] * 32
+    assert results(body + store(), seed=3) == [4] * 32 + [1] * 32
 
 
 def test_pending_count() -> None:
     body = init(7) + "\n  mov.u32 %r1, 0;\n  @%p19 mbarrier.arrive.shared::cta.b64 %rd1, [bar], 3;"
     body += "\n  @%p19 mbarrier.arrive.shared::cta.b64 %rd2, [bar];\n  @%p19 mbarrier.pending_count.b64 %r1, %rd2;"
-    out = torch.zeros(64, dtype=torch.int32)
-    kernel(body + store()).launch("k", block=(64,), args=[out])
-    assert out[0] == 4
+    assert results(body + store())[0] == 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from command_in_process import command
+from command_in_process import command, process
 from emulator import nvcc_compile, static_facts
 
 pytestmark = pytest.mark.slow  # each script is a process that imports torch
@@ -57,14 +54,6 @@ assert data[0] == 8.0 ** int(sys.argv[2])
 """
 
 
-def profile(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "emulator", "profile", *map(str, arguments)]
-    paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **paths, **environment}, timeout=120
-    )
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     ptx, script = tmp_path / "scale.ptx", tmp_path / "script.py"
@@ -81,7 +70,7 @@ def cells(text: str, name: str) -> list[str]:
 
 def test_a_script(files: tuple[Path, Path], tmp_path: Path) -> None:
     """Checks the counts of two launches of 2 warps with 3 iterations, and that the script gets its arguments."""
-    done = profile("--json", tmp_path / "out.json", files[1], files[0], 2)
+    done = process("profile", "--json", tmp_path / "out.json", files[1], files[0], 2)
     assert done.returncode == 0, done.stderr
     scale, other = done.stdout.split("\n\nother\n")
     assert "launches 2: 2 with (1, 1, 1) of (64, 1, 1) threads" in scale
@@ -119,7 +108,7 @@ def test_a_triton_kernel(arch: str, product: str, files: tuple[Path, Path], tmp_
     pytest.importorskip("triton")
     files[1].write_text(TRITON_SCRIPT)
     out = tmp_path / "out.json"
-    done = profile("--arch", arch, "--json", out, files[1], TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    done = process("profile", "--arch", arch, "--json", out, files[1], TRITON_CACHE_DIR=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "tensor cores: f16 * f16 + f32: 262,144 multiply-adds" in done.stdout and "not known" not in done.stdout
     (entry,) = json.loads(out.read_text())
@@ -128,24 +117,24 @@ def test_a_triton_kernel(arch: str, product: str, files: tuple[Path, Path], tmp_
 
 
 def test_only_some_kernels(files: tuple[Path, Path]) -> None:
-    done = profile("--kernel", "^sc", files[1], files[0], 1)
+    done = process("profile", "--kernel", "^sc", files[1], files[0], 1)
     assert done.returncode == 0 and "scale\n" in done.stdout and "other\n" not in done.stdout
 
-    done = profile("--kernel", "attention", files[1], files[0], 1)
+    done = process("profile", "--kernel", "attention", files[1], files[0], 1)
     assert done.stdout == "no kernel has a name that matches attention: there are scale, other\n"
 
 
 @pytest.mark.parametrize(("last_line", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("int('nonsense')", 1)])
 def test_however_a_script_ends_its_launches_are_printed(files: tuple[Path, Path], last_line: str, code: int) -> None:
     files[1].write_text(f"{SCRIPT}\n{last_line}\n")
-    done = profile(files[1], files[0], 1)
+    done = process("profile", files[1], files[0], 1)
     assert done.returncode == code and "scale\n  launches 1:" in done.stdout
     assert ("ValueError" in done.stderr) == (code == 1), done.stderr
 
 
 def test_a_script_without_kernels(files: tuple[Path, Path]) -> None:
     files[1].write_text("")
-    done = profile(files[1])
+    done = process("profile", files[1])
     assert done.returncode == 0 and done.stdout == "no kernel was launched\n"
 
 

@@ -450,7 +450,7 @@ REDUCE = (
     "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%out], [%buffer], 256; cp.async.bulk.commit_group;"
 )
 # CTAs add one after the other, in the order of their indices.
-TURNS = f"""st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; @!%t0 bra DONE;
+IN_ORDER = f"""st.shared.u32 [%mine], 0; fence.proxy.async; bar.sync 0; @!%t0 bra DONE;
     AGAIN: ld.$0.gpu.global.u32 %r7, [%out+1024]; setp.lt.u32 %p3, %r7, %cta; @%p3 bra AGAIN;
     {REDUCE} cp.async.bulk.wait_group$1 0; red.$2.gpu.global.add.u32 [%out+1024], 1;
     DONE:"""
@@ -488,8 +488,8 @@ SUMS = {
         right=(("cp.async.bulk.wait_group 0;",),),
         wrong=(("",), ("cp.async.bulk.wait_group.read 0;",)),
     ),
-    "turns": Case(
-        TURNS,
+    "CTAs that add in the order of their indices": Case(
+        IN_ORDER,
         right=(("acquire", "", "release"),),
         wrong=(("acquire", ".read", "release"), ("relaxed", "", "release"), ("acquire", "", "relaxed")),
         grid=4,
