@@ -39,8 +39,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
-                f"dim must be an even multiple of num_heads, and num_heads a multiple of num_kv_heads; "
-                f"got dim {self.dim}, num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}"
+                "expected dim to be an even multiple of num_heads, and num_heads a multiple of num_kv_heads, got dim "
+                f"{self.dim}, num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}"
             )
 
     @property

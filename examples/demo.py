@@ -117,7 +117,7 @@ def run(options: train_decoder.Options, emulated: Emulated | None, lacking: list
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     train_decoder.add_arguments(parser)
-    options = train_decoder.options_from(parser.parse_args())
+    options = train_decoder.options_from(parser)
     checks = CheckList()
     start = time.perf_counter()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # own_kernels.py writes there too

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import fastattn
 import fastattn.nn
+from arguments import positive, present_device
 from checks import CheckList
 from decoder import CachedAttention, Decoder, DecoderConfig, PackedAttention, PagedBatch
 from text_data import BOUNDARY, bucketed_batches
@@ -118,7 +120,7 @@ def logits_uncached(model: Decoder, prompts: list[bytes], tokens: Tensor) -> Ten
         lengths = torch.tensor([len(text) for text in texts], device=device)
         positions = torch.cat([torch.arange(len(text), device=device) for text in texts])
         ends = lengths.cumsum(0)
-        cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        cu_seqlens = F.pad(ends, (1, 0)).to(torch.int32)
         logits = model(packed, positions, PackedAttention(cu_seqlens, max(map(len, texts))))
         steps.append(logits[ends - 1])
     return torch.stack(steps, dim=1)
@@ -216,18 +218,20 @@ def main() -> int:
         type=os.fsencode,
         help="text to continue; may be repeated (default: held-out text)",
     )
-    parser.add_argument("--tokens", type=int, default=96, help="how many to write (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=96, help="how many to write (default: %(default)s)")
     parser.add_argument("--int8-cache", action="store_true", help="keep keys and values as int8")
-    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="keep them in pages, in a PagedKVCache")
-    parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
+    parser.add_argument("--page-size", type=positive, metavar="TOKENS", help="keep them in pages, in a PagedKVCache")
+    parser.add_argument("--device", type=present_device, default=default.device, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     arguments = parser.parse_args()
     if not arguments.model.is_file():
-        parser.error(f"there is no file {arguments.model}; train_decoder.py writes it")
+        parser.error(f"--model: there is no file {arguments.model}; run `python examples/train_decoder.py` to make it")
     model, held_out = load(arguments.model, arguments.device)
     prompts = arguments.prompt or prompts_from(held_out)
     if max(map(len, prompts)) + 1 + arguments.tokens > model.config.max_positions:
-        parser.error(f"prompt and --tokens together may have {model.config.max_positions - 1} bytes")
+        most = model.config.max_positions - 1
+        longest = max(map(len, prompts))
+        parser.error(f"--tokens: expected at most {most - longest} after a prompt of {longest}, got {arguments.tokens}")
 
     options = Options(device=arguments.device, dtype=DTYPES[arguments.dtype] if arguments.dtype else None)
     checks = CheckList()

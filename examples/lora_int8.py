@@ -29,6 +29,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 import fastattn.integrations.transformers
+from arguments import positive, present_device
 from checks import CheckList
 from fastattn.integrations.transformers import Int8Config
 from fastattn.nn import Int8Linear
@@ -173,9 +174,9 @@ def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device, help="default: %(default)s")
+    parser.add_argument("--device", type=present_device, default=default_device, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument("--steps", type=positive, default=STEPS, help="default: %(default)s")
     options = parser.parse_args()
     checks = CheckList()
     run(options.device, options.out, options.steps, checks)

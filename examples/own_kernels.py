@@ -22,6 +22,7 @@ from transformers.utils import logging
 import fastattn
 import fastattn.nn
 import generate
+from arguments import positive
 from checks import CheckList
 from fastattn import native
 from fastattn.dispatch.device import is_emulated
@@ -104,7 +105,7 @@ def run(device: torch.device, path: Path, num_tokens: int, checks: CheckList) ->
         if path.is_file():
             run_generation(device, path, num_tokens, checks)
         else:
-            print(f"\nThere is no {path}, which train_decoder.py writes: nothing is generated.")
+            print(f"\nThere is no {path}: nothing is generated. `python examples/train_decoder.py` writes it.")
     else:
         print("\nThe CUDA C++ kernels were not built: `python -m fastattn` says what to do.")
     run_sentences(device, "triton", checks)
@@ -114,11 +115,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Options()
     parser.add_argument("--model", type=Path, default=default.out / "decoder.pt", help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4, help="how many to generate (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=4, help="how many to generate (default: %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not is_emulated():
         parser.error(
-            "there is no NVIDIA GPU; PYTHONPATH=tests python -m emulator run examples/own_kernels.py emulates one"
+            "there is no NVIDIA GPU; to emulate one, run "
+            "`PYTHONPATH=tests python -m emulator run examples/own_kernels.py`"
         )
     checks = CheckList()
     run(default.device, arguments.model, arguments.tokens, checks)

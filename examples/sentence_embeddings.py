@@ -27,6 +27,7 @@ from transformers.utils import logging
 import fastattn
 import fastattn.integrations.transformers
 import fastattn.nn
+from arguments import present_device
 from checks import CheckList
 
 # The sentences 2i and 2i + 1 mean much the same.
@@ -130,7 +131,7 @@ def run(device: torch.device, checks: CheckList) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device, help="default: %(default)s")
+    parser.add_argument("--device", type=present_device, default=default_device, help="default: %(default)s")
     checks = CheckList()
     run(parser.parse_args().device, checks)
     return checks.finish("sentence_embeddings")

@@ -86,7 +86,9 @@ def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes
     shuffled = random.Random(seed).sample(passages, len(passages))
     num_held_out = max(1, round(held_out * len(passages)))
     if num_held_out >= len(passages):
-        raise ValueError(f"the text has {len(passages)} passages; that is too short to train on")
+        raise ValueError(
+            f"a text of {len(passages)} passages is too short to train on; pass a longer one or a smaller --max-length"
+        )
     return shuffled[num_held_out:], shuffled[:num_held_out]
 
 

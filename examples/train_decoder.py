@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import fastattn
+from arguments import existing_file, positive, present_device
 from checks import CheckList
 from decoder import Decoder, DecoderConfig, PackedAttention, PaddedAttention
 from text_data import (
@@ -302,42 +303,43 @@ def run(options: Options, checks: CheckList) -> Trained:
     return Trained(model, held_out_passages, history)
 
 
-def existing_file(name: str) -> Path:
-    """Returns the path ``name``. Raises ArgumentTypeError, which argparse reports, where there is no such file."""
-    path = Path(name)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {name}")
-    return path
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a training, which ``options_from`` reads."""
     default = Options()
     parser.add_argument("--text", type=existing_file, help="a text file (default: Python's language reference)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for results (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, default=default.device, help="default: %(default)s")
+    parser.add_argument("--device", type=present_device, default=default.device, help="default: %(default)s")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="compute in this dtype by autocast (default: bfloat16 on a GPU, else float32)"
     )
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
     parser.add_argument("--share-layers", action="store_true", help="all layers have the weights of one, as in ALBERT")
     parser.add_argument(
-        "--token-budget", type=int, default=default.token_budget, help="tokens in a batch (default: %(default)s)"
+        "--token-budget", type=positive, default=default.token_budget, help="tokens in a batch (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-length", type=int, default=default.max_length, help="bytes in a passage at most (default: %(default)s)"
+        "--max-length",
+        type=positive,
+        default=default.max_length,
+        help="bytes in a passage at most (default: %(default)s)",
     )
     training = {"steps": default.steps, "learning_rate": default.learning_rate, "seed": default.seed}
     model = {name.removeprefix("num_"): getattr(default.config, name) for name in MODEL_SIZES}
     for name, value in (training | model).items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
+        kind = positive if isinstance(value, int) and name != "seed" else type(value)
+        parser.add_argument(flag, type=kind, default=value, help="default: %(default)s")
 
 
-def options_from(arguments: argparse.Namespace) -> Options:
+def options_from(parser: argparse.ArgumentParser) -> Options:
+    """Returns the options on the command line. Model sizes that do not fit together end the program with an error."""
+    arguments = parser.parse_args()
     given = vars(arguments).copy()
     sizes = {name: given.pop(name.removeprefix("num_")) for name in (*MODEL_SIZES, "share_layers")}
-    config = DecoderConfig(VOCAB_SIZE, max_positions=2 * (arguments.max_length + 1), **sizes)
+    try:
+        config = DecoderConfig(VOCAB_SIZE, max_positions=2 * (arguments.max_length + 1), **sizes)
+    except ValueError as error:
+        parser.error(f"--dim, --heads, --kv-heads: {error}")
     dtype = DTYPES.get(given.pop("dtype"))
     return Options(**given, dtype=dtype, config=config)
 
@@ -346,7 +348,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     checks = CheckList()
-    run(options_from(parser.parse_args()), checks)
+    run(options_from(parser), checks)
     return checks.finish("train_decoder")
 
 

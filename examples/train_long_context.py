@@ -26,13 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from arguments import existing_file, positive
 from checks import CheckList
 from decoder import Decoder, DecoderConfig, PaddedAttention, Rotary, by_sequence, by_token
 from fastattn.distributed import context_parallel_attention, shard_sequence
 from fastattn.distributed.arguments import STRATEGIES
 from overlap import Timeline, plot, print_table
 from text_data import BOUNDARY, VOCAB_SIZE, read_documents
-from train_decoder import DTYPES, existing_file, relative_error, warm_up_then_cosine
+from train_decoder import DTYPES, relative_error, warm_up_then_cosine
 
 LAYOUT = "zigzag"  # gives all ranks the same work under a causal mask
 
@@ -76,9 +77,14 @@ class Options:
         if left:
             raise ValueError(f"--context: expected a divisor of the {world_size} processes, got {self.context}")
         if self.batch % data:
-            raise ValueError(f"--batch: expected a multiple of {data}, got {self.batch}")
+            raise ValueError(f"--batch: expected a multiple of {data}, got {self.batch}: {data} groups divide it")
         if self.length % (2 * self.context):  # zigzag: two parts for each rank
-            raise ValueError(f"--length: expected a multiple of {2 * self.context}, got {self.length}")
+            divided = "the processes of --context take two parts each"
+            raise ValueError(f"--length: expected a multiple of {2 * self.context}, got {self.length}: {divided}")
+        try:
+            _ = self.config
+        except ValueError as error:
+            raise ValueError(f"--dim, --heads, --kv-heads: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -264,7 +270,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in helps.items():
         value = getattr(default, name)
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help=f"{text} (default: %(default)s)")
+        kind = positive if isinstance(value, int) and name != "seed" else type(value)
+        parser.add_argument(flag, type=kind, default=value, help=f"{text} (default: %(default)s)")
 
 
 def main() -> int:
@@ -272,7 +279,7 @@ def main() -> int:
     add_arguments(parser)
     options = Options(**vars(parser.parse_args()))
     if not dist.is_torchelastic_launched():
-        parser.error("torchrun starts it: torchrun --nproc-per-node 4 examples/train_long_context.py")
+        parser.error("start it by `torchrun --nproc-per-node 4 examples/train_long_context.py`")
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     try:
         options.check(world_size)
@@ -282,7 +289,11 @@ def main() -> int:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
-            parser.error(f"a process for each of the {torch.cuda.device_count()} GPUs; CUDA_VISIBLE_DEVICES= uses none")
+            count = torch.cuda.device_count()
+            parser.error(
+                f"expected at most {count} processes, one for each GPU, got {world_size}; use `torchrun "
+                f"--nproc-per-node {count}`, or run it on the CPU with CUDA_VISIBLE_DEVICES= before torchrun"
+            )
         torch.cuda.set_device(local_rank)
     dist.init_process_group()
     shape = world_size // options.context, options.context

@@ -15,6 +15,7 @@ Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that one CTA makes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,13 +77,12 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
     batch, (max_seqlen_q, max_seqlen_k) = scores.batch, scores.longest
     grad_query, grad_key, grad_value = grads
     additive = bias is not None and bias.is_floating_point()
-    bias_grad = bias is not None and given.bias_grad
-    grad_bias = query.new_zeros(bias.shape if bias_grad and bias is not None else (0,), dtype=torch.float32)
+    wanted_bias = bias if bias is not None and given.bias_grad else None
+    grad_bias = query.new_zeros((0,) if wanted_bias is None else wanted_bias.shape, dtype=torch.float32)
 
     grad_out, out, lse = readable(given.grad_out), readable(given.out), given.lse.contiguous()
     delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
     options = scores.options()
-    grad_bias_b, grad_bias_h, grad_bias_m, grad_bias_n = broadcast_strides(grad_bias if grad_bias.dim() == 4 else None)
     arguments: Arguments = {
         **scores.arguments(),
         "ADDS": adds,
@@ -104,10 +104,7 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
         **strides("dk", grad_key),
         **strides("dv", grad_value),
         **lse_strides(lse),
-        "stride_dbias_b": grad_bias_b,
-        "stride_dbias_h": grad_bias_h,
-        "stride_dbias_m": grad_bias_m,
-        "stride_dbias_n": grad_bias_n,
+        **broadcast_strides("dbias", None if wanted_bias is None else grad_bias),
         "num_batches": batch,
     }
     arch = kernel_facts(query.device).arch
@@ -130,17 +127,13 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
         complete = with_tile("key_value")
         num_programs = ceil_div(max_seqlen_k, complete["BLOCK_N"]) * batch * key.shape[1]
         launch(attention_backward_key_value_kernel, num_programs, {**complete, **list_tiles(complete, of_keys=True)})
-    if bias_grad and bias is not None and lse.numel() > 0:
-        sums = dict(
-            zip(("SUM_BATCHES", "SUM_HEADS", "SUM_ROWS", "SUM_COLUMNS"), (s == 1 for s in bias.shape), strict=True)
-        )
-        complete = {**with_tile("bias"), **sums}
-        num_programs = (
-            (1 if sums["SUM_BATCHES"] else batch)
-            * (1 if sums["SUM_HEADS"] else num_heads)
-            * (1 if sums["SUM_ROWS"] else ceil_div(max_seqlen_q, complete["BLOCK_M"]))
-            * (1 if sums["SUM_COLUMNS"] else ceil_div(max_seqlen_k, complete["BLOCK_N"]))
-        )
+    if wanted_bias is not None and lse.numel() > 0:
+        complete = with_tile("bias")
+        tiles = ceil_div(max_seqlen_q, complete["BLOCK_M"]), ceil_div(max_seqlen_k, complete["BLOCK_N"])
+        sums = [size == 1 for size in wanted_bias.shape]
+        factors = zip(sums, (batch, num_heads, *tiles), strict=True)
+        num_programs = math.prod(1 if is_sum else count for is_sum, count in factors)
+        complete |= zip(("SUM_BATCHES", "SUM_HEADS", "SUM_ROWS", "SUM_COLUMNS"), sums, strict=True)
         launch(attention_backward_bias_kernel, num_programs, complete)
 
     grad_sinks = query.new_zeros((0,) if sinks is None else sinks.shape, dtype=torch.float32)
@@ -155,8 +148,8 @@ def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor,
     grad_slopes = query.new_zeros((0,) if slopes is None else slopes.shape, dtype=torch.float32)
     if slopes is not None and lse.numel() > 0:
         splits = slopes_splits(batch * num_heads, ceil_div(max_seqlen_q, of_rows["BLOCK_M"]))
-        parts = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
-        complete = {**of_rows, "slope_sums": parts, "num_splits": splits}
-        launch(attention_backward_slopes_kernel, parts.numel(), complete)
-        grad_slopes = parts.sum((0, 2))[None] if slopes.shape[0] == 1 else parts.sum(2)
+        partials = query.new_empty((batch, num_heads, splits), dtype=torch.float32)
+        complete = {**of_rows, "slope_sums": partials, "num_splits": splits}
+        launch(attention_backward_slopes_kernel, partials.numel(), complete)
+        grad_slopes = partials.sum((0, 2))[None] if slopes.shape[0] == 1 else partials.sum(2)
     return grad_bias, grad_sinks, grad_slopes

@@ -13,20 +13,16 @@ import triton.language as tl
 from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
+    NOT_SPECIALIZED,
+    DropoutInputs,
+    ScoreInputs,
     dropout_keep,
     load_rows,
     score_gradients,
 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_batches", "dropout_threshold",
-        "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_bias_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_bias, bias, alibi_slopes, dropout_seed, ranges,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
@@ -47,7 +43,7 @@ def attention_backward_bias_kernel(
     tl.static_assert(BIAS == ADDITIVE_BIAS)
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)
-    # For key tiles, query tiles, heads and batches: the first one of this CTA, and the number that it sums over.
+    # This CTA's first key tile, query tile, head and batch, and how many of each it sums over.
     owned = tl.program_id(0)
     own_n, sum_n = (0, num_n_tiles) if SUM_COLUMNS else (owned % num_n_tiles, 1)
     owned = owned if SUM_COLUMNS else owned // num_n_tiles
@@ -91,17 +87,20 @@ def attention_backward_bias_kernel(
         slope = 0.0
         if ALIBI:
             slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
+        inputs = ScoreInputs(
+            slope, ranges_base, bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
+            offset, max_seqlen_q, max_seqlen_k, window_left, window_right, scale, softcap,
+        )  # fmt: skip
+        dropout = DropoutInputs(
+            seed, dropout_threshold, dropout_factor, dropout_head + batch_head, dropout_row, dropout_key
+        )
         keep = True
         if DROPOUT:
-            keep = dropout_keep(
-                    seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
-                    dropout_key + first_key, BLOCK_M, BLOCK_N, BIAS,
-                )  # fmt: skip
+            keep = dropout_keep(dropout, first_row, first_key, BLOCK_M, BLOCK_N, BIAS)
         _p, ds, _grad_products = score_gradients(
             products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
-            row[:, None], column[None, :], slope, ranges_base, bias + batch * stride_bias_b + head * stride_bias_h,
-            stride_bias_m, stride_bias_n, offset, max_seqlen_q, max_seqlen_k, window_left, window_right,
-            scale, softcap, dropout_factor, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
+            row[:, None], column[None, :], inputs, dropout,
+            LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
         )  # fmt: skip
         grad += ds
 

@@ -18,10 +18,12 @@ from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
     NO_BIAS,
+    NOT_SPECIALIZED,
+    DropoutInputs,
+    ScoreInputs,
     dropout_keep,
     finish_rows,
     full_tile,
-    load_full_rows,
     load_rows,
     masked_tile,
     score_gradients,
@@ -34,8 +36,7 @@ from fastattn.triton_kernels.attention_ranges import find_list
 @triton.jit
 def _key_value_tile(
     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm, first_row, first_key,
-    batch_head, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-    window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+    inputs, dropout,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
@@ -45,15 +46,11 @@ def _key_value_tile(
     Everything is transposed, ``[BLOCK_N, BLOCK_M]``, so that P^T and dS^T are left operands. Keys past the end leave
     garbage in their own rows of dK and dV, which are never stored; rows past the end have P = 0.
     """
-    if MASKED:
-        q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
-        grad = load_rows(g_base, first_row, seqlen_q, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
-    else:
-        q = load_full_rows(q_base, first_row, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
-        grad = load_full_rows(g_base, first_row, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V)
+    q = load_rows(q_base, first_row, inputs.seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK, MASKED)
+    grad = load_rows(g_base, first_row, inputs.seqlen_q, stride_gm, BLOCK_M, VALUE_DIM, WIDTH_V, MASKED)
     row = first_row + tl.arange(0, BLOCK_M)
     if MASKED:
-        inside = row < seqlen_q
+        inside = row < inputs.seqlen_q
         shift = tl.load(shift_base + row, mask=inside, other=INF)
         delta = tl.load(delta_base + row, mask=inside, other=0.0)
     else:
@@ -61,22 +58,16 @@ def _key_value_tile(
         delta = tl.load(delta_base + row)
     log2_sum = delta
     if BIAS == ADDITIVE_BIAS:
-        log2_sum = tl.load(log2_sum_base + row, mask=row < seqlen_q, other=0.0)
+        log2_sum = tl.load(log2_sum_base + row, mask=row < inputs.seqlen_q, other=0.0)
     keep = True
     if DROPOUT:
-        keep_by_row = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
-            BIAS,
-        )  # fmt: skip
-        keep = tl.trans(keep_by_row)
+        keep = tl.trans(dropout_keep(dropout, first_row, first_key, BLOCK_M, BLOCK_N, BIAS))
 
     products = tl.dot(k, tl.trans(q), input_precision="ieee")
     grad_products = tl.dot(v, tl.trans(grad), input_precision="ieee")
     p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[None, :], log2_sum[None, :], delta[None, :],
-        row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], slope, ranges_base,
-        bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-        window_left, window_right, scale, softcap, dropout_factor,
+        row[None, :], (first_key + tl.arange(0, BLOCK_N))[:, None], inputs, dropout,
         LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
@@ -84,14 +75,7 @@ def _key_value_tile(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
-        "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_key_value_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_key, grad_value,
     bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
@@ -140,9 +124,6 @@ def attention_backward_key_value_kernel(
     if RANGES > 0:  # the loop reads each head's own list
         begin = 0
         full_begin = 0
-    if BIAS != NO_BIAS:
-        full_begin = end
-        full_end = end
     for member in range(group_size):
         head = kv_head * group_size + member
         batch_head = (batch * num_heads + head).to(tl.int32)
@@ -160,38 +141,33 @@ def attention_backward_key_value_kernel(
                 tiles, batch, head, stride_tiles_b, stride_tiles_h, first_key // BLOCK_N, begin_k, num_listed,
                 num_complete, cu_seqlens_k, BLOCK_N,
             )  # fmt: skip
-            if BIAS != NO_BIAS:
-                full_begin = end
-                full_end = end
         if BIAS != NO_BIAS:
+            full_begin = end
+            full_end = end
             bias_base = bias + batch * stride_bias_b + head * stride_bias_h
         if BIAS == ADDITIVE_BIAS:
             log2_sum_base = row_log2_sum + rows_of_head
         if ALIBI:
             slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
-        if BIAS == NO_BIAS:
-            for step in range(full_begin, full_end):
-                tile = full_tile(step, num_complete, listed, RANGES)
+        inputs = ScoreInputs(
+            slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left,
+            window_right, scale, softcap,
+        )  # fmt: skip
+        dropout = DropoutInputs(
+            seed, dropout_threshold, dropout_factor, dropout_head + batch_head, dropout_row, dropout_key
+        )
+        num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
+        for MASKED in tl.static_range(0 if BIAS == NO_BIAS else 1, 2):
+            for step in range(0 if MASKED else full_begin, num_masked if MASKED else full_end):
+                if MASKED:
+                    tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
+                else:
+                    tile = full_tile(step, num_complete, listed, RANGES)
                 dk, dv = _key_value_tile(
                     dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
-                    tile * BLOCK_M, first_key, dropout_head + batch_head, slope, ranges_base,
-                    bias_base, stride_bias_m, stride_bias_n,
-                    offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-                    seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
-                    HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                    BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                    tile * BLOCK_M, first_key, inputs, dropout, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                    BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
                 )  # fmt: skip
-        for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
-            tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
-            dk, dv = _key_value_tile(
-                dk, dv, k, v, q_base, g_base, shift_base, log2_sum_base, delta_base, stride_qm, stride_gm,
-                tile * BLOCK_M, first_key, dropout_head + batch_head, slope,
-                ranges_base, bias_base, stride_bias_m, stride_bias_n,
-                offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-                seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
-                HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
-            )  # fmt: skip
 
     if DROPOUT:
         dv *= dropout_factor

@@ -14,11 +14,13 @@ from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
     NO_BIAS,
+    NOT_SPECIALIZED,
+    DropoutInputs,
+    ScoreInputs,
     dropout_keep,
     finish_rows,
     full_tile,
     is_finite,
-    load_full_rows,
     load_rows,
     masked_tile,
     score_gradients,
@@ -29,50 +31,31 @@ from fastattn.triton_kernels.attention_ranges import tiles_of_rows
 
 @triton.jit
 def _query_tile(
-    dq, q, grad, shift, log2_sum, delta, k_base, v_base, stride_kn, stride_vn, first_row, first_key,
-    batch_head, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-    window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
+    dq, q, grad, shift, log2_sum, delta, k_base, v_base, stride_kn, stride_vn, first_row, first_key, inputs, dropout,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the keys ``first_key`` … ``first_key + BLOCK_N - 1`` to dQ."""
-    if MASKED:
-        k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
-        v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
-    else:
-        k = load_full_rows(k_base, first_key, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
-        v = load_full_rows(v_base, first_key, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
+    k = load_rows(k_base, first_key, inputs.seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK, MASKED)
+    v = load_rows(v_base, first_key, inputs.seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V, MASKED)
     keep = True
     if DROPOUT:
-        keep = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
-            BIAS,
-        )  # fmt: skip
+        keep = dropout_keep(dropout, first_row, first_key, BLOCK_M, BLOCK_N, BIAS)
 
     products = tl.dot(q, tl.trans(k), input_precision="ieee")
     grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
     _p, _grad_bias, ds = score_gradients(
         products, grad_products, keep, shift[:, None], log2_sum[:, None], delta[:, None],
         (first_row + tl.arange(0, BLOCK_M))[:, None], (first_key + tl.arange(0, BLOCK_N))[None, :],
-        slope, ranges_base, bias_base, stride_bias_m, stride_bias_n,
-        offset, seqlen_q, seqlen_k,
-        window_left, window_right, scale, softcap, dropout_factor,
-        LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
+        inputs, dropout, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
     if MASKED:  # 0 * NaN is NaN, and a row that sees a NaN already has one in dS
         k = tl.where(is_finite(k), k, 0.0)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
-        "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_query_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, grad_query,
     bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
@@ -114,20 +97,25 @@ def attention_backward_query_kernel(
     shift = tl.load(row_shift + position, mask=row < seqlen_q, other=INF)
     delta_tile = tl.load(delta + position, mask=row < seqlen_q, other=0.0)
     log2_sum = delta_tile
-    ranges_base = ranges
-    bias_base = bias
     slope = 0.0
     seed = 0
     if RANGES > 0:
-        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
+        ranges += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
     if BIAS != NO_BIAS:
-        bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+        bias += batch * stride_bias_b + head * stride_bias_h
     if BIAS == ADDITIVE_BIAS:
         log2_sum = tl.load(row_log2_sum + position, mask=row < seqlen_q, other=0.0)
     if ALIBI:
         slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
     if DROPOUT:
         seed = tl.load(dropout_seed)
+    inputs = ScoreInputs(
+        slope, ranges, bias, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+        scale, softcap,
+    )  # fmt: skip
+    dropout = DropoutInputs(
+        seed, dropout_threshold, dropout_factor, dropout_head + batch_head, dropout_row, dropout_key
+    )
     dq = tl.zeros([BLOCK_M, WIDTH_QK], tl.float32)
 
     begin, full_begin, full_end, end, listed = tiles_of_rows(
@@ -138,29 +126,18 @@ def attention_backward_query_kernel(
     if BIAS != NO_BIAS:
         full_begin = end
         full_end = end
-    else:
-        for step in range(full_begin, full_end):
-            tile = full_tile(step, num_complete, listed, RANGES)
+    num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
+    for MASKED in tl.static_range(0 if BIAS == NO_BIAS else 1, 2):
+        for step in range(0 if MASKED else full_begin, num_masked if MASKED else full_end):
+            if MASKED:
+                tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
+            else:
+                tile = full_tile(step, num_complete, listed, RANGES)
             dq = _query_tile(
                 dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-                tile * BLOCK_N, dropout_head + batch_head, slope,
-                ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, scale, softcap,
-                seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
-                HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=False,
+                tile * BLOCK_N, inputs, dropout, HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
             )  # fmt: skip
-    for step in range(full_begin - begin + end - full_end):  # tiles on either side of the full ones
-        tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
-        dq = _query_tile(
-            dq, q, grad, shift, log2_sum, delta_tile, k_base, v_base, stride_kn, stride_vn, first_row,
-            tile * BLOCK_N, dropout_head + batch_head, slope,
-            ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-            window_left, window_right, scale, softcap,
-            seed, dropout_row, dropout_key, dropout_threshold, dropout_factor,
-            HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
-        )  # fmt: skip
 
     dq_base = grad_query + batch * stride_dqb + head * stride_dqh + begin_row * stride_dqm
     finish_rows(dq_base, dq * scale, first_row, seqlen_q, stride_dqm, BLOCK_M, HEAD_DIM, WIDTH_QK, ADDS)

@@ -14,6 +14,8 @@ from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
     LOG2_E,
+    NOT_SPECIALIZED,
+    ScoreInputs,
     attention_scores,
     load_rows,
     sequence_range,
@@ -26,26 +28,24 @@ LARGE_LSE = tl.constexpr(1024.0)
 
 @triton.jit
 def _renormalise(
-    q_base, stride_qm, k_base, stride_kn, first_row, last_row, slope, sink, ranges_base, bias_base,
-    stride_bias_m, stride_bias_n,
-    offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+    q_base, stride_qm, k_base, stride_kn, first_row, last_row, sink, inputs,
     HEAD_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Returns each row's largest score, and log2 of its sum of exp(score - largest), as in the forward pass."""
-    q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
+    q = load_rows(q_base, first_row, inputs.seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     row_max = tl.zeros([BLOCK_M], tl.float32) + sink
     row_sum = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink == -INF, 0.0, 1.0)
     begin, _full_begin, _full_end, end = tile_range(
-        first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
-    )
+        first_row, last_row, inputs.offset, inputs.window_left, inputs.window_right, inputs.seqlen_k, BLOCK_N, LEFT,
+        RIGHT,
+    )  # fmt: skip
     for tile in range(begin, end):
-        k = load_rows(k_base, tile * BLOCK_N, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+        k = load_rows(k_base, tile * BLOCK_N, inputs.seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         scores, _visible, _slope_of_cap = attention_scores(
-            tl.dot(q, tl.trans(k), input_precision="ieee"), row, column, slope, ranges_base, bias_base,
-            stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
+            tl.dot(q, tl.trans(k), input_precision="ieee"), row, column, inputs,
             LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED=True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -56,13 +56,7 @@ def _renormalise(
     return row_max, tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "query_offset",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_rows_kernel(
     grad_out, output, query, key, lse, grad_lse, delta, row_shift, row_log2_sum, bias, alibi_slopes, sinks, ranges,
     cu_seqlens_q, cu_seqlens_k,
@@ -107,22 +101,23 @@ def attention_backward_rows_kernel(
         large = (tl.abs(shift) > LARGE_LSE) & (shift != INF)
         if tl.max(large.to(tl.int32), 0) > 0:
             begin_k, seqlen_k = sequence_range(cu_seqlens_k, batch, total_k, max_seqlen_k)
-            ranges_base = ranges
             if RANGES > 0:
-                ranges_base = ranges + (batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES))
+                ranges += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
             slope = 0.0
             sink = -INF
             if ALIBI:
                 slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
             if SINKS:
                 sink = tl.load(sinks + head)
+            inputs = ScoreInputs(
+                slope, ranges, bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
+                query_offset if PLACED else seqlen_k - seqlen_q, seqlen_q, seqlen_k, window_left, window_right,
+                scale, softcap,
+            )  # fmt: skip
             row_max, log2_of_sum = _renormalise(
                 query + batch * stride_qb + head * stride_qh + begin_row * stride_qm, stride_qm,
                 key + batch * stride_kb + (head // group_size) * stride_kh + tl.cast(begin_k, tl.int64) * stride_kn,
-                stride_kn, first_row, tl.minimum(first_row + BLOCK_M, seqlen_q) - 1, slope, sink,
-                ranges_base, bias + batch * stride_bias_b + head * stride_bias_h, stride_bias_m, stride_bias_n,
-                query_offset if PLACED else seqlen_k - seqlen_q, seqlen_q, seqlen_k, window_left, window_right,
-                scale, softcap,
+                stride_kn, first_row, tl.minimum(first_row + BLOCK_M, seqlen_q) - 1, sink, inputs,
                 HEAD_DIM, WIDTH_QK, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS,
             )  # fmt: skip
             shift = tl.where(large, row_max, shift)

@@ -13,6 +13,9 @@ from fastattn.triton_kernels.attention_common import (
     ADDITIVE_BIAS,
     INF,
     NO_BIAS,
+    NOT_SPECIALIZED,
+    DropoutInputs,
+    ScoreInputs,
     dropout_keep,
     load_rows,
     masked_tile,
@@ -33,15 +36,7 @@ def slopes_splits(num_heads: int, num_m_tiles: int) -> int:
     return min(num_m_tiles, max(LEAST_SPLITS, ceil_div(ENOUGH_CTAS, num_heads)))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
-        "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "num_splits",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_backward_slopes_kernel(
     grad_out, query, key, value, row_shift, row_log2_sum, delta, slope_sums,
     bias, alibi_slopes, dropout_seed, ranges, tiles, cu_seqlens_q, cu_seqlens_k,
@@ -73,15 +68,20 @@ def attention_backward_slopes_kernel(
     k_base = key + batch * stride_kb + kv_head * stride_kh + begin_key * stride_kn
     v_base = value + batch * stride_vb + kv_head * stride_vh + begin_key * stride_vn
     slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
-    ranges_base = ranges
-    bias_base = bias
     seed = 0
     if RANGES > 0:
-        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
+        ranges += batch * stride_ranges_b + head * stride_ranges_h + begin_row * (2 * RANGES)
     if BIAS != NO_BIAS:
-        bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+        bias += batch * stride_bias_b + head * stride_bias_h
     if DROPOUT:
         seed = tl.load(dropout_seed)
+    inputs = ScoreInputs(
+        slope, ranges, bias, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+        scale, softcap,
+    )  # fmt: skip
+    dropout = DropoutInputs(
+        seed, dropout_threshold, dropout_factor, dropout_head + batch_head, dropout_row, dropout_key
+    )
 
     sums = tl.zeros([BLOCK_M], tl.float32)
     for m_tile in range(split, tl.cdiv(seqlen_q, BLOCK_M), num_splits):
@@ -108,16 +108,11 @@ def attention_backward_slopes_kernel(
             grad_products = tl.dot(grad, tl.trans(v), input_precision="ieee")
             keep = True
             if DROPOUT:
-                keep = dropout_keep(
-                    seed, dropout_threshold, dropout_head + batch_head, dropout_row + first_row,
-                    dropout_key + first_key, BLOCK_M, BLOCK_N, BIAS,
-                )  # fmt: skip
+                keep = dropout_keep(dropout, first_row, first_key, BLOCK_M, BLOCK_N, BIAS)
             column = first_key + tl.arange(0, BLOCK_N)
             _p, ds, _grad_products = score_gradients(
                 products, grad_products, keep, shift[:, None], log2_sum[:, None], delta_tile[:, None],
-                row[:, None], column[None, :], slope, ranges_base,
-                bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, scale, softcap, dropout_factor,
+                row[:, None], column[None, :], inputs, dropout,
                 LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED=True,
             )  # fmt: skip
             distance = tl.abs(row[:, None] + offset - column[None, :])

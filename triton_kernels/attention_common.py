@@ -11,6 +11,8 @@ mask.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,43 @@ INF = tl.constexpr(float("inf"))
 
 # Values of the constexpr BIAS.
 NO_BIAS, BOOL_BIAS, ADDITIVE_BIAS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# The numbers that change from call to call. Triton would compile again where one of them becomes 1 or a multiple of 16.
+NOT_SPECIALIZED = [
+    "num_heads", "num_batches", "num_splits", "num_listed", "num_range_heads", "max_seqlen_q", "max_seqlen_k",
+    "total_q", "total_k", "max_pages", "num_pages", "window_left", "window_right",
+    "query_offset", "dropout_threshold", "dropout_row", "dropout_key", "dropout_head",
+    "stride_lb", "stride_lh", "stride_slope_b", "stride_ranges_b", "stride_ranges_h",
+    "stride_states_b", "stride_states_h", "stride_tiles_b", "stride_tiles_h",
+]  # fmt: skip
+
+
+class ScoreInputs(NamedTuple):
+    """Holds the numbers and pointers that turn products q.k into scores, for one head of one sequence."""
+
+    slope: Any  # of ALiBi
+    ranges: Any  # points to the ranges of the first row; None without ranges
+    bias: Any  # points to the bias of the first row and key; None without a bias
+    stride_bias_m: Any
+    stride_bias_n: Any
+    offset: Any  # query i stands at position i + offset
+    seqlen_q: Any
+    seqlen_k: Any
+    window_left: Any
+    window_right: Any
+    scale: Any
+    softcap: Any
+
+
+class DropoutInputs(NamedTuple):
+    """Holds the arguments of dropout for one head: see `dropout_keep`."""
+
+    seed: Any
+    threshold: Any
+    factor: Any  # of the probabilities that survive
+    batch_head: Any  # batch * Hq + head
+    row: Any  # the first row, counted as dropout counts rows
+    column: Any
 
 
 @triton.jit
@@ -38,9 +77,8 @@ def sequence_range(cu_seqlens, batch, total, max_seqlen):
 
 
 @triton.jit
-def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zeros from row ``num_rows`` and dim
-    ``DIM`` on.
+def locate_rows(base, first_row, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns the index of each row in its tile, that of each dim, and pointers to their elements ``[BLOCK, WIDTH]``.
 
     The launchers guarantee 16-byte aligned rows. Without hints of it, rows of 72 dims would take 2-byte loads.
     """
@@ -48,36 +86,38 @@ def load_rows(base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.co
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
-    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
-    mask = (row < num_rows - first_row)[:, None]
-    if DIM != WIDTH:
-        mask = mask & (column < DIM)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+    return row, column, tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
 
 
 @triton.jit
-def load_full_rows(base, first_row, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads rows like `load_rows`, for a tile whose ``BLOCK`` rows all exist."""
-    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-    row = tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
-    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
-    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
-    if DIM != WIDTH:
+def load_rows(
+    base, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    MASKED: tl.constexpr = True,
+):  # fmt: skip
+    """Loads rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zeros from row ``num_rows`` and dim
+    ``DIM`` on. Unless ``MASKED``, all of the rows exist."""
+    row, column, pointers = locate_rows(base, first_row, stride, BLOCK, WIDTH)
+    if MASKED:
+        mask = (row < num_rows - first_row)[:, None]
+        if DIM != WIDTH:
+            mask = mask & (column < DIM)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif DIM != WIDTH:
         return tl.load(pointers, mask=(column < DIM)[None, :], other=0.0)
     else:
         return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores rows, the inverse of `load_rows`, and rounds to the dtype of ``base``."""
-    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-    row = tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
-    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
-    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
+def store_rows(
+    base, values, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, where=None
+):
+    """Stores rows, the inverse of `load_rows`, and rounds to the dtype of ``base``; only elements for which ``where``
+    is true, if it is given."""
+    row, column, pointers = locate_rows(base, first_row, stride, BLOCK, WIDTH)
     mask = (row < num_rows - first_row)[:, None] & (column < DIM)[None, :]
+    if where is not None:
+        mask = mask & where
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 
@@ -90,18 +130,6 @@ def finish_rows(
     if ADDS:
         values += load_rows(base, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
     store_rows(base, values, first_row, num_rows, stride, BLOCK, DIM, WIDTH)
-
-
-@triton.jit
-def spoil_rows(base, spoiled, first_row, num_rows, stride, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Overwrites with NaN the elements that `store_rows` has stored and for which ``spoiled`` is true."""
-    VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-    row = tl.arange(0, BLOCK)
-    column = tl.arange(0, WIDTH)
-    tile = tl.multiple_of(base + tl.cast(first_row, tl.int64) * stride, 16)
-    pointers = tile + (tl.multiple_of(row.to(tl.int64) * stride, VECTOR)[:, None] + column[None, :])
-    mask = (row < num_rows - first_row)[:, None] & (column < DIM)[None, :]
-    tl.store(pointers, tl.full([BLOCK, WIDTH], float("nan"), base.dtype.element_ty), mask=mask & spoiled)
 
 
 @triton.jit
@@ -151,36 +179,31 @@ def masked_tile(step, begin, full_begin, full_end, listed, RANGES: tl.constexpr)
 
 
 @triton.jit
-def visible_keys(
-    row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
-):  # fmt: skip
-    """Returns where query ``row``, at position ``row + offset``, sees key ``column``: inside of its window and, if it
-    has ranges, of one of its ``RANGES`` ranges."""
-    visible = column < seqlen_k
+def visible_keys(row, column, inputs, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr):
+    """Returns where query ``row`` sees key ``column``: inside of its window and, if it has ranges, of one of its
+    ``RANGES`` ranges."""
+    visible = column < inputs.seqlen_k
     if RANGES > 0:
-        own = ranges_base + row.to(tl.int64) * (2 * RANGES)
+        own = inputs.ranges + row.to(tl.int64) * (2 * RANGES)
         in_range = column < 0
         for r in tl.static_range(RANGES):
-            begin = tl.load(own + 2 * r, mask=row < seqlen_q, other=0)
-            end = tl.load(own + 2 * r + 1, mask=row < seqlen_q, other=0)
+            begin = tl.load(own + 2 * r, mask=row < inputs.seqlen_q, other=0)
+            end = tl.load(own + 2 * r + 1, mask=row < inputs.seqlen_q, other=0)
             in_range = in_range | ((column >= begin) & (column < end))
         visible = visible & in_range
     if LEFT:
-        visible = visible & (column >= row + offset - window_left)
+        visible = visible & (column >= row + inputs.offset - inputs.window_left)
     if RIGHT:
-        visible = visible & (column <= row + offset + window_right)
+        visible = visible & (column <= row + inputs.offset + inputs.window_right)
     return visible
 
 
 @triton.jit
-def apply_bias(
-    scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS: tl.constexpr
-):  # fmt: skip
+def apply_bias(scores, visible, row, column, inputs, BIAS: tl.constexpr):
     """Returns the scores plus an additive bias, and ``visible`` without keys that a mask or a bias of -inf hides."""
-    inside = (row < seqlen_q) & (column < seqlen_k)
-    pointers = bias_base + (row.to(tl.int64) * stride_bias_m + column.to(tl.int64) * stride_bias_n)
-    bias = tl.load(pointers, mask=inside, other=0)
+    inside = (row < inputs.seqlen_q) & (column < inputs.seqlen_k)
+    offsets = row.to(tl.int64) * inputs.stride_bias_m + column.to(tl.int64) * inputs.stride_bias_n
+    bias = tl.load(inputs.bias + offsets, mask=inside, other=0)
     if BIAS == BOOL_BIAS:
         return scores, visible & (bias != 0)
     else:
@@ -190,10 +213,8 @@ def apply_bias(
 
 @triton.jit
 def attention_scores(
-    products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-    window_left, window_right, scale, softcap,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    BIAS: tl.constexpr, MASKED: tl.constexpr,
+    products, row, column, inputs, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Computes the scores of one tile of q.k, and the factors that the gradient needs.
 
@@ -202,33 +223,27 @@ def attention_scores(
     """
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0  # one nat in the unit of the scores
     if SOFTCAP:
-        ratio = tanh(products * (scale / softcap))
-        scores = ratio * (softcap * UNIT)
+        ratio = tanh(products * (inputs.scale / inputs.softcap))
+        scores = ratio * (inputs.softcap * UNIT)
         slope_of_cap = 1.0 - ratio * ratio
     else:
-        scores = products * (scale * UNIT)
+        scores = products * (inputs.scale * UNIT)
         slope_of_cap = 1.0
     if ALIBI:
-        distance = tl.abs(row + offset - column)
-        scores -= (slope * UNIT) * distance.to(tl.float32)
+        distance = tl.abs(row + inputs.offset - column)
+        scores -= (inputs.slope * UNIT) * distance.to(tl.float32)
     visible = True
     if MASKED:
-        visible = visible_keys(
-            row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right, LEFT, RIGHT, RANGES
-        )
+        visible = visible_keys(row, column, inputs, LEFT, RIGHT, RANGES)
         if BIAS != NO_BIAS:
-            scores, visible = apply_bias(
-                scores, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
-            )
+            scores, visible = apply_bias(scores, visible, row, column, inputs, BIAS)
         scores = tl.where(visible, scores, -INF)
     return scores, visible, slope_of_cap
 
 
 @triton.jit
 def score_gradients(
-    products, grad_products, keep, shift, log2_sum, delta, row, column, slope, ranges_base,
-    bias_base, stride_bias_m, stride_bias_n,
-    offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap, dropout_factor,
+    products, grad_products, keep, shift, log2_sum, delta, row, column, inputs, dropout,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -238,40 +253,36 @@ def score_gradients(
     dropout, without dropout's factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
     """
     scores, visible, slope_of_cap = attention_scores(
-        products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-        window_left, window_right, scale, softcap, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED,
-    )  # fmt: skip
+        products, row, column, inputs, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED
+    )
     if BIAS == ADDITIVE_BIAS:
         p = tl.exp2((scores - shift) * LOG2_E - log2_sum)
     else:
         p = tl.exp2(scores - shift)
     dropped = p
     if DROPOUT:
-        grad_products = tl.where(keep, grad_products * dropout_factor, 0.0)
+        grad_products = tl.where(keep, grad_products * dropout.factor, 0.0)
         dropped = tl.where(keep, p, 0.0)
     grad_scores = p * (grad_products - delta)
     if MASKED:  # a NaN in a masked key or value has come through the products, even to rows past the end
-        visible = visible & (row < seqlen_q)
+        visible = visible & (row < inputs.seqlen_q)
         dropped = tl.where(visible, dropped, 0.0)
         grad_scores = tl.where(visible, grad_scores, 0.0)
     return dropped, grad_scores, grad_scores * slope_of_cap
 
 
 @triton.jit
-def dropout_keep(
-    seed, threshold, batch_head, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr,
-):  # fmt: skip
+def dropout_keep(dropout, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr):
     """Returns which probabilities of a tile survive dropout, ``[BLOCK_M, BLOCK_N]`` bool; ``first_column % 4 == 0``.
 
     Philox 4x32-10 (Salmon et al., SC 2011) draws the words: key = seed, counter = (column // 4, row, batch * Hq + head,
     0), word = column % 4. A word below ``threshold`` drops. One call gives the words of four columns.
     """
-    row = first_row + tl.arange(0, BLOCK_M)[:, None]
-    column_block = first_column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    row = dropout.row + first_row + tl.arange(0, BLOCK_M)[:, None]
+    column_block = (dropout.column + first_column) // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    w0, w1, w2, w3 = tl.philox(seed, zero + column_block, zero + row, zero + batch_head, zero)
-    limit = threshold.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(dropout.seed, zero + column_block, zero + row, zero + dropout.batch_head, zero)
+    limit = dropout.threshold.to(tl.uint32, bitcast=True)
     # The change of layout below goes through shared memory, where bytes take less than words.
     b0, b1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
     b2, b3 = (w2 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8)

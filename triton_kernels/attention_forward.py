@@ -30,16 +30,17 @@ from fastattn.triton_kernels.attention_common import (
     LN_2,
     LOG2_E,
     NO_BIAS,
+    NOT_SPECIALIZED,
+    DropoutInputs,
+    ScoreInputs,
     apply_bias,
     attention_scores,
     dropout_keep,
     full_tile,
     is_finite,
-    load_full_rows,
     load_rows,
     masked_tile,
     sequence_range,
-    spoil_rows,
     store_rows,
     visible_keys,
 )
@@ -59,9 +60,7 @@ from fastattn.triton_kernels.tiles import attention_forward_tile, ceil_div
 @triton.jit
 def _attend_tile(
     out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-    block_table, max_pages, num_pages, batch, first_row, first_key, batch_head, slope, ranges_base,
-    bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
-    scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
+    block_table, max_pages, num_pages, batch, first_row, first_key, inputs, dropout,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH_QK: tl.constexpr, WIDTH_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -71,23 +70,20 @@ def _attend_tile(
     UNIT: tl.constexpr = LOG2_E if BIAS != ADDITIVE_BIAS else 1.0
     EXP2_FACTOR: tl.constexpr = 1.0 if BIAS != ADDITIVE_BIAS else LOG2_E
     if PAGE_SIZE > 0:
-        page, page_row, exists = locate_keys(first_key, seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N,
-                                             PAGE_SIZE)  # fmt: skip
+        page, page_row, exists = locate_keys(
+            first_key, inputs.seqlen_k, block_table, max_pages, num_pages, batch, BLOCK_N, PAGE_SIZE
+        )
         k = load_paged_rows(k_base, page, page_row, exists, stride_kb, stride_kn, HEAD_DIM, WIDTH_QK)
-    elif MASKED:
-        k = load_rows(k_base, first_key, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
     else:
-        k = load_full_rows(k_base, first_key, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK)
+        k = load_rows(k_base, first_key, inputs.seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, WIDTH_QK, MASKED)
     products = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
 
     if MASKED or SOFTCAP or ALIBI:
         row = first_row + tl.arange(0, BLOCK_M)[:, None]
         column = first_key + tl.arange(0, BLOCK_N)[None, :]
         scores, _visible, _slope_of_cap = attention_scores(
-            products, row, column, slope, ranges_base, bias_base, stride_bias_m, stride_bias_n,
-            offset, seqlen_q, seqlen_k, window_left, window_right, scale, softcap,
-            LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED,
-        )  # fmt: skip
+            products, row, column, inputs, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED
+        )
         if PAGE_SIZE > 0:
             scores = tl.where(exists[None, :], scores, -INF)
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -95,33 +91,27 @@ def _attend_tile(
         p = tl.exp2((scores - shift[:, None]) * EXP2_FACTOR)
     else:
         # scale >= 0 here, so the maximum may be taken before scaling, and scale and shift are one FMA.
-        new_max = tl.maximum(row_max, tl.max(products, 1) * (scale * UNIT))
+        new_max = tl.maximum(row_max, tl.max(products, 1) * (inputs.scale * UNIT))
         shift = new_max
         if MAX_LOGIT:  # the sink is not in the maximum yet, which may be -inf
             shift = tl.where(new_max == -INF, 0.0, new_max)
-        p = tl.exp2(products * (scale * UNIT) - shift[:, None])
+        p = tl.exp2(products * (inputs.scale * UNIT) - shift[:, None])
 
     rescale = tl.exp2((row_max - shift) * EXP2_FACTOR)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     out = out * rescale[:, None]
     if DROPOUT:
-        keep = dropout_keep(
-            seed, dropout_threshold, batch_head, dropout_row + first_row, dropout_key + first_key, BLOCK_M, BLOCK_N,
-            BIAS,
-        )  # fmt: skip
-        p = tl.where(keep, p, 0.0)
+        p = tl.where(dropout_keep(dropout, first_row, first_key, BLOCK_M, BLOCK_N, BIAS), p, 0.0)
 
+    if PAGE_SIZE > 0:
+        v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
+    else:
+        v = load_rows(v_base, first_key, inputs.seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V, MASKED)
     if MASKED:
-        if PAGE_SIZE > 0:
-            v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
-        else:
-            v = load_rows(v_base, first_key, seqlen_k, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
         # 0 * NaN is NaN: a value that a row does not see must not reach it through a probability of zero.
         finite = is_finite(v)
         spoiled = tl.maximum(spoiled, tl.max(1 - finite.to(tl.int32), 1))
         v = tl.where(finite, v, 0.0)
-    else:
-        v = load_full_rows(v_base, first_key, stride_vn, BLOCK_N, VALUE_DIM, WIDTH_V)
     out = tl.dot(p.to(v.dtype), v, out, input_precision="ieee")
     return out, new_max, row_sum, spoiled
 
@@ -133,41 +123,27 @@ SPOILED_KEYS = tl.constexpr(16)
 @triton.jit
 def _spoiled_values(
     count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row, first_key,
-    ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-    window_left, window_right, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    inputs, VALUE_DIM: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds to ``count [BLOCK_M, WIDTH_V]``, for each row and dim, the number of keys among SPOILED_KEYS from
     ``first_key`` on that the row sees and whose value is not finite in that dim."""
     if PAGE_SIZE > 0:
         page, page_row, exists = locate_keys(
-            first_key, seqlen_k, block_table, max_pages, num_pages, batch, SPOILED_KEYS, PAGE_SIZE
+            first_key, inputs.seqlen_k, block_table, max_pages, num_pages, batch, SPOILED_KEYS, PAGE_SIZE
         )
         v = load_paged_rows(v_base, page, page_row, exists, stride_vb, stride_vn, VALUE_DIM, WIDTH_V)
     else:
-        v = load_rows(v_base, first_key, seqlen_k, stride_vn, SPOILED_KEYS, VALUE_DIM, WIDTH_V)
+        v = load_rows(v_base, first_key, inputs.seqlen_k, stride_vn, SPOILED_KEYS, VALUE_DIM, WIDTH_V)
     row = first_row + tl.arange(0, BLOCK_M)[:, None]
     column = first_key + tl.arange(0, SPOILED_KEYS)[None, :]
-    visible = visible_keys(
-        row, column, ranges_base, offset, seqlen_q, seqlen_k, window_left, window_right, LEFT, RIGHT, RANGES
-    )
-    visible = visible & (row < seqlen_q)
+    visible = visible_keys(row, column, inputs, LEFT, RIGHT, RANGES) & (row < inputs.seqlen_q)
     if BIAS != NO_BIAS:
-        _unused, visible = apply_bias(
-            0.0, visible, row, column, bias_base, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k, BIAS
-        )
+        _unused, visible = apply_bias(0.0, visible, row, column, inputs, BIAS)
     return tl.dot(visible.to(v.dtype), (1 - is_finite(v).to(tl.int32)).to(v.dtype), count, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right", "dropout_threshold",
-        "query_offset", "dropout_row", "dropout_key", "dropout_head",
-        "max_pages", "num_pages",
-        "stride_lb", "stride_lh", "stride_slope_b", "num_heads",
-        "stride_ranges_b", "stride_ranges_h", "stride_tiles_b", "stride_tiles_h", "num_listed",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_forward_kernel(
     query, key, value, output, lse, max_logits, bias, alibi_slopes, sinks, dropout_seed, ranges, tiles,
     cu_seqlens_q, cu_seqlens_k, block_table,
@@ -213,18 +189,23 @@ def attention_forward_kernel(
         q = -q  # the host decides it: after a branch in the kernel, wgmma would read Q from registers at every step
         scale = -scale
 
-    ranges_base = ranges
-    bias_base = bias
     slope = 0.0
     seed = 0
     if RANGES > 0:
-        ranges_base += batch * stride_ranges_b + head * stride_ranges_h + tl.cast(begin_q, tl.int64) * (2 * RANGES)
+        ranges += batch * stride_ranges_b + head * stride_ranges_h + tl.cast(begin_q, tl.int64) * (2 * RANGES)
     if BIAS != NO_BIAS:
-        bias_base = bias + batch * stride_bias_b + head * stride_bias_h
+        bias += batch * stride_bias_b + head * stride_bias_h
     if ALIBI:
         slope = tl.load(alibi_slopes + batch * stride_slope_b + head)
     if DROPOUT:
         seed = tl.load(dropout_seed)
+    inputs = ScoreInputs(
+        slope, ranges, bias, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k, window_left, window_right,
+        scale, softcap,
+    )  # fmt: skip
+    dropout = DropoutInputs(
+        seed, dropout_threshold, dropout_factor, dropout_head + batch_head, dropout_row, dropout_key
+    )
     row_max = tl.full([BLOCK_M], -INF, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if SINKS and not MAX_LOGIT:  # a sink is like a key without a value that every row has seen already
@@ -238,33 +219,24 @@ def attention_forward_kernel(
         offset, window_left, window_right, seqlen_k, BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES,
     )  # fmt: skip
     num_complete = seqlen_k // BLOCK_N
-    if BIAS != NO_BIAS or PAGE_SIZE > 0:  # any key may be masked
+    ANY_MASKED: tl.constexpr = BIAS != NO_BIAS or PAGE_SIZE > 0  # any key may be masked
+    if ANY_MASKED:
         full_begin = end
         full_end = end
     spoiled = tl.zeros([BLOCK_N], tl.int32)  # whether a masked tile had values that are not finite
-    if BIAS == NO_BIAS and PAGE_SIZE == 0:
-        for step in range(full_begin, full_end):
-            tile = full_tile(step, num_complete, listed, RANGES)
+    num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
+    for MASKED in tl.static_range(1 if ANY_MASKED else 0, 2):
+        for step in range(0 if MASKED else full_begin, num_masked if MASKED else full_end):
+            if MASKED:
+                tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
+            else:
+                tile = full_tile(step, num_complete, listed, RANGES)
             out, row_max, row_sum, spoiled = _attend_tile(
                 out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-                block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
-                ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-                window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
+                block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, inputs, dropout,
                 HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE,
-                MAX_LOGIT, MASKED=False,
+                BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED,
             )  # fmt: skip
-    num_masked = full_begin - begin + end - full_end  # tiles on either side of the full ones
-    for step in range(num_masked):
-        tile = masked_tile(step, begin, full_begin, full_end, listed, RANGES)
-        out, row_max, row_sum, spoiled = _attend_tile(
-            out, row_max, row_sum, spoiled, q, k_base, v_base, stride_kb, stride_kn, stride_vb, stride_vn,
-            block_table, max_pages, num_pages, batch, first_row, tile * BLOCK_N, dropout_head + batch_head, slope,
-            ranges_base, bias_base, stride_bias_m, stride_bias_n, offset, seqlen_q, seqlen_k,
-            window_left, window_right, scale, softcap, seed, dropout_row, dropout_key, dropout_threshold,
-            HEAD_DIM, VALUE_DIM, WIDTH_QK, WIDTH_V,
-            BLOCK_M, BLOCK_N, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, PAGE_SIZE, MAX_LOGIT, MASKED=True,
-        )  # fmt: skip
 
     if MAX_LOGIT:
         in_sequence = first_row + tl.arange(0, BLOCK_M) < seqlen_q
@@ -288,21 +260,21 @@ def attention_forward_kernel(
     lse_base = lse + batch * stride_lb + head * stride_lh + begin_q
     tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
 
-    # Put back the NaN that masked tiles have left out, where a row sees a value that is not finite. This comes after
-    # the output has been stored, so that its registers are free.
+    # Masked tiles have left out values that are not finite. Write NaN where a row sees one. This comes after the output
+    # has been stored, so that the output's registers are free.
     if tl.max(spoiled, 0) > 0:
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
-        PARTS: tl.constexpr = BLOCK_N // SPOILED_KEYS
-        for step in tl.range(num_masked * PARTS, num_stages=1):  # so rare that registers count for more than speed
-            tile = masked_tile(step // PARTS, begin, full_begin, full_end, listed, RANGES)
+        CALLS: tl.constexpr = BLOCK_N // SPOILED_KEYS  # for each tile
+        for step in tl.range(num_masked * CALLS, num_stages=1):  # so rare that registers count for more than speed
+            tile = masked_tile(step // CALLS, begin, full_begin, full_end, listed, RANGES)
             count = _spoiled_values(
                 count, v_base, stride_vb, stride_vn, block_table, max_pages, num_pages, batch, first_row,
-                tile * BLOCK_N + step % PARTS * SPOILED_KEYS, ranges_base, bias_base, stride_bias_m, stride_bias_n,
-                offset, seqlen_q, seqlen_k, window_left, window_right,
+                tile * BLOCK_N + step % CALLS * SPOILED_KEYS, inputs,
                 VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, RANGES, BIAS, PAGE_SIZE,
             )  # fmt: skip
         tl.debug_barrier()  # orders both stores, as the compiler may give an element to another thread this time
-        spoil_rows(o_base, count > 0, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V)
+        nan = tl.full([BLOCK_M, WIDTH_V], float("nan"), tl.float32)
+        store_rows(o_base, nan, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V, where=count > 0)
 
 
 def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:

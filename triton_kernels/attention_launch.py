@@ -14,22 +14,8 @@ from fastattn.triton_kernels.tiles import AttentionTile, padded_head_dim
 Arguments = dict[str, Any]
 
 
-def attention_constexprs(
-    tile: AttentionTile,
-    head_dim: int,
-    value_dim: int,
-    *,
-    left: bool = False,
-    right: bool = False,
-    ranges: int = 0,
-    placed: bool = False,
-    softcap: bool = False,
-    alibi: bool = False,
-    bias: int = NO_BIAS.value,
-    sinks: bool = False,
-    dropout: bool = False,
-) -> Arguments:
-    """Returns the constexprs of every attention kernel, and the launch options."""
+def attention_constexprs(tile: AttentionTile, head_dim: int, value_dim: int, **options: Any) -> Arguments:
+    """Returns the constexprs of every attention kernel, and the launch options; ``options`` are `Scores.options`."""
     return {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -37,15 +23,7 @@ def attention_constexprs(
         "WIDTH_V": padded_head_dim(value_dim),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "LEFT": left,
-        "RIGHT": right,
-        "RANGES": ranges,
-        "PLACED": placed,
-        "SOFTCAP": softcap,
-        "ALIBI": alibi,
-        "BIAS": bias,
-        "SINKS": sinks,
-        "DROPOUT": dropout,
+        **{name.upper(): value for name, value in options.items()},
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,  # the default of Triton up to 3.9; P = exp2(s * scale - max) is one FMA
@@ -98,7 +76,7 @@ class Scores:
         self._left, self._right = 0 <= given.window_left < behind, 0 <= given.window_right < before
 
     def options(self) -> Arguments:
-        """Returns the keyword arguments of `attention_constexprs`."""
+        """Returns the constexprs that say which options the call has, by their names in lower case."""
         given = self.given
         return {
             "left": self._left,
@@ -119,7 +97,6 @@ class Scores:
         max_seqlen_q, max_seqlen_k = self.longest
         is_packed = given.cu_seqlens_q is not None
         threshold, factor = dropout_arguments(given.dropout_p)
-        bias_b, bias_h, bias_m, bias_n = broadcast_strides(bias)
         return {
             "query": query,
             "key": key,
@@ -133,10 +110,7 @@ class Scores:
             **strides("q", query),
             **strides("k", key),
             **strides("v", value),
-            "stride_bias_b": bias_b,
-            "stride_bias_h": bias_h,
-            "stride_bias_m": bias_m,
-            "stride_bias_n": bias_n,
+            **broadcast_strides("bias", bias),
             "stride_slope_b": slopes.shape[1] if slopes is not None and slopes.shape[0] > 1 else 0,
             "num_heads": query.shape[1],
             "group_size": query.shape[1] // max(1, key.shape[1]),
@@ -204,15 +178,16 @@ def lse_strides(lse: Tensor) -> dict[str, int]:
     return {"stride_lb": batch, "stride_lh": head}
 
 
-def broadcast_strides(tensor: Tensor | None) -> tuple[int, ...]:
+def broadcast_strides(name: str, bias: Tensor | None) -> dict[str, int]:
     """Returns the strides of a 4-D bias, 0 where its size is 1, so that every index reads the one element."""
-    if tensor is None:
-        return 0, 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    found = [0] * 4
+    if bias is not None:
+        found = [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return {f"stride_{name}_{dim}": stride for dim, stride in zip("bhmn", found, strict=True)}
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """Returns (the threshold as the signed number with the same 32 bits, the factor of kept weights).
+    """Returns the threshold, as the int32 with the bits of the uint32, and the factor of kept weights.
 
     With p = 1 the factor is 0, so nothing is kept.
     """

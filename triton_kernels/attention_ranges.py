@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastattn.triton_kernels.attention_common import NO_BIAS, sequence_range, tile_range
+from fastattn.triton_kernels.attention_common import NO_BIAS, NOT_SPECIALIZED, sequence_range, tile_range
 from fastattn.triton_kernels.attention_launch import Arguments, launch
 from fastattn.triton_kernels.attention_pages import key_range
 from fastattn.triton_kernels.tiles import ceil_div
@@ -33,12 +33,7 @@ def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
         return tl.zeros([], tl.int64)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "window_left", "window_right",
-        "stride_ranges_b", "stride_ranges_h", "stride_states_b", "stride_states_h", "num_range_heads", "query_offset",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def tile_states_kernel(
     states, ranges, cu_seqlens_q, cu_seqlens_k,
     stride_ranges_b, stride_ranges_h, stride_states_b, stride_states_h,
@@ -87,12 +82,7 @@ def tile_states_kernel(
         tl.store(line + n_tile, state.to(tl.int8), mask=n_tile < num_n_tiles)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride_states_b", "stride_states_h",
-        "stride_tiles_b", "stride_tiles_h", "num_range_heads", "num_listed",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def list_tiles_kernel(
     tiles, states, cu_seqlens_q, cu_seqlens_k, stride_tiles_b, stride_tiles_h, stride_states_b, stride_states_h,
     num_range_heads, max_seqlen_q, max_seqlen_k, total_q, total_k, num_listed,
@@ -136,9 +126,11 @@ def find_list(
     tiles, batch, head, stride_tiles_b, stride_tiles_h, tile, begin, length, num_complete, cu_seqlens,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the address of the first tile in the list of a sequence's ``tile`` of rows or keys, the number of full
-    tiles, and that of all. ``begin`` is the sequence's first row or key in the packed tensor. Only ``num_complete``
-    listed tiles lie entirely in the sequence: no more count as full, whatever the offsets say."""
+    """Finds the list of a sequence's ``tile`` of rows or keys. Returns the address of its first entry, how many of its
+    tiles are full, and how many it has.
+
+    ``begin`` is the sequence's first row or key in the packed tensor. A sequence has ``num_complete`` tiles without a
+    row or key past its end: not more tiles count as full, even if wrong offsets listed them as full."""
     packed_tile = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
     own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + packed_tile * (2 + length))
     return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
@@ -177,11 +169,8 @@ def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
     num_m, num_n = ceil_div(arguments["max_seqlen_q"], block_m), ceil_div(arguments["max_seqlen_k"], block_n)
     outer, lines_m, lines_n = batches, num_m, num_n
     if is_packed:
-        outer, lines_m, lines_n = (
-            1,
-            arguments["total_q"] // block_m + batches,
-            arguments["total_k"] // block_n + batches,
-        )
+        lines_m, lines_n = arguments["total_q"] // block_m + batches, arguments["total_k"] // block_n + batches
+        outer = 1
     lines, length = (lines_n, num_m) if of_keys else (lines_m, num_n)
     states = ranges.new_empty((outer, heads, lines_m, num_n), dtype=torch.int8)
     # Zeros make every entry a valid tile, even if wrong offsets let sequences overlap.

@@ -29,10 +29,18 @@ from torch import Tensor
 from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.layout import contiguous, empty_like_heads, readable
-from fastattn.quantization import FP8
 
 from .decode_append import launch_append
-from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
+from .decode_cache import (
+    NOT_SPECIALIZED,
+    cache_arguments,
+    cache_constexprs,
+    load_rotated,
+    locate_tokens,
+    rotary_arguments,
+    table_arguments,
+    tokens_before,
+)
 from .decode_combine import COMBINE_SPLITS, combine_kernel, finish_row
 from .device_math import tanh
 from .fp8 import decode_fp8
@@ -42,72 +50,32 @@ from .tiles import ceil_div, decode_key_blocks, decode_splits, decode_tile, padd
 UNBOUNDED = 1 << 30
 
 
-# Without do_not_specialize, Triton would compile again when one of these numbers, which change between a server's
-# calls, becomes 1 or a multiple of 16. Rows are aligned whatever the numbers are: see `tl.multiple_of` below.
-@triton.jit(
-    do_not_specialize=[
-        "table_stride", "page_stride", "num_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
-        "window_left", "window_right", "capacity", "num_new", "num_kv_heads", "num_queries", "num_splits",
-        "blocks_per_split",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def split_kernel(
-    query,  # [B, Hq, Sq, D]
-    q_strides,
-    k_cache,  # [blocks, Hkv, rows, D]
-    k_strides,
-    v_cache,  # [blocks, Hkv, rows, Dv]
-    v_strides,
-    k_scale,  # [blocks, Hkv, rows] fp32, or None, which is 1 for fp8
-    k_scale_strides,
-    v_scale,
-    v_scale_strides,
+    query, q_strides,  # [B, Hq, Sq, D]
+    k_cache, k_strides, v_cache, v_strides,  # [blocks, Hkv, rows, D or Dv]
+    k_scale, k_scale_strides, v_scale, v_scale_strides,  # [blocks, Hkv, rows] fp32, or None, which is 1 for fp8
     cache_seqlens,  # [B] int32
-    block_table,  # [B, max_pages] int32, or None
-    table_stride,  # from a sequence to the next
-    page_stride,
-    num_pages,
-    rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
-    rotary_sin,
-    rotary_stride,
-    num_positions,
-    alibi_slopes,  # [B or 1, Hq] fp32, or None
-    alibi_batch_stride,
+    block_table, table_stride, page_stride, num_pages,  # [B, max_pages] int32, or None
+    rotary_cos, rotary_sin, rotary_stride, num_positions,  # [num_positions, ROTARY_DIM / 2], or None
+    alibi_slopes, alibi_batch_stride,  # [B or 1, Hq] fp32, or None
     sinks,  # [Hq] fp32, or None
-    tree_mask,  # [B, Sq, Sq] bytes, or None: which of the last Sq tokens each query sees
-    tree_strides,
-    out,  # [B, Hq, Sq, Dv]; or, where SPLIT, [num_splits, B, Hq, Sq, Dv] fp32
-    out_strides,  # (split, batch, head, query)
-    lse,  # [B, Hq, Sq] fp32; or, where SPLIT, [num_splits, B, Hq, Sq]
-    lse_strides,
-    inner_scale,  # scale / softcap if HAS_SOFTCAP, else scale
-    softcap,
-    window_left,  # at least 0; UNBOUNDED masks nothing
-    window_right,
-    capacity,
-    num_new,
-    num_kv_heads,
-    num_queries,
-    num_splits,
-    blocks_per_split,  # 0: split the sequence's blocks evenly
+    tree_mask, tree_strides,  # [B, Sq, Sq] bytes, or None: which of the last Sq tokens each query sees
+    out, out_strides,  # [B, Hq, Sq, Dv]; or, where SPLIT, [num_splits, B, Hq, Sq, Dv] fp32
+    lse, lse_strides,  # [B, Hq, Sq] fp32; or, where SPLIT, [num_splits, B, Hq, Sq]; strides begin with the split
+    inner_scale, softcap,  # inner_scale: scale / softcap if HAS_SOFTCAP, else scale
+    window_left, window_right,  # at least 0; UNBOUNDED masks nothing
+    capacity, num_new, num_kv_heads, num_queries,
+    num_splits, blocks_per_split,  # 0 blocks: split the sequence's blocks evenly
     GROUP: tl.constexpr,  # query heads per KV head
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: contiguous
-    QUANTISED: tl.constexpr,  # int8 or fp8
-    IS_FP8: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SINK: tl.constexpr,
+    QUANTISED: tl.constexpr, IS_FP8: tl.constexpr,  # QUANTISED: int8 or fp8
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINK: tl.constexpr,
     ROWS_DIFFER: tl.constexpr,  # the rows of a tile do not all see the same keys
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # The sequence, KV head, split and rows of this CTA. Row tiles run fastest, as they read the same keys, from L2.
     num_m_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
     pid = tl.program_id(0)
@@ -293,24 +261,18 @@ def attention_split_keys(given: Any) -> tuple[Tensor, Tensor]:
     """Does `attention_decode` over all of the keys ``[B, Hkv, Sk, D]`` and values ``[B, Hkv, Sk, Dv]``, copied where
     they are not aligned."""
     key = readable(given.key)
-    cache = SimpleNamespace(
+    absent = ("k_new", "v_new", "rotary_cos", "rotary_sin", "block_table", "k_scale", "v_scale", "tree_mask")
+    call = SimpleNamespace(
         **given._asdict(),
+        **dict.fromkeys(absent),
         k_cache=key,
         v_cache=readable(given.value),
         cache_seqlens=torch.full((key.shape[0],), key.shape[2], dtype=torch.int32, device=key.device),
-        k_new=None,
-        v_new=None,
-        rotary_cos=None,
-        rotary_sin=None,
         rotary_interleaved=False,
-        block_table=None,
-        k_scale=None,
-        v_scale=None,
-        tree_mask=None,
         num_splits=0,
         batch_invariant=False,
     )
-    return attention_decode(cache)
+    return attention_decode(call)
 
 
 def _decode(given: Any, out: Tensor) -> Tensor:
@@ -321,11 +283,10 @@ def _decode(given: Any, out: Tensor) -> Tensor:
     num_new = 0 if given.k_new is None else given.k_new.shape[2]
     capacity = block_rows if block_table is None else block_table.shape[1] * block_rows
     if capacity >= UNBOUNDED:
-        raise ValueError(f"attention_decode: a capacity below 2^30 tokens is supported, got {capacity}")
+        raise ValueError(f"k_cache: expected a capacity below 2^30 tokens, got {capacity}")
     cache_seqlens = given.cache_seqlens.contiguous()
-    rotary_cos, rotary_sin = contiguous(given.rotary_cos), contiguous(given.rotary_sin)
     if num_new > 0:
-        launch_append(given, cache_seqlens, rotary_cos, rotary_sin, capacity)
+        launch_append(given, cache_seqlens, capacity)
 
     lse = query.new_empty((batch, num_heads, num_queries), dtype=torch.float32)
     if lse.numel() == 0:
@@ -335,15 +296,9 @@ def _decode(given: Any, out: Tensor) -> Tensor:
     query = readable(query)
     group = num_heads // kv_heads
     page_size = 0 if block_table is None else block_rows
-    tile = decode_tile(
-        head_dim,
-        value_dim,
-        num_queries * group,
-        k_cache.element_size(),
-        device.shared_memory_bytes,
-        page_size,
-    )
-    m_blocks = ceil_div(num_queries * group, tile.block_m)
+    rows, itemsize = num_queries * group, k_cache.element_size()
+    tile = decode_tile(head_dim, value_dim, rows, itemsize, device.shared_memory_bytes, page_size)
+    m_blocks = ceil_div(rows, tile.block_m)
     key_blocks = decode_key_blocks(capacity, num_queries, given.window_left, tile.block_n)
     splits = decode_splits(
         batch, kv_heads, m_blocks, key_blocks, device.num_sms, tile, given.num_splits, given.batch_invariant
@@ -360,74 +315,32 @@ def _decode(given: Any, out: Tensor) -> Tensor:
     scale, softcap, window_left, window_right = given.scale, given.softcap, given.window_left, given.window_right
 
     split_kernel[(batch * kv_heads * splits.num_splits * m_blocks,)](
-        query,
-        query.stride()[:3],
-        *cache_arguments(given),
-        cache_seqlens,
-        block_table,
-        *((0, 0) if block_table is None else block_table.stride()),
-        0 if block_table is None else k_cache.shape[0],
-        rotary_cos,
-        rotary_sin,
-        0 if rotary_cos is None else rotary_cos.stride(0),
-        0 if rotary_cos is None else rotary_cos.shape[0],
-        alibi_slopes,
-        0 if alibi_slopes is None or alibi_slopes.shape[0] == 1 else num_heads,
-        sinks,
+        query, query.stride()[:3], *cache_arguments(given), cache_seqlens,
+        *table_arguments(given), *rotary_arguments(given),
+        alibi_slopes, 0 if alibi_slopes is None or alibi_slopes.shape[0] == 1 else num_heads, sinks,
         None if tree_mask is None else tree_mask.view(torch.uint8),
         (0, 0, 0) if tree_mask is None else tree_mask.stride(),
-        split_out,
-        split_out.stride()[:4],
-        split_lse,
-        split_lse.stride(),
-        scale / softcap if softcap > 0 else scale,
-        softcap,
+        split_out, split_out.stride()[:4], split_lse, split_lse.stride(),
+        scale / softcap if softcap > 0 else scale, softcap,
         min(window_left, UNBOUNDED) if window_left >= 0 else UNBOUNDED,
         min(window_right, UNBOUNDED) if window_right >= 0 else UNBOUNDED,
-        capacity,
-        num_new,
-        kv_heads,
-        num_queries,
-        splits.num_splits,
-        splits.blocks_per_split,
+        capacity, num_new, kv_heads, num_queries, splits.num_splits, splits.blocks_per_split,
         GROUP=group,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        D_PAD=padded_head_dim(head_dim),
-        DV_PAD=padded_head_dim(value_dim),
-        ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
+        **cache_constexprs(given),
+        ROTARY_DIM=0 if given.rotary_cos is None else 2 * given.rotary_cos.shape[1],
         INTERLEAVED=given.rotary_interleaved,
         PAGE_SIZE=page_size,
         QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
-        IS_FP8=k_cache.dtype == FP8,
-        HAS_SOFTCAP=softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None,
-        HAS_SINK=sinks is not None,
+        HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None, HAS_SINK=sinks is not None,
         ROWS_DIFFER=tree_mask is not None or (num_queries > 1 and (window_left >= 0 or window_right >= 0)),
-        SPLIT=is_split,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=True,
-    )
+        SPLIT=is_split, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
     if is_split:
         combine_kernel[(lse.numel(),)](
-            split_out,
-            split_lse,
-            sinks,
-            out,
-            out.stride()[:3],
-            lse,
-            splits.num_splits,
-            lse.numel(),
-            num_heads,
-            num_queries,
-            VALUE_DIM=value_dim,
-            DV_PAD=padded_head_dim(value_dim),
-            HAS_SINK=sinks is not None,
-            COMBINE_SPLITS=COMBINE_SPLITS,
-            num_warps=ceil_div(padded_head_dim(value_dim), 256),
-            enable_fp_fusion=True,
-        )
+            split_out, split_lse, sinks, out, out.stride()[:3], lse,
+            splits.num_splits, lse.numel(), num_heads, num_queries,
+            VALUE_DIM=value_dim, DV_PAD=padded_head_dim(value_dim), HAS_SINK=sinks is not None,
+            COMBINE_SPLITS=COMBINE_SPLITS, num_warps=ceil_div(padded_head_dim(value_dim), 256), enable_fp_fusion=True,
+        )  # fmt: skip
     return lse

@@ -26,9 +26,18 @@ from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.layout import readable
 from fastattn.quantization import FP8, are_given
 
-from .decode_cache import cache_arguments, load_rotated, locate_tokens, tokens_before
+from .decode_cache import (
+    NOT_SPECIALIZED,
+    cache_arguments,
+    cache_constexprs,
+    load_rotated,
+    locate_tokens,
+    rotary_arguments,
+    table_arguments,
+    tokens_before,
+)
 from .fp8 import encode_fp8
-from .tiles import ceil_div, padded_head_dim
+from .tiles import ceil_div
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 of magnitude below 2^22 to the nearest integer, ties to even.
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)
@@ -40,20 +49,9 @@ BLOCK_T = 16
 @triton.jit
 def store_tokens(
     x,  # [BLOCK_T, D_PAD] fp16 or bf16
-    cache,
-    cache_strides,
-    scales,
-    scale_strides,
-    block,
-    kv_head_idx,
-    slot,
-    is_stored,
-    dim,
-    HEAD_DIM: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    GIVEN: tl.constexpr,
-):
+    cache, cache_strides, scales, scale_strides, block, kv_head_idx, slot, is_stored, dim,
+    HEAD_DIM: tl.constexpr, QUANTISED: tl.constexpr, IS_FP8: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
     """Writes rows ``x`` to the cache, quantised if it is int8 or fp8, with ``GIVEN`` by the caller's scales."""
     if GIVEN:
         x = x.to(tl.float32)
@@ -80,56 +78,19 @@ def store_tokens(
     tl.store(cache + row_offset[:, None] + dim[None, :], x, mask=is_stored[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "page_stride",
-        "num_pages",
-        "rotary_stride",
-        "num_positions",
-        "capacity",
-        "num_new",
-        "num_kv_heads",
-    ]
-)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def append_kernel(
-    k_new,  # [B, Hkv, S_new, D]
-    k_new_strides,
-    v_new,  # [B, Hkv, S_new, Dv]
-    v_new_strides,
-    k_cache,  # [blocks, Hkv, rows, D]
-    k_strides,
-    v_cache,  # [blocks, Hkv, rows, Dv]
-    v_strides,
-    k_scale,  # [blocks, Hkv, rows] fp32, or None
-    k_scale_strides,
-    v_scale,
-    v_scale_strides,
+    k_new, k_new_strides, v_new, v_new_strides,  # [B, Hkv, S_new, D or Dv]
+    k_cache, k_strides, v_cache, v_strides,  # [blocks, Hkv, rows, D or Dv]
+    k_scale, k_scale_strides, v_scale, v_scale_strides,  # [blocks, Hkv, rows] fp32, or None
     cache_seqlens,  # [B] int32
-    block_table,  # [B, max_pages] int32, or None
-    table_stride,  # from a sequence to the next
-    page_stride,
-    num_pages,
-    rotary_cos,  # [num_positions, ROTARY_DIM / 2], or None
-    rotary_sin,
-    rotary_stride,
-    num_positions,
-    capacity,
-    num_new,
-    num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    K_GIVEN: tl.constexpr,
-    V_GIVEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    block_table, table_stride, page_stride, num_pages,  # [B, max_pages] int32, or None
+    rotary_cos, rotary_sin, rotary_stride, num_positions,  # [num_positions, ROTARY_DIM / 2], or None
+    capacity, num_new, num_kv_heads,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE_SIZE: tl.constexpr, QUANTISED: tl.constexpr,
+    IS_FP8: tl.constexpr, K_GIVEN: tl.constexpr, V_GIVEN: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     num_t_blocks = tl.cdiv(num_new, BLOCK_T)
     pid = tl.program_id(0)
     t_block = pid % num_t_blocks
@@ -167,36 +128,17 @@ def append_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slot_stride", "num_tokens", "num_slots", "num_kv_heads"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def append_to_slots_kernel(
-    k_new,  # [tokens, Hkv, D]
-    k_new_strides,
-    v_new,  # [tokens, Hkv, Dv]
-    v_new_strides,
-    k_cache,  # [num_pages, Hkv, PAGE_SIZE, D]
-    k_strides,
-    v_cache,  # [num_pages, Hkv, PAGE_SIZE, Dv]
-    v_strides,
-    k_scale,  # [num_pages, Hkv, PAGE_SIZE] fp32, or None
-    k_scale_strides,
-    v_scale,
-    v_scale_strides,
-    slot_mapping,  # [tokens] int64 or int32
-    slot_stride,
-    num_tokens,
-    num_slots,
-    num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    K_GIVEN: tl.constexpr,
-    V_GIVEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    k_new, k_new_strides, v_new, v_new_strides,  # [tokens, Hkv, D or Dv]
+    k_cache, k_strides, v_cache, v_strides,  # [num_pages, Hkv, PAGE_SIZE, D or Dv]
+    k_scale, k_scale_strides, v_scale, v_scale_strides,  # [num_pages, Hkv, PAGE_SIZE] fp32, or None
+    slot_mapping, slot_stride,  # [tokens] int64 or int32
+    num_tokens, num_slots, num_kv_heads,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, QUANTISED: tl.constexpr, IS_FP8: tl.constexpr, K_GIVEN: tl.constexpr,
+    V_GIVEN: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     kv_head_idx = (pid % num_kv_heads).to(tl.int64)
     token = (pid // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -226,80 +168,48 @@ def append_to_slots_kernel(
 def append_to_cache(given: Any) -> None:
     """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches, in place, as ``fastattn.append_to_cache`` does;
     ``given`` holds the op's arguments by name, which the caller has checked."""
-    k_new, v_new, k_cache, v_cache = readable(given.k_new), readable(given.v_new), given.k_cache, given.v_cache
-    tokens, kv_heads, head_dim = k_new.shape
-    num_pages, _, page_size, value_dim = v_cache.shape
+    k_new, v_new = readable(given.k_new), readable(given.v_new)
+    tokens, kv_heads, _ = k_new.shape
+    num_pages, _, page_size, _ = given.k_cache.shape
     grid = (kv_heads * ceil_div(tokens, BLOCK_T),)
     if grid[0] == 0 or num_pages * page_size == 0:
         return
     append_to_slots_kernel[grid](
-        k_new,
-        k_new.stride()[:2],
-        v_new,
-        v_new.stride()[:2],
-        *cache_arguments(given),
-        given.slot_mapping,
-        given.slot_mapping.stride(0),
-        tokens,
-        num_pages * page_size,
-        kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        D_PAD=padded_head_dim(head_dim),
-        DV_PAD=padded_head_dim(value_dim),
-        PAGE_SIZE=page_size,
-        QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
-        IS_FP8=k_cache.dtype == FP8,
-        K_GIVEN=k_cache.dtype == FP8 and are_given(given.k_scale),
-        V_GIVEN=k_cache.dtype == FP8 and are_given(given.v_scale),
-        BLOCK_T=BLOCK_T,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        k_new, k_new.stride()[:2], v_new, v_new.stride()[:2], *cache_arguments(given),
+        given.slot_mapping, given.slot_mapping.stride(0), tokens, num_pages * page_size, kv_heads,
+        PAGE_SIZE=page_size, **_append_constexprs(given),
+    )  # fmt: skip
 
 
-def launch_append(
-    given: Any, cache_seqlens: Tensor, rotary_cos: Tensor | None, rotary_sin: Tensor | None, capacity: int
-) -> None:
+def _append_constexprs(given: Any) -> dict[str, Any]:
+    """Returns the constexprs that both append kernels have, and the launch options."""
+    is_fp8 = given.k_cache.dtype == FP8
+    return {
+        **cache_constexprs(given),
+        "QUANTISED": given.k_cache.dtype in FEATURE_OF_CACHE,
+        "K_GIVEN": is_fp8 and are_given(given.k_scale),
+        "V_GIVEN": is_fp8 and are_given(given.v_scale),
+        "BLOCK_T": BLOCK_T,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def launch_append(given: Any, cache_seqlens: Tensor, capacity: int) -> None:
     """Writes ``k_new [B, Hkv, S_new, D]`` and ``v_new [B, Hkv, S_new, Dv]`` into the caches, in place.
 
-    ``given`` holds the arguments of ``attention_decode`` by name; lengths and angles are contiguous.
+    ``given`` holds the arguments of ``attention_decode`` by name; ``cache_seqlens`` is contiguous.
     """
-    k_new, v_new, k_cache, block_table = readable(given.k_new), readable(given.v_new), given.k_cache, given.block_table
-    batch, kv_heads, num_new, head_dim = k_new.shape
-    value_dim = v_new.shape[3]
+    k_new, v_new = readable(given.k_new), readable(given.v_new)
+    batch, kv_heads, num_new, _ = k_new.shape
     grid = (batch * kv_heads * ceil_div(num_new, BLOCK_T),)
     if grid[0] == 0 or capacity == 0:
         return
     append_kernel[grid](
-        k_new,
-        k_new.stride()[:3],
-        v_new,
-        v_new.stride()[:3],
-        *cache_arguments(given),
-        cache_seqlens,
-        block_table,
-        *((0, 0) if block_table is None else block_table.stride()),
-        0 if block_table is None else k_cache.shape[0],
-        rotary_cos,
-        rotary_sin,
-        0 if rotary_cos is None else rotary_cos.stride(0),
-        0 if rotary_cos is None else rotary_cos.shape[0],
-        capacity,
-        num_new,
-        kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        D_PAD=padded_head_dim(head_dim),
-        DV_PAD=padded_head_dim(value_dim),
-        ROTARY_DIM=0 if rotary_cos is None else 2 * rotary_cos.shape[1],
+        k_new, k_new.stride()[:3], v_new, v_new.stride()[:3], *cache_arguments(given),
+        cache_seqlens, *table_arguments(given), *rotary_arguments(given), capacity, num_new, kv_heads,
+        ROTARY_DIM=0 if given.rotary_cos is None else 2 * given.rotary_cos.shape[1],
         INTERLEAVED=given.rotary_interleaved,
-        PAGE_SIZE=0 if block_table is None else k_cache.shape[2],
-        QUANTISED=k_cache.dtype in FEATURE_OF_CACHE,
-        IS_FP8=k_cache.dtype == FP8,
-        K_GIVEN=k_cache.dtype == FP8 and are_given(given.k_scale),
-        V_GIVEN=k_cache.dtype == FP8 and are_given(given.v_scale),
-        BLOCK_T=BLOCK_T,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        PAGE_SIZE=0 if given.block_table is None else given.k_cache.shape[2],
+        **_append_constexprs(given),
+    )  # fmt: skip

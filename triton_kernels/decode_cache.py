@@ -13,7 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.quantization import are_given, as_numbers
+from fastattn.layout import contiguous
+from fastattn.quantization import FP8, are_given, as_numbers
+
+from .tiles import padded_head_dim
+
+# The numbers that change between a server's calls. Triton would compile again where one of them becomes 1 or a multiple
+# of 16. Rows are aligned whatever the numbers are: kernels tell it by `tl.multiple_of`.
+NOT_SPECIALIZED = [
+    "table_stride", "page_stride", "num_pages", "max_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
+    "window_left", "window_right", "capacity", "num_new", "num_kv_heads", "num_queries", "num_splits",
+    "blocks_per_split", "slot_stride", "num_tokens", "num_slots",
+]  # fmt: skip
 
 
 @triton.jit
@@ -24,16 +35,12 @@ def tokens_before(cache_seqlens, batch_idx, capacity):
 
 @triton.jit
 def locate_tokens(
-    position,  # [R] int32
-    wanted,  # [R] bool; implies 0 <= position < capacity
-    block_table,
-    table_stride,
-    page_stride,
-    num_pages,
+    position, wanted,  # [R] int32 and bool; wanted implies 0 <= position < capacity
+    block_table, table_stride, page_stride, num_pages,
     batch_idx,  # int64
     PAGE_SIZE: tl.constexpr,  # 0: contiguous cache
     SAME_PAGE: tl.constexpr,  # all positions lie in one page: one look-up instead of a gather
-):
+):  # fmt: skip
     """Returns the tokens' block (int64, scalar or [R]), their row in it (int64 [R]), and which exist (bool [R])."""
     if PAGE_SIZE == 0:
         return batch_idx, position.to(tl.int64), wanted
@@ -56,15 +63,11 @@ def load_rotated(
     row_ptrs,  # [R] pointers to rows of HEAD_DIM elements, 16-byte aligned
     row_mask,  # [R] bool: which rows to read; the others are 0
     position,  # [R] int32: where each row stands in its sequence
-    rotary_cos,  # [num_positions, ROTARY_DIM / 2]
-    rotary_sin,
-    rotary_stride,
-    num_positions,
+    rotary_cos, rotary_sin, rotary_stride, num_positions,  # [num_positions, ROTARY_DIM / 2]
     dim,  # [D_PAD] int32: 0, 1, ...
     HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,  # 0: no RoPE
-    INTERLEAVED: tl.constexpr,
-):
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,  # ROTARY_DIM 0: no RoPE
+):  # fmt: skip
     """Loads rows and applies RoPE to their first ROTARY_DIM dims, ``[R, D_PAD]``.
 
     Computes in fp32 and rounds to the rows' dtype. Su et al., "RoFormer" (2021), section 3.4.2: a pair (a, b)
@@ -112,6 +115,30 @@ def cache_arguments(given: Any) -> tuple[Any, ...]:
         given.v_scale,
         _scale_strides(given.v_scale),
     )
+
+
+def table_arguments(given: Any) -> tuple[Any, ...]:
+    """Returns the block table, its strides, and the number of pages; None and zeros for a contiguous cache."""
+    table = given.block_table
+    return (None, 0, 0, 0) if table is None else (table, *table.stride(), given.k_cache.shape[0])
+
+
+def rotary_arguments(given: Any) -> tuple[Any, ...]:
+    """Returns the cosines, the sines, their row stride and number of rows; None and zeros without RoPE."""
+    cos = contiguous(given.rotary_cos)
+    return (None, None, 0, 0) if cos is None else (cos, contiguous(given.rotary_sin), cos.stride(0), cos.shape[0])
+
+
+def cache_constexprs(given: Any) -> dict[str, Any]:
+    """Returns the constexprs that all kernels over a cache have."""
+    head_dim, value_dim = given.k_cache.shape[3], given.v_cache.shape[3]
+    return {
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "D_PAD": padded_head_dim(head_dim),
+        "DV_PAD": padded_head_dim(value_dim),
+        "IS_FP8": given.k_cache.dtype == FP8,
+    }
 
 
 def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:

@@ -35,21 +35,13 @@ def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits", "num_rows", "num_heads", "num_queries"])
 def combine_kernel(
-    partial_out,  # [num_splits, B, Hq, Sq, Dv] fp32
-    partial_lse,  # [num_splits, B, Hq, Sq] fp32
+    partial_out, partial_lse,  # [num_splits, B, Hq, Sq, Dv] and [num_splits, B, Hq, Sq], fp32
     sinks,  # [Hq] fp32, or None
-    out,  # [B, Hq, Sq, Dv]
-    out_strides,  # (batch, head, query)
+    out, out_strides,  # [B, Hq, Sq, Dv], with the strides of batch, head and query
     lse,  # [B, Hq, Sq] fp32
-    num_splits,
-    num_rows,  # B * Hq * Sq
-    num_heads,
-    num_queries,
-    VALUE_DIM: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr,
-):
+    num_splits, num_rows, num_heads, num_queries,  # num_rows = B * Hq * Sq
+    VALUE_DIM: tl.constexpr, DV_PAD: tl.constexpr, HAS_SINK: tl.constexpr, COMBINE_SPLITS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     query_idx = (pid % num_queries).to(tl.int64)
     head_idx = (pid // num_queries % num_heads).to(tl.int64)

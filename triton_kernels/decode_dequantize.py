@@ -14,30 +14,27 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fastattn.quantization import FP8
-
 from .decode_append import BLOCK_T
-from .decode_cache import cache_arguments, locate_tokens, tokens_before
+from .decode_cache import (
+    NOT_SPECIALIZED,
+    cache_arguments,
+    cache_constexprs,
+    locate_tokens,
+    table_arguments,
+    tokens_before,
+)
 from .fp8 import decode_fp8
-from .tiles import ceil_div, padded_head_dim
+from .tiles import ceil_div
 
 
 @triton.jit
 def dequantize_tokens(
-    cache,
-    cache_strides,
-    scales,  # None: all are 1
-    scale_strides,
+    cache, cache_strides, scales, scale_strides,  # scales None: all are 1
     out,  # contiguous [blocks, Hkv, rows, HEAD_DIM]
-    block,
-    row,
+    block, row, exists, kv_head_idx,
     out_row,  # int64 [BLOCK_T], counted in rows of HEAD_DIM elements
-    exists,
-    kv_head_idx,
-    HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
     dim = tl.arange(0, D_PAD)
     mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
     offset = tl.multiple_of(block * cache_strides[0] + kv_head_idx * cache_strides[1] + row * cache_strides[2], 16)
@@ -50,34 +47,16 @@ def dequantize_tokens(
     tl.store(out + out_offset[:, None] + dim[None, :], x.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "page_stride", "num_pages", "capacity", "max_pages", "num_kv_heads"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dequantize_kernel(
-    k_cache,  # [blocks, Hkv, rows, D]
-    k_strides,
-    v_cache,  # [blocks, Hkv, rows, Dv]
-    v_strides,
-    k_scale,  # [blocks, Hkv, rows] fp32, or one for all tokens, or None
-    k_scale_strides,
-    v_scale,
-    v_scale_strides,
+    k_cache, k_strides, v_cache, v_strides,  # [blocks, Hkv, rows, D or Dv]
+    k_scale, k_scale_strides, v_scale, v_scale_strides,  # [blocks, Hkv, rows] fp32, or one for all tokens, or None
     seqlens,  # [B] int32
-    block_table,  # [B, max_pages] int32, or None
-    table_stride,  # from a sequence to the next
-    page_stride,
-    num_pages,
-    k_out,
-    v_out,
-    capacity,
-    max_pages,
-    num_kv_heads,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    block_table, table_stride, page_stride, num_pages,  # [B, max_pages] int32, or None
+    k_out, v_out, capacity, max_pages, num_kv_heads,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, IS_FP8: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     num_t_blocks = tl.cdiv(capacity, BLOCK_T)
     pid = tl.program_id(0)
     kv_head_idx = (pid // num_t_blocks % num_kv_heads).to(tl.int64)
@@ -94,11 +73,11 @@ def dequantize_kernel(
     out_row = (out_block * num_kv_heads + kv_head_idx) * rows_of_block + position % rows_of_block
 
     dequantize_tokens(
-        k_cache, k_strides, k_scale, k_scale_strides, k_out, block, row, out_row, exists, kv_head_idx, HEAD_DIM, D_PAD,
+        k_cache, k_strides, k_scale, k_scale_strides, k_out, block, row, exists, kv_head_idx, out_row, HEAD_DIM, D_PAD,
         IS_FP8,
     )  # fmt: skip
     dequantize_tokens(
-        v_cache, v_strides, v_scale, v_scale_strides, v_out, block, row, out_row, exists, kv_head_idx, VALUE_DIM,
+        v_cache, v_strides, v_scale, v_scale_strides, v_out, block, row, exists, kv_head_idx, out_row, VALUE_DIM,
         DV_PAD, IS_FP8,
     )  # fmt: skip
 
@@ -106,31 +85,17 @@ def dequantize_kernel(
 def dequantize_cache(given: Any) -> None:
     """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, whose shapes `Dequantization`
     gives; ``given`` holds the op's arguments by name, which the caller has checked."""
-    k_cache, v_cache, seqlens, block_table = given.k_cache, given.v_cache, given.seqlens, given.block_table
+    seqlens, block_table = given.seqlens, given.block_table
     batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
-    num_pages, kv_heads, page_size, head_dim = k_cache.shape
-    value_dim, capacity = v_cache.shape[3], max_pages * page_size
+    kv_heads, page_size = given.k_cache.shape[1:3]
+    capacity = max_pages * page_size
     grid = (batch * kv_heads * ceil_div(capacity, BLOCK_T),)
     if grid[0] == 0:
         return
     dequantize_kernel[grid](
-        *cache_arguments(given),
-        seqlens,
-        block_table,
-        *((0, 0) if block_table is None else block_table.stride()),
-        num_pages,
-        given.k_out,
-        given.v_out,
-        capacity,
-        max_pages,
-        kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        D_PAD=padded_head_dim(head_dim),
-        DV_PAD=padded_head_dim(value_dim),
+        *cache_arguments(given), seqlens, *table_arguments(given),
+        given.k_out, given.v_out, capacity, max_pages, kv_heads,
+        **cache_constexprs(given),
         PAGE_SIZE=0 if block_table is None else page_size,
-        IS_FP8=k_cache.dtype == FP8,
-        BLOCK_T=BLOCK_T,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        BLOCK_T=BLOCK_T, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -83,21 +83,13 @@ def scale_and_add_bias(acc, row, mask, scale, scale_stride, bias, HAS_SCALE: tl.
 def finish(
     acc,  # fp32 sums before scale, bias, activation and residual; with SwiGLU those of the gates
     up,  # like acc, those of the ups; used with SwiGLU only
-    m,  # int64, indices that broadcast to the shape of acc
-    n,
-    mask,
-    scale,  # fp32, one for each row of the weight, or [1]
-    scale_stride,  # 0 if per tensor
+    m, n, mask,  # int64 indices that broadcast to the shape of acc, and which of them exist
+    scale, scale_stride,  # fp32, one for each row of the weight, or [1] with stride 0
     bias,  # one for each row of the weight, or None
-    residual,  # [M, N], or None
-    residual_stride,
-    out,  # [M, N] contiguous
-    N,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
+    residual, residual_stride,  # [M, N], or None
+    out, N,  # [M, N] contiguous
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """Applies scale, bias, activation and residual in this order, and rounds once."""
     acc = scale_and_add_bias(acc, n, n < N, scale, scale_stride, bias, HAS_SCALE, HAS_BIAS)
     acc = activate(acc, ACTIVATION)
@@ -112,31 +104,18 @@ def finish(
 # multiples of 16, loads that they mask take 16 bytes at a time.
 @triton.jit(do_not_specialize=["M", "num_splits"])
 def forward_kernel(
-    x,  # [M, K]
-    x_stride,
-    weight,  # [N, K] int8, or [2 N, K] for SwiGLU
-    weight_stride,
-    scale,  # fp32 [rows of the weight, K / GROUP] if GROUP, else [rows of the weight] or [1]
-    scale_stride,
-    bias,
-    residual,
-    residual_stride,
+    x, x_stride,  # [M, K]
+    weight, weight_stride,  # [N, K] int8, or [2 N, K] for SwiGLU
+    scale, scale_stride,  # fp32 [rows of the weight, K / GROUP] if GROUP, else [rows of the weight] or [1]
+    bias, residual, residual_stride,
     out,  # [M, N]
     partial,  # [num_splits, M, rows of the weight] fp32 if SPLIT
-    M,
-    N,  # columns of the result
-    K,
-    num_splits,
+    M, N, K, num_splits,  # N: columns of the result
     GROUP: tl.constexpr,  # a multiple of BLOCK_K, or 0
     HAS_SCALE: tl.constexpr,  # per tensor or channel
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     # With SwiGLU, the rows of a weight tile alternate between the gate and the up of each output.
     SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1  # for each output
     OUTPUTS: tl.constexpr = BLOCK_N // SUMS
@@ -168,8 +147,8 @@ def forward_kernel(
 
     mask = (n < N)[:, None] & (m < M)[None, :]
     if SPLIT:
-        part_rows = partial + (split_idx.to(tl.int64) * M + m[None, :]) * (SUMS * N)
-        tl.store(part_rows + row[:, None], acc, mask=mask)
+        partial_rows = partial + (split_idx.to(tl.int64) * M + m[None, :]) * (SUMS * N)
+        tl.store(partial_rows + row[:, None], acc, mask=mask)
     else:
         up = acc
         if SUMS == 2:
@@ -184,24 +163,15 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["M", "num_splits"])
 def grad_input_kernel(
-    grad_out,  # [M, N]
-    grad_out_stride,
-    weight,  # [N, K] int8
-    weight_stride,
-    scale,  # [N, K / GROUP] fp32 if GROUP, [N] if PER_CHANNEL, else [1]
-    scale_stride,
+    grad_out, grad_out_stride,  # [M, N]
+    weight, weight_stride,  # [N, K] int8
+    scale, scale_stride,  # [N, K / GROUP] fp32 if GROUP, [N] if PER_CHANNEL, else [1]
     largest_scale,  # [1] fp32
     out,  # [M, K], or [num_splits, M, K] fp32
-    M,
-    N,
-    K,
-    num_splits,
-    GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # depth of a step
-):
+    M, N, K, num_splits,
+    GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,  # BLOCK_N: depth of a step
+):  # fmt: skip
     """Computes dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand, which
     is rounded.
 
@@ -246,21 +216,12 @@ def grad_input_kernel(
 @triton.jit(do_not_specialize=["M", "num_splits"])
 def merge_kernel(
     partial,  # [num_splits, M, N] fp32, or [num_splits, M, 2 N] of SwiGLU
-    scale,
-    scale_stride,
-    bias,
-    residual,
-    residual_stride,
+    scale, scale_stride, bias, residual, residual_stride,
     out,  # [M, N]
-    M,
-    N,
-    num_splits,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    M, N, num_splits,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the splits of BLOCK elements of one row of the result in order, then does the epilogue."""
     num_n_blocks = tl.cdiv(N, BLOCK)
     m = (tl.program_id(0) // num_n_blocks).to(tl.int64)
@@ -269,10 +230,10 @@ def merge_kernel(
     SUMS: tl.constexpr = 2 if ACTIVATION == "swiglu" else 1
     acc, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for split_idx in range(num_splits):
-        part_row = partial + (split_idx * M + m) * (SUMS * N)
-        acc += tl.load(part_row + n, mask=mask, other=0.0)
+        partial_row = partial + (split_idx * M + m) * (SUMS * N)
+        acc += tl.load(partial_row + n, mask=mask, other=0.0)
         if SUMS == 2:
-            up += tl.load(part_row + N + n, mask=mask, other=0.0)
+            up += tl.load(partial_row + N + n, mask=mask, other=0.0)
     finish(
         acc, up, m, n, mask, scale, scale_stride, bias, residual, residual_stride, out, N,
         HAS_SCALE, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
@@ -303,7 +264,7 @@ def int8_matmul(given: Any) -> Tensor:
     the result, are in x's dtype. The caller has checked the arguments, which ``given`` has by name.
     """
     if given.int8_activations:
-        raise NotImplementedError("int8_matmul: the Triton kernel takes no int8 activations")
+        raise NotImplementedError("int8_activations: expected False, as only the CUDA C++ kernel takes them, got True")
     x, weight, scale, activation = given.x, given.weight, given.scale, given.activation
     n, k = weight.shape
     columns = result_columns(activation, n)
@@ -322,32 +283,14 @@ def int8_matmul(given: Any) -> Tensor:
     tile = _tile(x.device, m, n, k, group)
     is_split = tile.split_k > 1
     partial = x.new_empty((tile.split_k, m, n), dtype=torch.float32) if is_split else None
-    epilogue = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "ACTIVATION": activation}
     forward_kernel[(ceil_div(m, tile.block_m) * ceil_div(n, tile.block_n) * tile.split_k,)](
-        x,
-        x.stride(0),
-        weight,
-        weight.stride(0),
-        scale,
-        scale_stride,
-        bias,
-        residual,
-        residual_stride,
-        out,
-        partial,
-        m,
-        columns,
-        k,
-        tile.split_k,
-        GROUP=group,
-        HAS_SCALE=has_scale,
-        SPLIT=is_split,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        **epilogue,
+        x, x.stride(0), weight, weight.stride(0), scale, scale_stride, bias, residual, residual_stride, out, partial,
+        m, columns, k, tile.split_k,
+        GROUP=group, HAS_SCALE=has_scale, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        ACTIVATION=activation, SPLIT=is_split,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         **_launch_options(tile),
-    )
+    )  # fmt: skip
     if partial is not None:
         _merge(partial, scale if has_scale else None, scale_stride, bias, residual, residual_stride, out, activation)
     return out
@@ -366,24 +309,10 @@ def _merge(
     """Writes ``act(scale * sum(partial) + bias) + residual`` to ``out [..., N]``; ``partial [splits, M, N or 2 N]``."""
     (num_splits, m, _), n = partial.shape, out.shape[-1]
     merge_kernel[(m * ceil_div(n, MERGE_BLOCK),)](
-        partial,
-        scale,
-        scale_stride,
-        bias,
-        residual,
-        residual_stride,
-        out,
-        m,
-        n,
-        num_splits,
-        HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=activation,
-        BLOCK=MERGE_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        partial, scale, scale_stride, bias, residual, residual_stride, out, m, n, num_splits,
+        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        ACTIVATION=activation, BLOCK=MERGE_BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def int8_matmul_grad_input(given: Any) -> tuple[Tensor, Tensor]:
@@ -391,16 +320,12 @@ def int8_matmul_grad_input(given: Any) -> tuple[Tensor, Tensor]:
 
     The second result is ``grad_out`` summed to ``[N]`` by PyTorch with ``bias_grad``, else ``[0]``.
     """
-    grad_out = given.grad_out
+    grad_out, weight, scale = given.grad_out, given.weight, given.scale
     grad_bias = sum_over_tokens(grad_out) if given.bias_grad else grad_out.new_empty(0)
-    return _grad_input(grad_out, given.weight, given.scale), grad_bias
-
-
-def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     n, k = weight.shape
     out = grad_out.new_empty((*grad_out.shape[:-1], k))
     if out.numel() == 0 or n == 0:
-        return out.zero_()
+        return out.zero_(), grad_bias
     grad_out = _rows(grad_out, n)
     m = grad_out.shape[0]
     weight, scale = _rows(weight, k), scale.contiguous()
@@ -409,25 +334,13 @@ def _grad_input(grad_out: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     is_split = tile.split_k > 1
     partial = grad_out.new_empty((tile.split_k, m, k), dtype=torch.float32) if is_split else None
     grad_input_kernel[(ceil_div(m, tile.block_m) * ceil_div(k, tile.block_n) * tile.split_k,)](
-        grad_out,
-        grad_out.stride(0),
-        weight,
-        weight.stride(0),
-        scale,
-        scale.shape[1],
+        grad_out, grad_out.stride(0), weight, weight.stride(0), scale, scale.shape[1],
         scale.amax().clamp(min=torch.finfo(torch.float32).tiny),  # if all scales are 0: 0 / tiny, not 0 / 0
-        out if partial is None else partial,
-        m,
-        n,
-        k,
-        tile.split_k,
-        GROUP=group,
-        PER_CHANNEL=scale.numel() > 1,
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_n,
-        BLOCK_N=tile.block_k,
+        out if partial is None else partial, m, n, k, tile.split_k,
+        GROUP=group, PER_CHANNEL=scale.numel() > 1,
+        BLOCK_M=tile.block_m, BLOCK_K=tile.block_n, BLOCK_N=tile.block_k,
         **_launch_options(tile),
-    )
+    )  # fmt: skip
     if partial is not None:
         _merge(partial, None, 0, None, None, 0, out, "none")
-    return out
+    return out, grad_bias

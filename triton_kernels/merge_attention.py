@@ -70,24 +70,11 @@ def weights_of(lse_a, lse_b):
 
 @triton.jit
 def merge_attention_kernel(
-    out_a,  # [B, H, S, VALUE_DIM]
-    out_a_strides,
-    lse_a,  # [B, H, S]
-    lse_a_strides,
-    out_b,
-    out_b_strides,
-    lse_b,
-    lse_b_strides,
-    out,  # may be out_a
-    out_strides,
-    lse,  # may be lse_a
-    lse_strides,
-    num_rows,
-    num_heads,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_a, out_a_strides, lse_a, lse_a_strides,  # [B, H, S, VALUE_DIM] and [B, H, S]
+    out_b, out_b_strides, lse_b, lse_b_strides,
+    out, out_strides, lse, lse_strides,  # may be out_a and lse_a
+    num_rows, num_heads, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     batch, head, row = rows_of_cta(num_rows, num_heads, BLOCK_S)
     exists = row < num_rows
 

@@ -22,32 +22,13 @@ from .merge_attention import launch, load_lse, lse_pointers, row_pointers, rows_
 
 @triton.jit
 def merge_attention_backward_kernel(
-    grad_out,  # [B, H, S, VALUE_DIM]
-    grad_out_strides,
-    grad_lse,  # [B, H, S]
-    grad_lse_strides,
-    out_a,
-    out_a_strides,
-    lse_a,
-    lse_a_strides,
-    out_b,
-    out_b_strides,
-    lse_b,
-    lse_b_strides,
-    grad_out_a,
-    grad_out_a_strides,
-    grad_lse_a,
-    grad_lse_a_strides,
-    grad_out_b,
-    grad_out_b_strides,
-    grad_lse_b,
-    grad_lse_b_strides,
-    num_rows,
-    num_heads,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    grad_out, grad_out_strides, grad_lse, grad_lse_strides,  # [B, H, S, VALUE_DIM] and [B, H, S]
+    out_a, out_a_strides, lse_a, lse_a_strides,
+    out_b, out_b_strides, lse_b, lse_b_strides,
+    grad_out_a, grad_out_a_strides, grad_lse_a, grad_lse_a_strides,
+    grad_out_b, grad_out_b_strides, grad_lse_b, grad_lse_b_strides,
+    num_rows, num_heads, VALUE_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     batch, head, row = rows_of_cta(num_rows, num_heads, BLOCK_S)
     exists = row < num_rows
 

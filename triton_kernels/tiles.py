@@ -70,7 +70,7 @@ class AttentionTile:
 
 BackwardKernel = Literal["key_value", "query", "bias"]
 
-# A kernel, its widest head dim, and "padded" for a separate tile for calls with a narrower head dim.
+# A kernel and its widest head dim. With "padded", the tile of calls with a narrower head dim, if they need another.
 TileKey = tuple[str, int] | tuple[str, int, Literal["padded"]]
 
 # The tiles of kernels that are not crowded (below). The comments give an SM's clocks for 64 x 64 scores, full and
@@ -263,12 +263,7 @@ class DecodeTile:
 
 
 def decode_tile(
-    head_dim: int,
-    value_dim: int,
-    rows: int,
-    cache_itemsize: int,
-    shared_memory_bytes: int,
-    page_size: int = 0,
+    head_dim: int, value_dim: int, rows: int, cache_itemsize: int, shared_memory_bytes: int, page_size: int = 0
 ) -> DecodeTile:
     """Returns the tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
 

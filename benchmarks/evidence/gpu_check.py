@@ -85,7 +85,7 @@ def chosen_limits(text: str | None) -> dict[str, float]:
         except ValueError:
             limits[name] = -1.0
         if name not in {stage.name for stage in STAGES} or not 0 < limits[name] < float("inf"):
-            raise ValueError(f"--limits: expected stage=seconds, got {part!r}")
+            raise ValueError(f"--limits: expected stage=seconds, such as tests=300, got {part!r}")
     return limits
 
 

@@ -33,19 +33,23 @@ def look(environment: Mapping[str, str]) -> Facts:
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         said = done.stderr.strip()[-500:] if not isinstance(error, subprocess.TimeoutExpired) else str(error)
-        raise RuntimeError(f"torch cannot be asked about GPUs: {said}") from None
+        raise RuntimeError(
+            f"torch cannot be asked about GPUs; `python -m torch.utils.collect_env` may: {said}"
+        ) from None
 
 
 def obstacle(facts: Facts) -> str | None:
     """Returns one line that says why no GPU can be used here, or None if one can."""
     if tuple(facts["python_version"]) < OLDEST_PYTHON:
-        return f"Python {facts['python']} is too old: 3.10 or later is needed"
+        return f"Python {facts['python']} is too old: start this by 3.10 or later"
     if facts["torch"] is None:
-        return f"{facts['executable']} has no torch: {facts['torch_error']}"
+        return (
+            f"{facts['executable']} has no torch: {facts['torch_error']}; install it, or start this by another Python"
+        )
     if tuple(facts["torch_version"]) < OLDEST_TORCH:
-        return f"torch {facts['torch']} is too old: 2.10 or later is needed"
+        return f"torch {facts['torch']} is too old: 2.10 or later is needed; run `pip install -U torch`"
     if facts["cuda"] is None:
-        return f"no NVIDIA GPU can be used: torch {facts['torch']} is built without CUDA"
+        return f"no NVIDIA GPU can be used: torch {facts['torch']} is built without CUDA; install a CUDA build of torch"
     if facts["gpu"] is None:
         return f"no NVIDIA GPU found by torch {facts['torch']}: {facts['gpu_error']}"
     return None

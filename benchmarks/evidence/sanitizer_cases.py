@@ -39,6 +39,12 @@ def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DT
     return [random(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
+def differentiate(out: Any, gradients: bool = True) -> None:
+    """Runs the backward pass from a random gradient of ``out``, if ``gradients``."""
+    if gradients:
+        out.backward(random(out.device, *out.shape, seed=9))
+
+
 def forward(device: torch.device, head_dim: int, causal: bool, dtype: torch.dtype = DTYPE) -> None:
     fastattn.attention(*query_key_value(device, head_dim, dtype), causal=causal)
 
@@ -61,9 +67,7 @@ def split_keys(device: torch.device) -> None:
 
 def backward(device: torch.device, head_dim: int, causal: bool, deterministic: bool = False) -> None:
     leaves = [tensor.requires_grad_() for tensor in query_key_value(device, head_dim)]
-    out = fastattn.attention(*leaves, causal=causal, deterministic=deterministic)
-    assert isinstance(out, Tensor)
-    out.backward(random(device, *out.shape, seed=9))
+    differentiate(fastattn.attention(*leaves, causal=causal, deterministic=deterministic))
 
 
 def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
@@ -77,25 +81,22 @@ def block(device: torch.device, head_dim: int, window: tuple[int, int]) -> None:
     add_gradients_of_block((sums[0], sums[1], sums[2]), None, tensors, call)
 
 
-def every_option(device: torch.device, gradients: bool) -> None:
+def every_option(device: torch.device, gradients: bool, head_dim: int = 64) -> None:
     """Combines bias, window, softcap, dropout and sinks; ``gradients`` adds backward, also for the bias and sinks."""
-    leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
+    leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, head_dim)]
     bias = random(device, 1, 2, 70, 150).requires_grad_(gradients)
     sinks = random(device, 2).requires_grad_(gradients)
     out = fastattn.attention(
         *leaves, bias=bias, window=(40, 3), softcap=20.0, dropout_p=0.2, dropout_seed=5, sinks=sinks
     )
-    if gradients:
-        out.backward(random(device, *out.shape, seed=9))
+    differentiate(out, gradients)
 
 
 def smallest_bias(device: torch.device) -> None:
     """Sets every score to finfo.min by the bias, so that the backward pass computes row maxima and sums again."""
     query, key, value = (tensor.requires_grad_() for tensor in query_key_value(device, 64))
     bias = torch.full((1, 1, 70, 150), torch.finfo(DTYPE).min, dtype=DTYPE).to(device)
-    out = fastattn.attention(query, key, value, bias=bias)
-    assert isinstance(out, Tensor)
-    out.backward(random(device, *out.shape, seed=9))
+    differentiate(fastattn.attention(query, key, value, bias=bias))
 
 
 def packed(device: torch.device, gradients: bool) -> None:
@@ -104,19 +105,14 @@ def packed(device: torch.device, gradients: bool) -> None:
     query, key, value = (random(device, 100, heads, 64, seed=heads).requires_grad_(gradients) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(device).requires_grad_(gradients)
     out = fastattn.attention_varlen(query, key, value, offsets, offsets, 67, 67, causal=True, alibi_slopes=slopes)
-    assert isinstance(out, Tensor)
-    if gradients:
-        out.backward(random(device, *out.shape, seed=9))
+    differentiate(out, gradients)
 
 
 def ranges(device: torch.device, gradients: bool) -> None:
     """Attends over ranges of keys that differ between heads; ``gradients`` adds the backward pass."""
     leaves = [tensor.requires_grad_(gradients) for tensor in query_key_value(device, 64)]
     of_heads = [fastattn.masks.window_and_global(150, (left, 0), 10)[:, :, -70:] for left in (40, 5)]
-    out = fastattn.attention(*leaves, key_ranges=torch.cat(of_heads, dim=1).to(device))
-    assert isinstance(out, Tensor)
-    if gradients:
-        out.backward(random(device, *out.shape, seed=9))
+    differentiate(fastattn.attention(*leaves, key_ranges=torch.cat(of_heads, dim=1).to(device)), gradients)
 
 
 def step(device: torch.device, caches: Iterable[Tensor], lengths: tuple[int, int], tokens: int, **options: Any) -> None:
@@ -248,6 +244,7 @@ CASES: dict[str, Case] = {
     "forward and backward of a block with a window": partial(block, head_dim=64, window=(40, 30)),
     "every option": partial(every_option, gradients=False),
     "every option, gradients": partial(every_option, gradients=True),
+    **{f"every option, gradients, d={dim}": partial(every_option, gradients=True, head_dim=dim) for dim in (128, 256)},
     "forward over ranges of keys": partial(ranges, gradients=False),
     "ranges of keys, gradients": partial(ranges, gradients=True),
     "packed": partial(packed, gradients=False),

@@ -27,7 +27,7 @@ print(setup.configure(version, os.environ).run())
 
 
 def run_library(workplace: Workplace, deadline: float) -> Result:
-    """Loads the native library. Builds it if there is none that loads and has CUDA C++ kernels."""
+    """Loads the native library. Builds one if there is none, or if it does not load or lacks CUDA C++ kernels."""
     environment = workplace.environment
     given = environment.get("FASTATTN_LIBRARY")
     usual = [workplace.root / folder / "libfastattn.so" for folder in ("python/fastattn", "build/native")]
@@ -72,7 +72,7 @@ def find_sanitizer() -> str | None:
 
 
 def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
-    """Runs the cases once without a tool, which also compiles Triton's kernels, then under all three tools at once."""
+    """Runs the cases without a tool first, which compiles Triton's kernels, and then under all three tools at once."""
     cases = ("-m", "benchmarks.evidence.sanitizer_cases")
     plain = workplace.run(deadline, "sanitizer_cases", *cases)
     if not plain.passed:

@@ -28,8 +28,8 @@ NUM_SMS, SHARED_BYTES = USUAL[90]
 L2_BYTES = 50 << 20
 # The same values as in csrc/scheduler/choose_row_splits.h and row_splits.h.
 STEPS_PER_TILE, STEPS_PER_SPLIT, LEAST_STEPS_OF_SPLIT = 0.75, 1.5, 4
-# Assumed times in steps. From its start, an addition takes READ to read its shared memory and PASSED_ON to complete.
-# SEEN later, another CTA sees that it is complete.
+# Assumed times, in steps. READ after it began, an addition has read its shared memory; PASSED_ON after it began, it is
+# complete. Another CTA sees that it is complete SEEN later.
 PASSED_ON, SEEN, READ = 0.4, 0.15, 0.15
 
 

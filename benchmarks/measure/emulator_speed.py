@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the quickest counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     chosen = parser.parse_args(arguments)
+    if chosen.repeats < 1:
+        parser.error("--repeats: expected at least 1")
     torch.set_num_threads(1)
 
     backends = {"native, sm_80": "cuda", "Triton, sm_80": "triton"}

@@ -253,6 +253,10 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
 
     Without a GPU it only prints the least work of each case.
     """
+    if not benchmark.cases:
+        raise SystemExit(
+            f"{benchmark.title}: no case fits these options; leave out those that choose cases, see --help"
+        )
     if not torch.cuda.is_available():
         print(
             f"{benchmark.title}: no NVIDIA GPU here, so nothing is measured or written. The least work of each case:\n"
@@ -265,7 +269,7 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
         document = run(benchmark, device, minutes, options.seconds_per_figure)
     print(table.as_text(document))
     for module, reason in broken.items():
-        print(f"{module} is installed but cannot be imported: {reason}")
+        print(f"{module} is installed but cannot be imported, and so was not compared: {reason}")
     saved = results.FOLDER / results.folder_name(document["environment"]["gpu"])
     for folder in filter(None, (options.json, saved if options.save else None)):
         print(f"figures: {results.write(document, folder)}")

@@ -30,7 +30,7 @@ SCHEMA = 1
 # by architecture, how many CTAs of the matmul (on Hopper: clusters) an SM holds, as in MatmulTile.
 BLOCK_WEIGHTS, BLOCK_MULTIPLE = 1 << 25, 256
 RESIDENT = {80: 2.0, 90: 0.5}
-_CTAS_OF_A_TEAM = {80: 1, 90: 2}
+_CTAS_OF_A_TILE = {80: 1, 90: 2}  # on Hopper, the two CTAs of a cluster compute a work tile together
 
 
 class Case(NamedTuple):
@@ -72,31 +72,30 @@ def kernels(names: dict[str, Any], arch: int) -> list[Kernel]:
     return found
 
 
-def _outputs_of_team(kernel: Kernel) -> int:
-    """Returns the output columns of a work tile, which on Hopper the two CTAs of a cluster compute together."""
-    return kernel.tile["block_n"] * _CTAS_OF_A_TEAM[kernel.arch]
+def _outputs_of_tile(kernel: Kernel) -> int:
+    return kernel.tile["block_n"] * _CTAS_OF_A_TILE[kernel.arch]
 
 
 def kernel_cases(kernel: Kernel, num_sms: int) -> Iterator[Case]:
     """Yields cases with one tile of tokens: one or two full waves of tiles, and fewer tiles, which CTAs split."""
-    resident, outputs = int(RESIDENT[kernel.arch] * num_sms), _outputs_of_team(kernel)
+    resident, outputs = int(RESIDENT[kernel.arch] * num_sms), _outputs_of_tile(kernel)
     for k in (2048, 4096, 8192):
         for tiles in (resident, 2 * resident):
             yield Case(kernel.tile["block_m"], tiles * outputs, k)
-        for parts in (2, 4, 8):
-            yield Case(kernel.tile["block_m"], max(resident // parts, 1) * outputs, k)
+        for splits in (2, 4, 8):
+            yield Case(kernel.tile["block_m"], max(resident // splits, 1) * outputs, k)
 
 
 def kernel_terms(kernel: Kernel, case: Case, dealt: native.LaunchSchedule, num_sms: int) -> tuple[float, ...] | None:
     """Returns how often each of ``KERNEL_TERMS`` counts, or None if a CTA has splits of several tiles."""
-    tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_team(kernel))
+    tiles = math.ceil(case.m / kernel.tile["block_m"]) * math.ceil(case.n / _outputs_of_tile(kernel))
     steps = dealt.steps_of_full_gpu
     if dealt.slots == 0:
         return 1.0, steps, math.ceil(tiles / int(RESIDENT[kernel.arch] * num_sms)), 0.0, 0.0
-    parts, rest = divmod(dealt.slots, tiles * _CTAS_OF_A_TEAM[kernel.arch])
+    splits, rest = divmod(dealt.slots, tiles * _CTAS_OF_A_TILE[kernel.arch])
     if rest or dealt.ctas != dealt.slots:
         return None
-    return 1.0, steps, 1.0, 1.0, parts - 1
+    return 1.0, steps, 1.0, 1.0, splits - 1
 
 
 def dequantised_cases() -> Iterator[Case]:
@@ -198,10 +197,10 @@ class CudaGpu:
             return self.timer.graph([call_over_new_inputs() for _ in range(num_sets)]).median_s
 
 
-def document_of(fits: dict[str, Any], place: dict[str, Any]) -> dict[str, Any]:
-    """Returns the document to write. ``place`` is the result of `environment.describe_gpu`."""
+def document_of(fits: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
+    """Returns the document to write. ``machine`` is the result of `environment.describe_gpu`."""
     when = {"date": environment.now(), "commit": environment.commit()}
-    return {"schema": SCHEMA, "fit": "int8_matmul", **when, "environment": place, "ways": fits}
+    return {"schema": SCHEMA, "fit": "int8_matmul", **when, "environment": machine, "ways": fits}
 
 
 def as_text(fits: dict[str, Any]) -> str:
@@ -227,10 +226,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         print("int8 fit: no NVIDIA GPU here, so nothing is measured, fitted or written.")
         return
-    place = environment.describe_gpu(torch.device("cuda", torch.cuda.current_device()))
+    machine = environment.describe_gpu(torch.device("cuda", torch.cuda.current_device()))
     fits = fit_all(CudaGpu(native.device_facts(), timing.CudaTimer(options.seconds_per_figure)), native.KERNELS)
     print(as_text(fits))
-    path = options.json or results.FOLDER / results.folder_name(place["gpu"]) / "int8_fit.json"
+    path = options.json or results.FOLDER / results.folder_name(machine["gpu"]) / "int8_fit.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document_of(fits, place), indent=1) + "\n")
+    path.write_text(json.dumps(document_of(fits, machine), indent=1) + "\n")
     print(f"fit: {path}")

@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="repeats, of which the quickest counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
+    if min(options.calls, options.repeats) < 1:
+        parser.error("--calls, --repeats: expected at least 1")
     torch.set_num_threads(1)
     install_stand_ins()
 

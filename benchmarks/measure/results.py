@@ -86,11 +86,13 @@ def validate(document: Any) -> Document:
             if row[kind] is not None:
                 _check(row[kind], _TIMING, f"{where}.{kind}")
         if row["status"] == "ok" and (row["eager"] is None or row["error"] is None):
-            raise BadResult(f"{where}: status ok, and the time or the error is missing")
+            raise BadResult(f"{where}: status ok needs eager and error, got {row['eager']} and {row['error']}")
         if row["status"] != "ok" and (row["eager"] is not None or not row["reason"]):
-            raise BadResult(f"{where}: status {row['status']}, and there is a time or no reason")
+            came = f"{row['eager']} and {row['reason']!r}"
+            raise BadResult(f"{where}: status {row['status']} needs a reason and no eager, got eager and reason {came}")
         if row["resource"] not in (None, COMPUTE, MEMORY, LAUNCH):
-            raise BadResult(f"{where}.resource: {row['resource']!r} is no resource")
+            known = (None, COMPUTE, MEMORY, LAUNCH)
+            raise BadResult(f"{where}.resource: expected one of {known}, got {row['resource']!r}")
     return dict(document)
 
 
@@ -157,4 +159,4 @@ def read(path: Path) -> Document:
     try:
         return validate(json.loads(path.read_text()))
     except ValueError as error:
-        raise BadResult(f"{path}: {error}") from error
+        raise BadResult(f"{path}: {error}; measure it again with --save") from error

@@ -37,10 +37,13 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, Tensor):
-        dtype = _DTYPES_OF_LISTS.get(name) if isinstance(value, (list, tuple)) else None
-        advice = f"; pass torch.tensor({name}, dtype=torch.{dtype}, device=query.device)" if dtype else ""
-        came = f"{type_name(value)}{advice}"
-        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {came}")
+        advice = ""
+        if isinstance(value, (list, tuple)):
+            dtype = f", dtype=torch.{_DTYPES_OF_LISTS[name]}, device=query.device" if name in _DTYPES_OF_LISTS else ""
+            advice = f"; pass torch.tensor({name}{dtype})"
+        elif type_name(value) == "numpy.ndarray":
+            advice = f"; pass torch.from_numpy({name})"
+        raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {shown(value)}{advice}")
 
 
 # Names of attention's arguments in other libraries → the names here.
@@ -69,7 +72,7 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
     parameters = inspect.signature(function).parameters.items()
     known = [name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     name = next((name for name in (first, *others) if _OTHER_NAMES.get(name) in known), first)
-    advice = advice_on_keyword(name, known)
+    advice = advice_on_keyword(name, known) or f"; help({function.__name__}) lists its arguments"
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
 
 
@@ -101,21 +104,27 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str, ad
     expect(tuple(tensor.shape) == tuple(shape), name, f"shape {layout} = {list(shape)}", came)
 
 
-def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype], advice: str | None = None) -> None:
+    """Checks the dtype; ``advice`` ends the error, by default with a call that casts the tensor."""
     allowed = tuple(dtypes)
-    advice = f"; pass {name}.int()" if allowed == (torch.int32,) and tensor.dtype == torch.int64 else ""
+    if allowed == (torch.bool,) and tensor.is_floating_point():
+        advice = f"; pass {name}.bool() if 1 means True, or {name} == 0 if it was made to be added to scores"
+    elif advice is None:
+        advice = f"; cast it with {name}.to({torch.float32 if torch.float32 in allowed else allowed[0]})"
     expect(tensor.dtype in allowed, name, " or ".join(str(dtype) for dtype in allowed), f"{tensor.dtype}{advice}")
 
 
 def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    expect(tensor.device == device, name, f"a tensor on {device} like the first argument", f"one on {tensor.device}")
+    expected, came = f"a tensor on {device} like the first argument", f"one on {tensor.device}"
+    expect(tensor.device == device, name, expected, f'{came}; move it with {name}.to("{device}")')
 
 
 def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequence[str]) -> None:
     """Checks that the query heads, dim 1, are a multiple of the KV heads; ``layouts`` name the dims of both."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0:
-        expect(heads == 0, key_name, f"at least one KV head for {heads} query heads", 0)
+        came = f"0 in {key_name} {list(key.shape)}"
+        expect(heads == 0, key_name, f"at least one KV head for {heads} query heads in {layouts[1]}", came)
     elif heads % kv_heads:
         expected = f"a multiple of the {kv_heads} KV heads (query {layouts[0]}, {key_name} {layouts[1]})"
         came = "1 head" if heads == 1 else f"{heads} heads"
@@ -147,13 +156,13 @@ def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
     if tensor.is_nested:
         kind = "jagged" if tensor.layout == torch.jagged else "strided"
         raise InputError(
-            f"{name}: expected a dense tensor, got a nested one ({kind}); fastattn.attention takes query, key and "
+            f"{name}: expected a dense tensor, got a nested one ({kind}). fastattn.attention takes query, key and "
             "value that are all jagged, attention_varlen takes values() and offsets() of jagged tensors"
         )
     if is_distributed(tensor):
         raise InputError(
-            f"{name}: expected a plain tensor, got a DTensor; fastattn.attention and attention_varlen take query, "
-            "key and value that are all DTensor, other functions what to_local() returns"
+            f"{name}: expected a plain tensor, got a DTensor; pass {name}.to_local(). fastattn.attention and "
+            "attention_varlen take it as it is if query, key and value are all DTensors"
         )
 
 
@@ -201,8 +210,8 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
     """Checks and returns ``value`` as a Python int or ``SymInt``; numpy's integers are taken too."""
     value = _without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        advice = " (.item() makes an int of it; on a GPU that waits for the device)" if _is_number(value) else ""
-        raise TypeError(f"{name}: expected an int, got {type_name(value)}{advice}")
+        advice = f"; pass {name}.item(), which on a GPU waits for the device" if _is_number(value) else ""
+        raise TypeError(f"{name}: expected an int, got {shown(value)}{advice}")
     if minimum is not None:
         expect(value >= minimum, name, f"at least {minimum}", value)
     return value  # type: ignore[return-value]  # a SymInt counts as an int
@@ -212,8 +221,8 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
     """Checks and returns ``value`` as a finite Python number within ``[low, high]``; numpy's are taken too."""
     value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
-        advice = " (.item() makes a number of it; on a GPU that waits for the device)" if _is_number(value) else ""
-        raise TypeError(f"{name}: expected a number, got {type_name(value)}{advice}")
+        advice = f"; pass {name}.item(), which on a GPU waits for the device" if _is_number(value) else ""
+        raise TypeError(f"{name}: expected a number, got {shown(value)}{advice}")
     in_range = (low is None or value >= low) and (high is None or value <= high)
     largest = sys.float_info.max  # an int may be larger, and still less than infinity
     finite = -largest <= value <= largest
@@ -226,8 +235,31 @@ def check_bool(name: str, value: Any) -> bool:
     """Checks and returns ``value`` as a Python bool; numpy's is taken too."""
     value = _without_numpy(value)
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
+        raise TypeError(f"{name}: expected a bool, True or False, got {shown(value)}")
     return value
+
+
+def check_torch_dtype(dtype: Any) -> None:
+    """Checks that the argument ``dtype`` is one of the floating ``torch.dtype`` that fastattn takes."""
+    if not isinstance(dtype, torch.dtype):
+        meant = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        advice = f"; pass {meant}" if meant in FLOATING else ""
+        raise TypeError(f"dtype: expected a torch.dtype, got {shown(dtype)}{advice}")
+    check_choice("dtype", dtype, FLOATING)
+
+
+def checked_device(device: Any) -> torch.device:
+    """Returns the argument ``device`` as a ``torch.device``, by default torch's."""
+    try:
+        return torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError):  # torch lists all kinds of devices, but not the argument's name
+        raise InputError(f'device: expected a torch.device, or a name as "cuda", got {shown(device)}') from None
+
+
+def shown(value: Any) -> str:
+    """Returns the type of ``value`` for an error, and the value itself if it is a number or a short text."""
+    is_short = isinstance(value, (str, int, float)) and len(repr(value)) < 60
+    return f"{type_name(value)} {value!r}" if is_short else type_name(value)
 
 
 def type_name(value: Any) -> str:

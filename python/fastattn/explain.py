@@ -65,8 +65,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     else:
         name, module = getattr(function, "__name__", None), getattr(function, "__module__", None)
         whole_name = type_name(function) if name is None else f"{module}.{name}" if module else name
-        patch = "; explain it inside of fastattn.patch_sdpa()" if name == "scaled_dot_product_attention" else ""
-        came = f"{whole_name} returned without doing so{patch}"
+        advice = "pass fastattn.attention, or a module that calls it"
+        if name == "scaled_dot_product_attention":
+            advice = "explain it inside of fastattn.patch_sdpa()"
+        came = f"{whole_name} returned without doing so; {advice}"
         raise TypeError(f"function: expected one that calls fastattn, but {came}")
     copied, named = {}, _named_arguments(function, args, kwargs)
     if choice.backend != "torch":

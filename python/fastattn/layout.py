@@ -71,9 +71,7 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
     if has_aligned_rows(matrix):
         return matrix
     columns = matrix.shape[1]
-    per_chunk = ALIGNMENT_BYTES // matrix.element_size()
-    room = (columns + per_chunk - 1) // per_chunk * per_chunk
-    return F.pad(matrix, (0, room - columns))[:, :columns]
+    return F.pad(matrix, (0, -columns % (ALIGNMENT_BYTES // matrix.element_size())))[:, :columns]
 
 
 class SharedCopies:

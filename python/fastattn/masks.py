@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import check_dtype, check_int, check_rank, check_tensor, expect
-from fastattn.errors import InputError
 from fastattn.functional.attention_checks import MOST_RANGES, check_window
 from fastattn.reference import mask_of_ranges
 
@@ -106,6 +105,7 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
     """
     paths: list[list[tuple[int, int]]] = []
     for token, parent in enumerate(parents):
+        check_int("parents", parent)
         expect(-1 <= parent < token, "parents", f"-1 or an earlier token for token {token}", parent)
         path = list(paths[parent]) if parent >= 0 else []
         if path and path[-1][1] == token:
@@ -128,17 +128,22 @@ def from_bool(mask: Tensor) -> Tensor:
     """
     check_tensor("mask", mask)
     check_dtype("mask", mask, (torch.bool,))
+    return _ranges_of(mask, first_query=0)
+
+
+def _ranges_of(mask: Tensor, first_query: int) -> Tensor:
+    """Does the work of ``from_bool`` for the rows of a mask from ``first_query`` on, which errors count from there."""
     edge = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff()  # 1 where a range begins, -1 behind its end
     begins = edge[..., :-1] == 1
     counts = begins.sum(-1)
-    if counts.numel() and int(counts.max()) > MOST_RANGES:
+    most = int(counts.max()) if counts.numel() else 0
+    if most > MOST_RANGES:
         *_, query = row = (counts > MOST_RANGES).nonzero()[0].tolist()
-        _expect_few("mask", int(counts[tuple(row)]), query)
-    most = max(1, int(counts.max())) if counts.numel() else 1
-    ranges = torch.zeros(*counts.shape, most, 2, dtype=torch.int32, device=mask.device)
+        _expect_few("mask", int(counts[tuple(row)]), first_query + query)
+    ranges = torch.zeros(*counts.shape, max(1, most), 2, dtype=torch.int32, device=mask.device)
+    before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # ranges in all earlier rows
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
         edges = is_edge.nonzero(as_tuple=True)
-        before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # edges in all earlier rows
         number = torch.arange(len(edges[-1]), device=mask.device) - before_row[edges[:-1]]
         index = *edges[:-1], number, torch.full_like(number, side)
         ranges[index] = (edges[-1] + side).to(torch.int32)
@@ -176,10 +181,7 @@ def from_block_mask(block_mask: Any) -> Tensor:
             states[:, :, block].repeat_interleave(block_n, -1)[..., None, :num_keys] for states in (fully, partly)
         ]
         mask = of_keys[0] | (of_keys[1] & sees(indices[0], indices[1], rows, indices[3]))
-        try:
-            found.append(from_bool(mask))
-        except InputError as error:
-            raise InputError(f"{error}, counted from query {int(rows[0])}") from None
+        found.append(_ranges_of(mask, int(rows[0])))
     most = max(ranges.shape[-2] for ranges in found)
     return torch.cat([torch.nn.functional.pad(ranges, (0, 0, 0, most - ranges.shape[-2])) for ranges in found], dim=2)
 
@@ -188,6 +190,7 @@ def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width:
     """Draws ranges ``[B, H, Sq, R, 2]`` as text, a line for each query and a character for each key: ``█`` is seen,
     ``·`` is not. Beyond ``width`` keys or queries a character stands for several; ``▒`` means that some are seen.
     """
+    check_tensor("ranges", ranges)
     check_rank("ranges", ranges, "[B, H, Sq, R, 2]")
     mask = to_bool(ranges[batch, head].cpu(), num_keys)
     step = max(1, -(-max(*mask.shape) // check_int("width", width, minimum=1)))
@@ -208,7 +211,7 @@ def _expect_few(name: str, count: int, query: int) -> None:
         count <= MOST_RANGES,
         name,
         f"at most {MOST_RANGES} ranges of visible keys a query",
-        f"{count} for query {query}",
+        f"{count} for query {query}; pass the mask as bias of attention instead",
     )
 
 

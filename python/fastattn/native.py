@@ -139,12 +139,15 @@ _QUERIES: dict[str, Any] = {
 }
 
 
+_INSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
 def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
     """Loads the library at ``path`` into torch, and returns it with BUILD and KERNELS. Raises ImportError."""
     if not path.exists():
         raise ImportError(
-            f"fastattn's native library is missing: {path} does not exist. In a clone, run `make install`; elsewhere "
-            "install fastattn again with `pip install --no-build-isolation --force-reinstall --no-deps`."
+            f"fastattn's native library is missing: {path} does not exist. In fastattn's clone, run `make install`, or "
+            f"`{_INSTALL}` in another environment."
         )
     try:
         torch.ops.load_library(path)
@@ -159,7 +162,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL, dict[str, Any], dict[str, Any]]:
     except (OSError, AttributeError) as error:
         raise ImportError(
             f"fastattn's native library {path} does not load into torch {torch.__version__} (2.10 or later is needed): "
-            f"{error}. Build it again: in a clone, run `make install`."
+            f"{error}. Build it again: in fastattn's clone, run `make install`, or `{_INSTALL}` in another environment."
         ) from error
 
 
@@ -207,11 +210,8 @@ def attention_forward_kernel(
     paged: bool = False,
 ) -> str | None:
     """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or ranges."""
-    traits = _ForwardTraits(changes_scores, paged)
-    is_bfloat16 = dtype == torch.bfloat16
-    return _text(
-        _LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, ctypes.byref(traits))
-    )
+    is_bfloat16, traits = dtype == torch.bfloat16, ctypes.byref(_ForwardTraits(changes_scores, paged))
+    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, traits))
 
 
 def attention_backward_kernels(
@@ -229,19 +229,9 @@ def attention_backward_kernels(
 ) -> tuple[str, ...]:
     """Returns the kernels' names in launch order; ``shared_bytes_per_cta`` is the GPU's limit of shared memory."""
     names = (ctypes.c_char_p * 8)()
-    is_bfloat16 = dtype == torch.bfloat16
+    traits = changes_scores, key_ranges, bias_gradient, sinks, slopes_gradient
     count = _LIBRARY.fastattn_attention_backward_kernels(
-        arch,
-        shared_bytes_per_cta,
-        head_dim,
-        value_dim,
-        is_bfloat16,
-        changes_scores,
-        key_ranges,
-        bias_gradient,
-        sinks,
-        slopes_gradient,
-        names,
+        arch, shared_bytes_per_cta, head_dim, value_dim, dtype == torch.bfloat16, *traits, names
     )
     return tuple(name.decode() for name in names[:count] if name is not None)
 
@@ -276,15 +266,13 @@ CACHE_FORMATS = ("16-bit", "int8", "fp8")
 def decode_kernel(arch: int, shared_bytes: int, widest: int, dtype: torch.dtype, cache: str, rows: int) -> str | None:
     """Returns the decoding kernel's name; ``cache`` is one of ``CACHE_FORMATS``, and ``rows`` is the number of queries
     times query heads per KV head."""
-    is_bfloat16 = dtype == torch.bfloat16
-    cache_format = CACHE_FORMATS.index(cache)
+    is_bfloat16, cache_format = dtype == torch.bfloat16, CACHE_FORMATS.index(cache)
     return _text(_LIBRARY.fastattn_decode_kernel(arch, shared_bytes, widest, is_bfloat16, cache_format, rows))
 
 
 def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str | None:
     """Returns the name of the kernel that appends to a cache; ``cache`` is one of ``CACHE_FORMATS``."""
-    is_bfloat16 = dtype == torch.bfloat16
-    return _text(_LIBRARY.fastattn_append_kernel(arch, widest, is_bfloat16, CACHE_FORMATS.index(cache)))
+    return _text(_LIBRARY.fastattn_append_kernel(arch, widest, dtype == torch.bfloat16, CACHE_FORMATS.index(cache)))
 
 
 when_forced: list[Callable[[], None]] = []  # called after forced_int8_tile() has changed the choice
@@ -333,8 +321,7 @@ def int8_ways(product: Int8Product, arch: int, num_sms: int) -> dict[str, float]
 
 def cublas_microseconds(arch: int, num_sms: int, tokens: int, outputs: int, depth: int) -> float:
     """Returns the predicted microseconds of a cuBLAS matmul with 16-bit weights, to compare `int8_ways` with."""
-    found: float = _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
-    return found
+    return _LIBRARY.fastattn_cublas_microseconds(arch, num_sms, tokens, outputs, depth)
 
 
 def int8_matmul_schedule(

@@ -1,1 +1,24 @@
 """Defines the cases that are measured: their sizes, inputs, expected results and least work."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+
+class OfDtype:
+    """Gives cases their dtype as torch knows it."""
+
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+def lengths_up_to(longest: int, batch: int) -> tuple[int, ...]:
+    """Returns lengths of sequences: ``longest`` first, then random ones from an eighth of it on."""
+    draw = random.Random(f"{longest} {batch}")
+    return (longest, *(draw.randint(max(longest // 8, 1), longest) for _ in range(batch - 1)))

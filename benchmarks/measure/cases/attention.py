@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import fastattn
 from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.cases import OfDtype, lengths_up_to
 from benchmarks.measure.cases.masks import MASKS, ranges_of
 from benchmarks.measure.implementations import Prepared
 from fastattn import reference
@@ -26,7 +26,7 @@ MAX_CHUNK_ELEMENTS = 1 << 25  # the most float64 scores that the check holds at 
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(OfDtype):
     """Describes one shape with its options.
 
     ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
@@ -49,11 +49,6 @@ class AttentionCase:
     mask: str = ""
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
     def longest_queries(self) -> int:
         """Returns the number of queries of the longest sequence."""
         return self.queries or self.seqlen
@@ -66,11 +61,7 @@ class AttentionCase:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Returns the number of keys of each sequence: ``seqlen``, or packed, from ``seqlen`` / 8 to ``seqlen``."""
-        if not self.varlen:
-            return (self.seqlen,) * self.batch
-        draw = random.Random(f"{self.seqlen} {self.batch}")
-        shorter = (draw.randint(max(self.seqlen // 8, 1), self.seqlen) for _ in range(self.batch - 1))
-        return (self.seqlen, *shorter)
+        return lengths_up_to(self.seqlen, self.batch) if self.varlen else (self.seqlen,) * self.batch
 
     @property
     def pairs(self) -> int:
@@ -134,10 +125,7 @@ class AttentionInputs(NamedTuple):
 def make_inputs(case: AttentionCase, device: torch.device, seed: int) -> AttentionInputs:
     """Returns inputs of normally distributed random numbers."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
-
+    normal = partial(torch.randn, generator=generator, device=device, dtype=case.torch_dtype)
     query, grad_out = normal(*case.query_shape), normal(*case.query_shape)
     key, value = normal(*case.key_shape), normal(*case.key_shape)
     bias = normal(*case.bias_shape) if case.bias else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastattn
 from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.cases import OfDtype, lengths_up_to
 from benchmarks.measure.implementations import Prepared
 from fastattn import reference
 from fastattn.profiler import work
@@ -22,7 +23,7 @@ MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB with 8 KV head
 
 
 @dataclass(frozen=True)
-class DecodeCase:
+class DecodeCase(OfDtype):
     """Describes a decoding step with one new query per sequence.
 
     A ``page_size`` of 0 means a contiguous cache. With ``ragged``, lengths are between ``context`` / 8 and ``context``.
@@ -38,18 +39,9 @@ class DecodeCase:
     ragged: bool = False
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """Returns the length of each sequence, this step's token included. The first sequence is the longest."""
-        if not self.ragged:
-            return (self.context,) * self.batch
-        draw = random.Random(f"{self.context} {self.batch}")
-        shorter = (draw.randint(max(self.context // 8, 1), self.context) for _ in range(self.batch - 1))
-        return (self.context, *shorter)
+        return lengths_up_to(self.context, self.batch) if self.ragged else (self.context,) * self.batch
 
     @property
     def pages_per_sequence(self) -> int:
@@ -78,10 +70,7 @@ class DecodeInputs(NamedTuple):
 def make_inputs(case: DecodeCase, device: torch.device, seed: int) -> DecodeInputs:
     """Returns inputs of normally distributed random numbers; the sequences' pages are shuffled in memory."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
-
+    normal = partial(torch.randn, generator=generator, device=device, dtype=case.torch_dtype)
     query = normal(case.batch, case.heads, 1, case.head_dim)
     table = None
     shape = (case.batch, case.kv_heads, case.context, case.head_dim)

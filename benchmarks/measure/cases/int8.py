@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import fastattn
 from benchmarks.measure.accuracy import Expected
+from benchmarks.measure.cases import OfDtype
 from benchmarks.measure.implementations import Prepared
 from fastattn import Int8Weight, reference
 from fastattn.profiler import work
@@ -35,7 +37,7 @@ CHECKED_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Int8Case:
+class Int8Case(OfDtype):
     """Describes a product of ``x [m, k]`` and a weight ``[n, k]``, or with ``gradient`` the gradient of ``x``.
 
     ``granularity`` is ``"channel"``, or the size of a group along K, as text.
@@ -48,11 +50,6 @@ class Int8Case:
     granularity: str = "channel"
     gradient: bool = False
     dtype: str = "bfloat16"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     @property
     def group(self) -> int | None:
@@ -75,10 +72,7 @@ class Int8Inputs(NamedTuple):
 def make_inputs(case: Int8Case, device: torch.device, seed: int) -> Int8Inputs:
     """Returns normally distributed random numbers, the weight's scaled by ``k**-0.5`` like an initialised weight's."""
     generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
-
+    normal = partial(torch.randn, generator=generator, device=device, dtype=case.torch_dtype)
     weight = normal(case.n, case.k) * case.k**-0.5
     quantized = fastattn.quantize_int8(weight, case.group or "channel")
     return Int8Inputs(normal(case.m, case.k), normal(case.m, case.n), quantized)

@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_tensor,
     contents_are_checked,
     expect,
+    shown,
 )
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
@@ -37,8 +38,9 @@ class KVCache(StepCache):
         logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
         logits = model(next_token, cache)
 
-    If the sequences of a prompt differ in length, pad them on the right, and take the padding off again with
-    ``cache.truncate(lengths)``.
+    Each layer must attend exactly once in a step: the cache cannot tell a second call from the next step, and appends
+    the tokens again. If the sequences of a prompt differ in length, pad them on the right, and take the padding off
+    again with ``cache.truncate(lengths)``.
 
     The capacity doubles when tokens might no longer fit. The host counts the tokens that it appends and never reads the
     lengths back. A CUDA graph captures addresses, so the cache cannot grow in it: call ``reserve`` before the capture.
@@ -75,11 +77,9 @@ class KVCache(StepCache):
         check_int("batch", batch, minimum=0)
         if max_capacity is not None:
             check_int("max_capacity", max_capacity, minimum=1)
-        if capacity is None:
-            capacity = 256 if max_capacity is None else min(256, max_capacity)
-        check_int("capacity", capacity, minimum=1)
-        if max_capacity is not None:
-            expect(capacity <= max_capacity, "capacity", f"at most max_capacity={max_capacity}", capacity)
+        capacity = check_int("capacity", min(256, max_capacity or 256) if capacity is None else capacity, minimum=1)
+        fits = max_capacity is None or capacity <= max_capacity
+        expect(fits, "capacity", f"at most max_capacity={max_capacity}", capacity)
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
         self.num_layers, self.max_capacity, self._batch = num_layers, max_capacity, batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
@@ -182,10 +182,10 @@ class KVCache(StepCache):
             longest = _MOST_TOKENS
         else:
             if not isinstance(lengths, (Integral, list, tuple)):
-                raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {type(lengths).__name__}")
+                raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {shown(lengths)}")
             per_sequence = [lengths] * self.batch if isinstance(lengths, Integral) else list(lengths)
             in_range = [min(check_int("lengths", length, minimum=0), _MOST_TOKENS) for length in per_sequence]
-            expect(len(in_range) == self.batch, "lengths", f"{self.batch} lengths", len(in_range))
+            expect(len(in_range) == self.batch, "lengths", f"{self.batch} ints, one per sequence", in_range)
             bounds = torch.tensor(in_range, dtype=torch.int32).to(self._lengths.device)
             longest = max(in_range, default=0)
         torch.minimum(self._lengths, bounds.to(torch.int32), out=self._lengths)
@@ -207,7 +207,7 @@ class KVCache(StepCache):
     def note_replayed(self, num_new: int) -> None:
         """Tells the host that a replayed CUDA graph appended ``num_new`` tokens to every layer."""
         check_int("num_new", num_new, minimum=0)
-        expected = f"at most {self.capacity - max(self._longest)}, the room that there was"
+        expected = f"at most {self.capacity - max(self._longest)}, for which the captured graph had room"
         expect(max(self._longest) + num_new <= self.capacity, "num_new", expected, num_new)
         self._longest = [longest + num_new for longest in self._longest]
 
@@ -245,11 +245,14 @@ class KVCache(StepCache):
         if tokens <= capacity:
             return storage
         if self.max_capacity is not None and tokens > self.max_capacity:
-            raise CacheFull(f"KVCache: no room for {tokens} tokens per sequence; max_capacity is {self.max_capacity}")
+            raise CacheFull(
+                f"KVCache: no room for {tokens} tokens per sequence, as max_capacity is {self.max_capacity}; make the "
+                "cache with more, or truncate or reset it"
+            )
         if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CacheFull(
                 f"KVCache: no room for {tokens} tokens per sequence, and a CUDA graph cannot grow the capacity of "
-                f"{capacity}; reserve({tokens}) or more before the capture"
+                f"{capacity}; call cache.reserve({tokens}), or more, before the capture"
             )
         wanted = tokens if exactly else max(tokens, 2 * capacity)
         grown = LayerStorage.allocate(self.layout, self.batch, min(wanted, self.max_capacity or wanted))

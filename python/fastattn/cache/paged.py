@@ -28,7 +28,7 @@ NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat suc
 
 def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
     """Returns ``numbers`` as a list; refuses a single number and a tensor."""
-    expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; of one pass [{numbers}]")
+    expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; pass [{numbers}]")
     expect(not isinstance(numbers, Tensor), argument, expected, f"a torch.Tensor; pass {argument}.tolist()")
     try:
         return list(numbers)
@@ -56,7 +56,8 @@ class PagedKVCache:
         model(tokens[None], chunk)                               # chunk.attend takes [1, heads, 317, head_dim]
 
     Tokens count once every layer has stored them. So a step that is abandoned half-way has no effect: the next step of
-    its sequences begins where it began, and its reserved pages become free.
+    its sequences begins where it began, and its reserved pages become free. A warning says so, because a model that
+    attends in fewer layers than the cache has would otherwise stay at length 0.
 
     Sequences may share a page, which is copied when one of them is about to write to it. The host keeps the list of
     each sequence's pages; each step makes a block table and lengths from them. A call that raises, even ``CacheFull``,
@@ -169,10 +170,11 @@ class PagedKVCache:
             InputError, TypeError: an argument is wrong, or the cache is quantized. Nothing has changed then.
         """
         unquantized = self.layout.quantized is None
-        expect(unquantized, "quantized", "False for chunks: caches of 8 bits take steps only", True)
+        came = f"{self.layout.quantized}; use step(), or make the cache without quantized"
+        expect(unquantized, "quantized", "False in a cache of which chunk() is called", came)
         names = _listed("sequences", sequences, "a list of sequences' numbers")
         counts = _listed("num_new", num_new, "a list of numbers, one for each sequence")
-        expect(len(counts) == len(names), "num_new", f"one number for each sequence, {len(names)} in all", len(counts))
+        expect(len(counts) == len(names), "num_new", f"{len(names)} numbers, one for each sequence", counts)
         counts = [check_int("num_new", count, minimum=0) for count in counts]
         demand = self._pool.demand(names, counts)
         before = [s.length for s in demand.sequences]
@@ -283,7 +285,8 @@ class _NewTokens(StepCache):
         self.cache._pool.cancel(self.reservation)
 
     def _check_num_new(self, name: str, expected: int, came: int) -> None:
-        expect(came == expected, name, f"the {self._name}'s {expected} new tokens", came)
+        advice = f"; pass num_new={came} to cache.step()" if self._name == "step" else ""
+        expect(came == expected, name, f"{expected} new tokens, as the {self._name} was made for", f"{came}{advice}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,9 +400,9 @@ class PagedChunk(_NewTokens):
             query, k_new, v_new = (autocast_to(cast, tensor) for tensor in (query, k_new, v_new))
         num_splits = options.get("num_splits", 0)
         check_int("num_splits", num_splits)
-        expect(num_splits == 0, "num_splits", "0, as the kernel decides how to share the keys of a chunk", num_splits)
+        expect(num_splits == 0, "num_splits", "0 in a chunk, whose kernel decides it", f"{num_splits}; leave it out")
         tree_mask = options.get("tree_mask")
-        expect(tree_mask is None, "tree_mask", "None in a chunk: the tokens of a tree are a step's", "a tensor")
+        expect(tree_mask is None, "tree_mask", "None in a chunk", "a tensor; use cache.step() for the tokens of a tree")
         self._check_new(layer, k_new, v_new)
         query, k_new = self._rotated(query, k_new, options)
         key, value = self.cache.pools(layer)
@@ -431,9 +434,11 @@ class PagedChunk(_NewTokens):
             check_tensor(name, new)
             check_shape(name, new, (len(self.position), pool.shape[1], pool.shape[3]), "[total_new, Hkv, D]")
             check_dtype(name, new, (pool.dtype,))
-            expect(new.device == pool.device, name, f"a tensor on {pool.device}, as the cache is", new.device)
+            came = f'{new.device}; move it with {name}.to("{pool.device}")'
+            expect(new.device == pool.device, name, f"a tensor on {pool.device}, as the cache is", came)
             needs_grad = torch.is_grad_enabled() and new.requires_grad
-            expect(not needs_grad, name, "a tensor that needs no gradient: a cache keeps none", "requires_grad=True")
+            came = "requires_grad=True; call it under torch.no_grad()"
+            expect(not needs_grad, name, "a tensor that needs no gradient, since a cache keeps none", came)
 
     def _write(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
         for new, pool in zip((k_new, v_new), self.cache.pools(layer), strict=True):
@@ -446,7 +451,8 @@ class PagedChunk(_NewTokens):
         check_rotary(cos, sin, self.cache.layout.head_dim)
         if cos is None or sin is None:
             return query, k_new
-        expect(cos.shape[0] >= self.num_positions, "rotary_cos", f"at least {self.num_positions} rows", cos.shape[0])
+        expected = f"at least {self.num_positions} rows, one for each position"
+        expect(cos.shape[0] >= self.num_positions, "rotary_cos", expected, cos.shape[0])
         position = self.position.long()
         angles = cos[position][None], sin[position][None]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastattn.checks import check_int, expect
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import CacheFull, InputError
 
 
@@ -19,7 +20,7 @@ class PageList:
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    latest: Reservation | None = None  # of its newest step, while that step may still write
+    latest: Reservation | None = None  # the reservation of the newest step, while that step may still write
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Reservation:
     def check_current(self) -> None:
         """Raises InputError if the step was ended, since its pages may belong to another step."""
         if self.refusal is not None:
-            raise InputError(f"step: this one can store no more, as {self.refusal}; make a new one")
+            raise InputError(f"step: this one can store no more, as {self.refusal}; make a new one with cache.step()")
 
 
 class PageCopy(NamedTuple):
@@ -105,7 +106,9 @@ class PagePool:
         check_int("sequence", name)
         found = self.sequences.get(name)
         if found is None:
-            known = f"one of {list(self.sequences)}" if self.sequences else "one that add() has made"
+            known = "one that add() has made"
+            if self.sequences:
+                known = f"one of {list(self.sequences)}, or a new one from add()"
             raise InputError(f"sequence: expected {known}, got {name}")
         return found
 
@@ -118,7 +121,7 @@ class PagePool:
             if all(reservation.stored):
                 self._count(reservation)
             elif reservation.holder() is None:
-                self._release(reservation, "nobody held it any more")
+                self._drop(reservation, "nobody held it any more")
 
     def add(self) -> int:
         return self._name(PageList())
@@ -150,7 +153,8 @@ class PagePool:
         """
         self.settle()
         sequences = [self.find(name) for name in names]
-        expect(len(set(names)) == len(sequences), "sequences", "each sequence once", list(names))
+        came = f"{list(names)}; fork() gives a copy a number of its own"
+        expect(len(set(names)) == len(sequences), "sequences", "each sequence once", came)
         writers = [s for s, count in zip(sequences, num_new, strict=True) if count]
         to_copy = self._sharing_their_last_page(writers)
         additional = [self._pages_for(s.length + n) - len(s.pages) for s, n in zip(sequences, num_new, strict=True)]
@@ -180,7 +184,7 @@ class PagePool:
         for reservation in demand.superseded:
             if reservation.is_open:
                 again = next(names[id(s)] for s in reservation.sequences if id(s) in names)
-                self._release(reservation, f"sequence {again} has had another step")
+                self._drop(reservation, f"sequence {again} has had another step")
 
     def reserve(self, demand: PageDemand, num_layers: int) -> Reservation:
         """Takes the pages of a demand, after its copies have been made."""
@@ -212,6 +216,18 @@ class PagePool:
                 self.references[page] = 1
             sequence.pages += pages
             sequence.length += num_new
+
+    def _drop(self, reservation: Reservation, reason: str) -> None:
+        """Releases a step that nobody cancelled, and warns if some layers have stored its tokens, which are lost."""
+        missing = [layer for layer, is_stored in enumerate(reservation.stored) if not is_stored]
+        self._release(reservation, reason)
+        num_layers = len(reservation.stored)
+        if len(missing) < num_layers:
+            warn_at_users_line(
+                f"PagedKVCache: the tokens of a step were dropped, because layers {missing} of num_layers={num_layers} "
+                "never stored them; make the cache with as many layers as the model has, and call attend in each.",
+                RuntimeWarning,
+            )
 
     def _release(self, reservation: Reservation, reason: str) -> None:
         self._close(reservation)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Generic, TypeVar, overload
 
 from torch import Tensor
 from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 from fastattn.checks import advice_on_keyword
+from fastattn.functional.attention import No, Yes
 from fastattn.functional.kv_cache_attention import AttendOptions
 
 _OPTIONS = frozenset(AttendOptions.__annotations__)
@@ -23,12 +24,17 @@ def check_options(function: str, names: Iterable[str]) -> None:
     """Raises ``TypeError`` for a keyword argument of an ``attend`` that is not one of ``AttendOptions``."""
     for name in names:
         if name in _SET_BY_THE_CACHE:
-            raise TypeError(f"{name}: {function} sets it itself")
+            raise TypeError(f"{name}: {function} passes it itself; leave it out")
         if name not in _OPTIONS:
-            advice = advice_on_keyword(name, _OPTIONS)
-            raise TypeError(
-                f"{name}: {function} takes no such argument{advice}; it takes {', '.join(sorted(_OPTIONS))}"
-            )
+            advice = advice_on_keyword(name, _OPTIONS) or f"; it takes {', '.join(sorted(_OPTIONS))}"
+            raise TypeError(f"{name}: {function} takes no such argument{advice}")
+
+
+_Lse = TypeVar("_Lse")
+
+
+class _Options(AttendOptions, Generic[_Lse], total=False):
+    return_lse: _Lse
 
 
 class StepCache(ABC):
@@ -64,38 +70,15 @@ class StepCache(ABC):
 
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        *,
-        return_lse: Literal[False] = False,
-        **options: Unpack[AttendOptions],
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, **options: Unpack[_Options[No]]
     ) -> Tensor: ...
-
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        *,
-        return_lse: Literal[True],
-        **options: Unpack[AttendOptions],
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, **options: Unpack[_Options[Yes]]
     ) -> tuple[Tensor, Tensor]: ...
-
     @overload
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        *,
-        return_lse: bool,
-        **options: Unpack[AttendOptions],
+        self, layer: int, query: Tensor, k_new: Tensor, v_new: Tensor, **options: Unpack[_Options[bool]]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def attend(

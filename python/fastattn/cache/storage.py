@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fastattn.checks import (
-    FLOATING,
     check_bool,
     check_choice,
     check_int,
     check_rank,
     check_shape,
     check_tensor,
+    check_torch_dtype,
+    checked_device,
     expect,
-    type_name,
+    shown,
 )
 from fastattn.errors import InputError
 from fastattn.functional.autocast import autocast_dtype
@@ -65,24 +66,22 @@ class CacheLayout:
         for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim), ("value_dim", value_dim)):
             check_int(name, size, minimum=1)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
-        check_choice("dtype", dtype, FLOATING)
-        device = torch.get_default_device() if device is None else torch.device(device)
-        return cls(kv_heads, head_dim, value_dim, dtype, device, _stored_as(quantized))
+        check_torch_dtype(dtype)
+        return cls(kv_heads, head_dim, value_dim, dtype, checked_device(device), _stored_as(quantized))
 
     def check_new(self, batch: int, query: Tensor, k_new: Tensor, v_new: Tensor) -> int:
         """Checks the tensors that ``attend`` gets for ``batch`` rows, and returns the number of new tokens per row."""
         for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new)):
             check_tensor(name, tensor)
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
-        check_shape("query", query, (batch, *query.shape[1:]), "[batch, Hq, Sq, D]")
+        check_shape("query", query, (batch, *query.shape[1:]), "[batch, Hq, Sq, D] with the cache's batch")
         self.check_query(query)
         return k_new.shape[2]
 
     def check_query(self, query: Tensor) -> None:
         """Checks the query's head dim and, if the cache is not quantized, its dtype under autocast."""
-        expect(query.shape[-1] == self.head_dim, "query", f"the cache's head_dim {self.head_dim}", query.shape[-1])
+        expected = f"the cache's head_dim {self.head_dim} as last dimension"
+        expect(query.shape[-1] == self.head_dim, "query", expected, list(query.shape))
         cast = autocast_dtype(query.device.type)
         dtype = query.dtype if cast is None or query.dtype == torch.float64 else cast
         if self.quantized is None and dtype != self.dtype:
@@ -113,7 +112,7 @@ def _stored_as(quantized: Any) -> torch.dtype | None:
         return torch.int8 if check_bool("quantized", quantized) else None
     except TypeError:
         expected = f"a bool, {', '.join(map(repr, QUANTIZED))} or one of their dtypes"
-        raise TypeError(f"quantized: expected {expected}, got {type_name(quantized)}") from None
+        raise TypeError(f"quantized: expected {expected}, got {shown(quantized)}") from None
 
 
 @dataclass

@@ -101,7 +101,9 @@ def _decide(request: Request, forced: str | None, torch_asked_for: bool) -> Choi
         else:
             rejected[backend] = reason
     if forced is not None and forced != chosen:
-        raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}')
+        kept_out = reasons.another_is_forced(forced)
+        other = next((f' use_backend("{name}") can.' for name, reason in rejected.items() if reason == kept_out), "")
+        raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}{other}')
     if chosen == "torch":
         detour = None
         if device_facts is not None and forced is None and not torch_asked_for:

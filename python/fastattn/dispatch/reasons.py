@@ -14,13 +14,16 @@ from torch import Tensor
 from fastattn import native
 from fastattn.dispatch.device import DeviceFacts
 from fastattn.dispatch.request import Request
-from fastattn.dispatch.support import FEATURES, SUPPORT, Support
+from fastattn.dispatch.support import FEATURES, FUNCTIONS, SUPPORT, Support
 
 # Reasons against every kernel, whatever the call is.
-SDPA_KERNEL = "a backend of torch's own attention is selected (torch.nn.attention.sdpa_kernel)."
+SDPA_KERNEL = (
+    "torch.nn.attention.sdpa_kernel (or torch.backends.cuda.enable_…_sdp) selects PyTorch's own attention; call "
+    "outside of it to run fastattn's kernels."
+)
 FORWARD_MODE = (
     "forward-mode differentiation is under way (torch.func.jvp, forward_ad), and the kernels have gradients for "
-    "backward mode only; PyTorch's math backend has both (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+    "backward mode only; call it inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has both."
 )
 
 # The reason against PyTorch where a kernel was chosen.
@@ -32,7 +35,7 @@ _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 def another_is_forced(forced: str) -> str:
     """Returns the reason against every backend but ``forced``."""
-    return f'use_backend("{forced}") is in force.'
+    return f'use_backend("{forced}") is in force; call outside of it to let fastattn choose.'
 
 
 def another_comes_first(chosen: str, backend: str) -> str:
@@ -56,7 +59,7 @@ def reason_against(backend: str, request: Request, device_facts: DeviceFacts | N
         return f"the tensors are on {request.device.type}, and the kernels need an NVIDIA GPU; move them to cuda."
     support = SUPPORT[request.op.name].get(backend)
     if support is None:
-        return f"there is no {_NAMES[backend]} kernel for {request.op.name} yet."
+        return f"{FUNCTIONS[request.op.name].replace('`', '')} has no {_NAMES[backend]} kernel."
     why_not = unavailable(backend, request.device, device_facts)
     return why_not or _kernel_reason(backend, support, request, device_facts)
 
@@ -77,22 +80,18 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
     if device_facts.arch < support.min_arch:
         return (
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the kernels need "
-            f"{support.min_arch // 10}.{support.min_arch % 10} or later."
+            f"{support.min_arch // 10}.{support.min_arch % 10} or later, as from an A100 on."
         )
     if request.dtype not in support.dtypes:
-        return f"the dtype is {request.dtype}, and the kernels take {support.dtypes_text()}; cast or autocast."
+        advice = "cast the tensors or use torch.autocast"
+        return f"the dtype is {request.dtype}, and the kernels take {support.dtypes_text()}; {advice}."
     refusal = request.op.refusal(backend, request, device_facts)
     if refusal is not None:
         return refusal
     for name, dim in (("head dim", request.head_dim), ("value head dim", request.value_dim)):
         taken = support.kernel_head_dim(dim)
-        if "paged" in request.features and taken is not None and taken != dim:
-            return (
-                f"the {name} is {dim}, and the kernels take {support.head_dims_text()}; pages are never copied, and "
-                "hence not padded."
-            )
-        if taken is None:
-            advice = "" if support.pads else "; pad with zeros and pass the original scale"
+        if taken is None or ("paged" in request.features and taken != dim):
+            advice = _advice_on_padding(name, dim, support)
             return f"the {name} is {dim}, and the kernels take {support.head_dims_text()}{advice}."
         limit = support.most_dims_with_gradients
         if limit is not None and "gradients" in request.features and dim > limit:
@@ -101,7 +100,23 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
                 "torch.no_grad(), they take this call."
             )
     missing = request.features - support.features
-    return f"the kernels do not have: {words_for(request.op.name, missing)}." if missing else None
+    if not missing:
+        return None
+    has_a_way = "paged gradients" in missing
+    advice = "; use torch.no_grad(), or pass packed keys and values without block_table" if has_a_way else ""
+    return f"the kernels do not have: {words_for(request.op.name, missing)}{advice}."
+
+
+def _advice_on_padding(name: str, dim: int, support: Support) -> str:
+    """Returns how to make a cache with a head dim that the kernels take, because no cache is copied to be padded."""
+    assert support.head_dims is not None
+    padded = max(support.head_dims.start, -(-dim // support.head_dims.step) * support.head_dims.step)
+    if padded not in support.head_dims:
+        return ""
+    if name == "value head dim":
+        return f"; no cache is copied to pad it: make it with {padded} dims, and pad the values with zeros"
+    way = f"make it with {padded} dims, pad query and keys with zeros, and pass scale={dim} ** -0.5"
+    return f"; no cache is copied to pad it: {way}"
 
 
 def words_for(op: str, features: frozenset[str]) -> str:
@@ -113,11 +128,14 @@ def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -
     """Returns why no kernel of ``backend`` can run on the device, whatever the call is, or None."""
     if backend == "cuda":
         if device.type == "cpu" and not native.TAKES_CPU_TENSORS:
-            return "the GPU is an emulated one, and the library was not built for the emulator."
+            return "the GPU is emulated, and the library was not built for that; `python -m emulator build` builds one."
         if "80" not in native.BUILD["archs"]:
             return "the library was built without CUDA C++ kernels; `python -m fastattn` says how to get them."
         if device_facts.arch >= 80 and not native.code_for(device_facts.arch):
-            return "the library was built for other GPUs; build fastattn with FASTATTN_ARCHS=native, or without it."
+            return (
+                f"the library was built for other GPUs ({', '.join(native.BUILD['archs'])}), and this one is "
+                f"sm_{device_facts.arch}; build fastattn again with FASTATTN_ARCHS=native."
+            )
         major, minor = (int(part) for part in native.BUILD["cuda"].split("."))
         if device_facts.driver_cuda is not None and device_facts.driver_cuda < 1000 * major + 10 * minor:
             supported = f"{device_facts.driver_cuda // 1000}.{device_facts.driver_cuda % 1000 // 10}"
@@ -127,12 +145,17 @@ def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -
             )
         return None
     if not _TRITON_IS_INSTALLED:
-        return "triton is not installed; `pip install triton`."
+        return "triton is not installed; run `pip install triton`."
     return None
 
 
 # The tensor types that torch's tracers pass to the functions they trace; the ops have shape functions for them.
 _TRACING_TENSORS = frozenset({"FakeTensor", "FunctionalTensor", "Buffer"})
+_WAYS_TO_A_PLAIN_TENSOR = {
+    "DTensor": "to_local()",
+    "NestedTensor": "values()",
+    "nested tensor": "to_padded_tensor(0.0)",
+}
 
 
 def only_torch_handles(*tensors: Tensor | None) -> str | None:
@@ -144,5 +167,6 @@ def only_torch_handles(*tensors: Tensor | None) -> str | None:
         is_plain = kind is Tensor or kind is torch.nn.Parameter or kind.__name__ in _TRACING_TENSORS
         if not is_plain or tensor.is_nested:
             name = kind.__name__ if not is_plain else "nested tensor"
-            return f"an argument is a {name}, and the kernels take plain tensors; PyTorch handles such ones."
+            way = _WAYS_TO_A_PLAIN_TENSOR.get(name, "as_subclass(torch.Tensor)")
+            return f"an argument is a {name}, and the kernels take plain tensors; pass what its {way} returns."
     return None

@@ -4,25 +4,30 @@ every rank; without the check the other ranks would wait for that one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fastattn.checks import device_checks_are_on
 from fastattn.errors import InputError
 
+_Result = TypeVar("_Result")
 
-def checked_on_all_ranks(groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]) -> None:
-    """Runs ``check``, which either raises or returns by name the values that all ranks must share.
 
-    ``groups`` is one process group, or the groups of a mesh in the order of its dimensions.
+def checked_on_all_ranks(
+    groups: Sequence[dist.ProcessGroup], check: Callable[[], tuple[_Result, dict[str, Any]]]
+) -> _Result:
+    """Runs ``check``, which either raises, or returns a result and, by name, the values that all ranks must share.
+
+    ``groups`` is one process group, or the groups of a mesh in the order of its dimensions. Returns the result.
     """
     if not device_checks_are_on():
-        check()
-        return
-    error, facts = None, {}
+        return check()[0]
+    error: Exception | None = None
+    result: Any = None
+    facts: dict[str, Any] = {}
     try:
-        facts = check()
+        result, facts = check()
     except (InputError, TypeError) as own_error:
         error = own_error
     for group in groups:
@@ -31,6 +36,7 @@ def checked_on_all_ranks(groups: Sequence[dist.ProcessGroup], check: Callable[[]
         error = error or _disagreement(found)
     if error is not None:
         raise error
+    return result
 
 
 def _disagreement(found: list[tuple[str | None, dict[str, Any]]]) -> InputError | None:
@@ -40,5 +46,5 @@ def _disagreement(found: list[tuple[str | None, dict[str, Any]]]) -> InputError 
     for name in found[0][1]:
         values = [facts[name] for _, facts in found]
         if any(value != values[0] for value in values):
-            return InputError(f"{name}: expected the same on all ranks, got {values}")
+            return InputError(f"{name}: expected the same on all ranks, got, in the order of ranks, {values}")
     return None

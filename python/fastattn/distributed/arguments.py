@@ -28,17 +28,14 @@ def prepared(
     The inputs have autocast's dtype, and the same dropout seed on all ranks. ``check`` does the checks that only the
     dense or only the packed call needs. It raises, or returns by name the values that all ranks must share.
     """
-    found: list[AttentionCall] = []
 
-    def check_all() -> dict[str, Any]:
+    def check_all() -> tuple[AttentionCall, dict[str, Any]]:
         by_heads, _ = split_groups(groups, strategy)
         shared = check()
         _check_heads(call, by_heads)
-        found.append(_checked(call))
-        return {**shared, "strategy": strategy, **_facts(call)}
+        return _checked(call), {**shared, "strategy": strategy, **_facts(call)}
 
-    checked_on_all_ranks(groups, check_all)
-    (checked,) = found
+    checked = checked_on_all_ranks(groups, check_all)
     cast = autocast_dtype(call.query.device.type)
     if cast is not None:  # before anything is sent: 16-bit messages are smaller
         checked = checked.with_tensors(tuple(autocast_to(cast, tensor) for tensor in checked[:3]))
@@ -100,4 +97,5 @@ def _check_heads(call: AttentionCall, by_heads: dist.ProcessGroup | None) -> Non
     num_ranks = 1 if by_heads is None else dist.get_world_size(by_heads)
     for name, tensor in (("query", call.query), ("key", call.key)):
         heads = tensor.shape[1]
-        expect(heads % num_ranks == 0, name, f"heads that the {num_ranks} ranks that exchange them divide", heads)
+        expected = f"a multiple of {num_ranks} heads, the ranks that exchange them"
+        expect(heads % num_ranks == 0, name, expected, f"{heads}; use strategy 'ring' over one dimension of ranks")

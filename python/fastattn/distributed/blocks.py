@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_of_rank, parts_per_rank
 
-Found = TypeVar("Found")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Window = tuple[int, int]  # how many keys a row sees before and after its own position; -1: all
 _ALL, _ALL_KEYS, _CAUSAL = slice(None), (-1, -1), (-1, 0)
 KEYS_OF_A_DRAW = 4  # dropout draws for 4 keys at a time, so the keys of a block begin at a multiple of 4
+
+
+def cached_in_first(function: _Function) -> _Function:
+    """Caches a function's results in its first argument, an object, by the other arguments: every layer asks for the
+    same."""
+
+    @functools.wraps(function)
+    def found(first: Any, *args: Any) -> Any:
+        results = vars(first).setdefault("_cached", {})
+        call = (function, *args)
+        if call not in results:
+            results[call] = function(first, *args)
+        return results[call]
+
+    return cast(_Function, found)
 
 
 class Part(NamedTuple):
@@ -39,11 +54,14 @@ class Part(NamedTuple):
 
 class Block(NamedTuple):
     """Describes a block of scores: the slices of its rows and keys, the positions of the first row and the first key in
-    the sequence (with ``document``, in that packed sequence), and the window over these positions."""
+    the sequence (with ``document``, in that packed sequence), and the window over these positions.
+
+    If ``first_row`` is None, the last row is at the last key.
+    """
 
     rows: slice
     keys: slice
-    first_row: int
+    first_row: int | None
     first_key: int
     window: Window
     document: int | None = None
@@ -56,7 +74,8 @@ class Reading(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Spread:
     """Describes a sequence that is spread over ranks, each of which has ``length`` rows and keys.
 
     ``uses_positions`` is true with ALiBi, dropout or key ranges: scores then depend on the positions of row and key.
@@ -68,22 +87,19 @@ class Spread(NamedTuple):
     window: Window
     uses_positions: bool
 
+    @cached_in_first
     def reading(self, rank: int, source: int) -> Reading:
-        """Returns the keys of rank ``source`` that rank ``rank`` reads; none if its rows see none of them."""
+        """Returns what ``rank`` reads of the keys of ``source``: nothing if its rows see none of them."""
         if not self.uses_positions and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
-
-    def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """Returns ``find(self, *args)`` from a cache, because every layer asks for the same."""
-        return cast(Found, _found_for(find, self, *args))
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by position."""
         total = self.world_size * self.length
         if not self.uses_positions and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
-        return [_block_over_sequence(part, 0, total, self.window) for part in self.parts_of(rank)]
+        return [_block_over(part, Part(slice(0, total), 0), self.window) for part in self.parts_of(rank)]
 
     def in_order(self, x: Tensor) -> Tensor:
         """Reorders the rows of ``x [W * length, …]`` from the order of ranks to the order of positions."""
@@ -122,6 +138,9 @@ class Spread(NamedTuple):
         return Reading((keys,), (Block(rows, slice(0, keys.stop), 0, 0, window),))
 
 
+spread_of = functools.lru_cache(maxsize=64)(Spread)  # so that all layers share one object and what it has cached
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSpread:
     """Describes packed sequences, here called documents, that are spread over ranks.
@@ -134,28 +153,16 @@ class PackedSpread:
     length: int
     lengths: tuple[int, ...]
     window: Window
-    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
         return len(self.parts)
 
+    @cached_in_first
     def reading(self, rank: int, source: int) -> Reading:
-        """Returns the same as ``Spread.reading``."""
-        return self.kept(PackedSpread._reading, rank, source)
-
-    def _reading(self, rank: int, source: int) -> Reading:
         return _reading_of_parts(self.parts[rank], self.parts[source], self.window)
 
-    def kept(self, find: Callable[..., Found], *args: Any) -> Found:
-        """Returns ``find(self, *args)`` from a cache in this object, because every layer asks for the same."""
-        call = (find, *args)
-        if call not in self._kept:
-            self._kept[call] = find(self, *args)
-        return cast(Found, self._kept[call])
-
     def parts_of(self, rank: int) -> tuple[Part, ...]:
-        """Returns the same as ``Spread.parts_of``."""
         return self.parts[rank]
 
     def length_of(self, document: int | None) -> int:
@@ -164,15 +171,12 @@ class PackedSpread:
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
         """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by document and position."""
-        first_of: dict[int | None, int] = {}
+        keys_of: dict[int | None, Part] = {}
         num_keys = 0
-        for part in in_order_of_documents(self.parts, self.length):
-            first_of.setdefault(part.document, num_keys)
-            num_keys += part.length
-        return [
-            _block_over_sequence(part, first_of[part.document], self.length_of(part.document), self.window)
-            for part in self.parts[rank]
-        ]
+        for document in sorted({part.document or 0 for parts in self.parts for part in parts}):
+            keys_of[document] = Part(slice(num_keys, num_keys + self.lengths[document]), 0, document)
+            num_keys += self.lengths[document]
+        return [_block_over(part, keys_of[part.document], self.window) for part in self.parts[rank]]
 
     def in_order(self, x: Tensor) -> Tensor:
         """Sorts the rows of ``x [W * length, …]`` by document and position; leaves out rows of no document."""
@@ -183,14 +187,12 @@ class PackedSpread:
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
-    @functools.cached_property
-    def _rows_in_order(self) -> Rows:
-        return Rows(part.rows for part in in_order_of_documents(self.parts, self.length))
+    @cached_in_first
+    def _rows_in_order(self, device: torch.device) -> Tensor:
+        return row_numbers((part.rows for part in in_order_of_documents(self.parts, self.length)), device)
 
 
-@functools.lru_cache(maxsize=64)
-def _found_for(find: Callable[..., Any], spread: Spread, *args: Any) -> Any:
-    return find(spread, *args)
+AnySpread: TypeAlias = Spread | PackedSpread
 
 
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
@@ -204,21 +206,10 @@ def position_of(part: Part) -> tuple[int, int]:
     return part.document or 0, part.first
 
 
-class Rows:
-    """Keeps row numbers as an int64 tensor on each device that has needed them."""
-
-    def __init__(self, slices: Iterable[slice]) -> None:
-        ranges = (torch.arange(of.start, of.stop) for of in slices)
-        with torch.inference_mode(False):
-            self._on: dict[torch.device, Tensor] = {
-                torch.device("cpu"): torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
-            }
-
-    def __call__(self, device: torch.device) -> Tensor:
-        if device not in self._on:
-            with torch.inference_mode(False):
-                self._on[device] = self._on[torch.device("cpu")].to(device)
-        return self._on[device]
+def row_numbers(slices: Iterable[slice], device: torch.device) -> Tensor:
+    """Returns the numbers of the rows in ``slices``, int64, for use outside of inference mode too."""
+    with torch.inference_mode(False):
+        return torch.cat([torch.arange(0), *(torch.arange(of.start, of.stop) for of in slices)]).to(device)
 
 
 def seen_ranges(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> list[Part]:
@@ -244,8 +235,15 @@ def _merged(ranges: Iterable[range]) -> list[range]:
 
 
 def keys_seen(part: Part, keys: Part, window: Window) -> range:
-    """Returns the range of keys in ``keys`` that at least one row of ``part`` sees; both are parts of one sequence."""
-    return _seen(part, keys.first, keys.length, window)
+    """Returns the range of keys in ``keys`` that at least one row of ``part`` sees; both are parts of one sequence.
+
+    The range counts from the first of ``keys`` and begins at a multiple of ``KEYS_OF_A_DRAW``.
+    """
+    left, right = window
+    ahead = part.first - keys.first
+    begin = 0 if left < 0 else max(0, ahead - left)
+    end = keys.length if right < 0 else min(keys.length, ahead + part.length + right)
+    return range(begin // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW, end) if begin < end else range(0)
 
 
 def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window: Window) -> Reading:
@@ -253,28 +251,15 @@ def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window:
     blocks: list[Block] = []
     num_read = 0
     for keys in ranges:
-        for part in own:
-            if part.document == keys.document and (seen := keys_seen(part, keys, window)):
-                read = slice(num_read + seen.start, num_read + seen.stop)
-                blocks.append(Block(part.rows, read, part.first, keys.first + seen.start, window, part.document))
+        read = keys._replace(rows=slice(num_read, num_read + keys.length))
+        found = (_block_over(part, read, window) for part in own if part.document == keys.document)
+        blocks += [block for block in found if block.keys.start < block.keys.stop]
         num_read += keys.length
     return Reading(tuple(keys.rows for keys in ranges), tuple(blocks))
 
 
-def _block_over_sequence(part: Part, first_key: int, length: int, window: Window) -> Block:
-    """Returns the block of ``part`` over its whole sequence, whose keys begin at row ``first_key`` of the tensor."""
-    seen = _seen(part, 0, length, window)
-    keys = slice(first_key + seen.start, first_key + seen.stop)
-    return Block(part.rows, keys, part.first, seen.start, window, part.document)
-
-
-def _seen(part: Part, first_key: int, num_keys: int, window: Window) -> range:
-    """Returns the range of keys that at least one row of ``part`` sees, out of ``num_keys`` from ``first_key`` on.
-
-    The range counts from ``first_key`` and begins at a multiple of ``KEYS_OF_A_DRAW``.
-    """
-    left, right = window
-    ahead = part.first - first_key
-    begin = 0 if left < 0 else max(0, ahead - left)
-    end = num_keys if right < 0 else min(num_keys, ahead + part.length + right)
-    return range(begin // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW, end) if begin < end else range(0)
+def _block_over(part: Part, keys: Part, window: Window) -> Block:
+    """Returns the block of ``part`` over the keys that it sees in ``keys``, whose ``rows`` index a tensor of keys."""
+    seen, first_row = keys_seen(part, keys, window), keys.rows.start
+    rows = slice(first_row + seen.start, first_row + seen.stop)
+    return Block(part.rows, rows, part.first, keys.first + seen.start, window, part.document)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or function
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_GATHER, _ULYSSES = "gather_sequence", "context_parallel_attention with strategy 'ulysses'"
+# The calls that errors name.
+_GATHER = "gather_sequence"
+_ALLGATHER, _ULYSSES = (f"context_parallel_attention with strategy '{name}'" for name in ("allgather", "ulysses"))
 
 
 def process_groups(group: Group) -> list[dist.ProcessGroup]:
@@ -34,7 +36,7 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
         return [group.get_group(dim) for dim in range(group.ndim)]
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            "group: expected an initialised process group (torch.distributed.init_process_group), got none"
+            "group: expected an initialised process group, got none; call torch.distributed.init_process_group() first"
         )
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
@@ -47,21 +49,21 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
 # --- Asynchronous -----------------------------------------------------------------------------------------------------
 
 
-class Started:
-    """Holds a collective in flight, and keeps the tensor that it sends alive.
+class Started(NamedTuple):
+    """Holds a collective in flight, its result, and the tensor that it sends, which must stay alive.
 
     The collective is a plain one of torch, because two functional gathers in flight crash on gloo (torch 2.13).
     """
 
-    def __init__(self, result: Tensor, given: Tensor, work: dist.Work | None) -> None:
-        self._result, self._given, self._work = result, given, work
+    result: Tensor
+    given: Tensor
+    work: dist.Work
 
-    def wait(self, call: str) -> Tensor:
-        """Waits for the collective and returns its result; an error names ``call``."""
-        if self._work is not None:
-            with naming(call):
-                self._work.wait()
-        return self._result
+    def wait(self) -> Tensor:
+        """Waits for the collective and returns its result."""
+        with naming(_ALLGATHER):
+            self.work.wait()
+        return self.result
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
@@ -124,7 +126,8 @@ def naming(call: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{call}: waited in vain for another rank of the group, which has died or has not made this call. {error}"
+            f"{call}: waited in vain for another rank of the group, which has died or has not made this call; "
+            f"FASTATTN_CHECK=1 finds arguments that differ between ranks. {error}"
         ) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -20,38 +20,39 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
     refuse_keywords,
+    type_name,
 )
 from fastattn.distributed.arguments import prepared
-from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Part, Spread
+from fastattn.distributed.blocks import KEYS_OF_A_DRAW, Block, Part, spread_of
 from fastattn.distributed.collectives import Group, process_groups, to_all_heads, to_own_heads
-from fastattn.distributed.gathering import gathered_attention
-from fastattn.distributed.local_attention import Inputs
+from fastattn.distributed.local_attention import Inputs, joined
+from fastattn.distributed.over_keys import attend_over_keys
 from fastattn.distributed.packed import PackedLayout, PackedShards
-from fastattn.distributed.ring import ring_attention
 from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, parts_per_rank
-from fastattn.functional.attention import AttentionOptions, attend
+from fastattn.functional.attention import AttentionOptions, No, Yes, attend
 from fastattn.functional.attention_checks import check_ranges, check_shape_of_ranges, check_slopes
 
+_Lse = TypeVar("_Lse")
 
-class _PackedOptions(AttentionOptions, total=False):
+
+class _PackedOptions(AttentionOptions, Generic[_Lse], total=False):
+    return_lse: _Lse
     key_ranges: Tensor | None
     strategy: str
 
 
-class _DenseOptions(_PackedOptions, total=False):
+class _DenseOptions(_PackedOptions[_Lse], total=False):
     group: Group
     layout: str
 
 
 @overload
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[_DenseOptions]
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_DenseOptions[No]]
 ) -> Tensor: ...
-
-
 @overload
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_DenseOptions]
+    query: Tensor, key: Tensor, value: Tensor, **options: Unpack[_DenseOptions[Yes]]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -138,7 +139,7 @@ def context_parallel_attention(
         if dropout_p > 0 and strategy == "ring":
             rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
             parts = f"parts of a multiple of {KEYS_OF_A_DRAW} rows for dropout with strategy 'ring'"
-            expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, rows)
+            expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, f"{rows}; pad the sequence, or use 'allgather'")
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges, query, is_packed=False)
         if key_ranges is not None and contents_are_checked(key_ranges):
@@ -148,14 +149,7 @@ def context_parallel_attention(
     inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
     if by_heads is not None:
         inputs = inputs.exchanged(by_heads, partial(_to_whole_sequence, group=by_heads, layout=layout))
-    if by_keys is None:
-        out, lse = _attend_alone(inputs)
-    else:
-        uses_positions = alibi_slopes is not None or key_ranges is not None or dropout_p > 0
-        window = inputs.attention.options.window
-        spread = Spread(layout, dist.get_world_size(by_keys), inputs.query.shape[2], window, uses_positions)
-        over_keys = ring_attention if strategy == "ring" else gathered_attention
-        out, lse = over_keys(inputs, spread, by_keys)
+    out, lse = _attend_alone(inputs) if by_keys is None else _attend_over_keys(inputs, layout, by_keys, strategy)
     if by_heads is not None:
         out = _to_own_rows(out, by_heads, layout)
         if return_lse:
@@ -170,37 +164,28 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
         check_rank(name, tensor, "[B, H, S / W, D]")
         fits = (tensor.shape[0], tensor.shape[2]) == (query.shape[0], query.shape[2])
         expect(fits, name, f"batch {query.shape[0]} and {query.shape[2]} rows, as query has", list(tensor.shape))
-    expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", query.shape[2])
+    came = f"{query.shape[2]}; pad the sequence before shard_sequence"
+    expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", came)
+
+
+@torch.compiler.disable  # asynchronous messages cannot be traced: a graph ends before the call
+def _attend_over_keys(inputs: Inputs, layout: str, by_keys: dist.ProcessGroup, strategy: str) -> tuple[Tensor, Tensor]:
+    options = inputs.attention.options
+    uses_positions = inputs.slopes is not None or options.key_ranges is not None or options.dropout_p > 0
+    world_size, num_rows = dist.get_world_size(by_keys), inputs.query.shape[2]
+    spread = spread_of(layout, world_size, num_rows, options.window, uses_positions)
+    return attend_over_keys(inputs, spread, by_keys, strategy)
 
 
 # --- Sequence for heads, and back -------------------------------------------------------------------------------------
 
 
 def _attend_alone(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Attends over the whole sequence with this rank's heads.
-
-    Dropout numbers the heads through all batch entries. A rank with some of the heads takes one entry at a time.
-    """
-    options, first_head, all_heads, _ = inputs.attention
-
-    def attend_to(entries: slice) -> tuple[Tensor, ...]:
-        query, key, value = (tensor[entries] for tensor in inputs[:3])
-        slopes = inputs.slopes if inputs.slopes is None or inputs.slopes.dim() == 1 else inputs.slopes[entries]
-        first = first_head + entries.start * all_heads
-        ranges = options.key_ranges
-        ranges = ranges if ranges is None or ranges.shape[0] == 1 else ranges[entries]
-        call = options.with_tensors((query, key, value, None, slopes, inputs.sinks))._replace(key_ranges=ranges)
-        found = attend(call._replace(return_lse=True, first_head=first))
-        assert isinstance(found, tuple)
-        return found
-
-    batch = inputs.query.shape[0]
-    if options.dropout_p == 0 or batch < 2:
-        out, lse = attend_to(slice(0, batch))
-        return out, lse
-    found = zip(*(attend_to(slice(b, b + 1)) for b in range(batch)), strict=True)
-    out, lse = (torch.cat(results) for results in found)
-    return out, lse
+    """Attends over the whole sequence with this rank's heads."""
+    attention = inputs.attention.with_options(alibi_slopes=inputs.slopes, sinks=inputs.sinks, return_lse=True)
+    whole = Block(slice(None), slice(0, inputs.key.shape[2]), None, 0, attention.options.window)
+    results: list[Any] = [attend(call) for call in attention.calls(*inputs[:3], whole)]
+    return joined(results, 0)
 
 
 def _to_whole_sequence(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
@@ -218,25 +203,11 @@ def _to_own_rows(x: Tensor, group: dist.ProcessGroup, layout: str) -> Tensor:
 
 @overload
 def context_parallel_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shards: PackedShards,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, shards: PackedShards, **options: Unpack[_PackedOptions[No]]
 ) -> Tensor: ...
-
-
 @overload
 def context_parallel_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shards: PackedShards,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_PackedOptions],
+    query: Tensor, key: Tensor, value: Tensor, shards: PackedShards, **options: Unpack[_PackedOptions[Yes]]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -287,7 +258,7 @@ def context_parallel_attention_varlen(
     """
     if unknown:
         refuse_keywords(context_parallel_attention_varlen, unknown)
-    expect(isinstance(shards, PackedShards), "shards", "what shard_varlen returns", type(shards).__name__)
+    expect(isinstance(shards, PackedShards), "shards", "what shard_varlen(cu_seqlens) returns", type_name(shards))
     groups = process_groups(shards.group)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
@@ -316,7 +287,8 @@ def context_parallel_attention_varlen(
 
     def check() -> dict[str, Any]:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", tensor.shape[2])
+            came = f"{tensor.shape[2]}; shards.shard(x) gives this rank's rows of x"
+            expect(tensor.shape[2] == shards.num_rows, name, f"the {shards.num_rows} rows of shards", came)
         if alibi_slopes is not None:
             check_slopes(alibi_slopes, query.device, len(shards.layout.lengths), query.shape[1])
         if key_ranges is not None:
@@ -327,8 +299,7 @@ def context_parallel_attention_varlen(
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
     inputs, by_heads, by_keys = prepared(call, strategy, groups, check)
-    over_keys = ring_attention if strategy == "ring" else gathered_attention
-    out, lse = _attend_to_rows(inputs, shards.layout, shards.rank, by_heads, by_keys, over_keys)
+    out, lse = _attend_to_rows(inputs, shards.layout, shards.rank, by_heads, by_keys, strategy)
     return (out[0].transpose(0, 1), lse[0]) if return_lse else out[0].transpose(0, 1)
 
 
@@ -338,7 +309,7 @@ def _attend_to_rows(
     rank: int,
     by_heads: dist.ProcessGroup | None,
     by_keys: dist.ProcessGroup | None,
-    over_keys: Any,
+    strategy: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns output and lse of all rows of ``rank``; ``layout`` covers all ranks that have the same heads.
 
@@ -352,17 +323,17 @@ def _attend_to_rows(
         ranges = inputs.attention.options.key_ranges
         if ranges is not None:
             ranges = F.pad(ranges[:, :, :num_cut], (0, 0, 0, 0, 0, layout.cut_rows - num_cut))
-        cut = inputs._replace(query=query, key=key, value=value, attention=inputs.attention.with_ranges(ranges))
+        cut = Inputs(query, key, value, *inputs[3:5], inputs.attention.with_options(key_ranges=ranges))
         if by_heads is not None:
-            out, lse = _with_other_heads(cut, layout, rank, by_heads, by_keys, over_keys)
+            out, lse = _with_other_heads(cut, layout, rank, by_heads, by_keys, strategy)
         else:
-            out, lse = over_keys(cut, layout.spread(inputs.attention.options.window), by_keys)
+            assert by_keys is not None  # ranks that exchange neither rows nor keys have no cut documents
+            out, lse = attend_over_keys(cut, layout.spread(inputs.attention.options.window), by_keys, strategy)
         found.append((out[:, :, :num_cut], lse[:, :, :num_cut]))
     if whole := [part for part in layout.parts[rank] if layout.is_whole(part)]:
         found.append(_attend_whole(inputs, layout, whole))
     found.append(_padding(inputs, inputs.query.shape[2] - sum(lse.shape[2] for _, lse in found)))
-    out, lse = (torch.cat(results, 2) for results in zip(*found, strict=True))
-    return out, lse
+    return joined(found, 2)
 
 
 def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -417,8 +388,7 @@ def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -
             )
         )
         found.append((result[0].transpose(0, 1)[None], result[1][None]))
-    out, lse = (torch.cat(results, 2) if len(found) > 1 else results[0] for results in zip(*found, strict=True))
-    return out, lse
+    return joined(found, 2)
 
 
 # --- Rows for heads, and back -----------------------------------------------------------------------------------------
@@ -430,18 +400,17 @@ def _with_other_heads(
     rank: int,
     by_heads: dist.ProcessGroup,
     by_keys: dist.ProcessGroup | None,
-    over_keys: Any,
+    strategy: str,
 ) -> tuple[Tensor, Tensor]:
     """Exchanges rows for heads among the ranks of ``by_heads``, attends with these heads, and exchanges back."""
     num_ranks = dist.get_world_size(by_heads)
-    layout_of_groups, rows_of_groups = layout.exchanged(num_ranks)
     group = rank // num_ranks
-    index = rows_of_groups[group](inputs.query.device)
+    layout_of_groups, index = layout.exchanged(num_ranks, group, inputs.query.device)
 
     def back(x: Tensor) -> Tensor:
         all_rows = x.new_zeros(*x.shape[:2], num_ranks * layout.cut_rows, x.shape[3])
         return to_all_heads(all_rows.index_copy(2, index, x), by_heads)
 
     exchanged = inputs.exchanged(by_heads, lambda x: to_own_heads(x, by_heads).index_select(2, index))
-    out, lse = _attend_to_rows(exchanged, layout_of_groups, group, None, by_keys, over_keys)
+    out, lse = _attend_to_rows(exchanged, layout_of_groups, group, None, by_keys, strategy)
     return back(out), back(lse[..., None])[..., 0]

@@ -13,96 +13,63 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastattn.distributed.blocks import (
     KEYS_OF_A_DRAW,
+    AnySpread,
     Block,
-    PackedSpread,
     Part,
     Spread,
     Window,
+    cached_in_first,
     keys_seen,
     position_of,
     seen_ranges,
 )
 from fastattn.distributed.collectives import Started, start_all_gather, start_all_to_all, start_reduce_scatter
-from fastattn.distributed.local_attention import (
-    Inputs,
-    LocalAttention,
-    gradient_of_sinks,
-    no_results,
-    query_heads,
-    with_sinks,
-    zeros_of_sums,
-)
+from fastattn.distributed.local_attention import LocalAttention, OtherSums, Tensors, query_heads
 from fastattn.functional.attention_block import BackwardTensors
-
-_CALL = "context_parallel_attention with strategy 'allgather'"
 
 MOST_GROUPS_OF_HEADS = 4  # more groups mean more messages and launches, and hide little more of the communication
 
 
-@torch.compiler.disable  # for the same reason as ring_attention
-def gathered_attention(
-    inputs: Inputs, spread: Spread | PackedSpread, group: dist.ProcessGroup
+def attend_to_keys(
+    attention: LocalAttention, inputs: Tensors, spread: AnySpread, group: dist.ProcessGroup, results: Tensors
+) -> None:
+    """Writes this rank's results over the keys of all ranks into ``results``, the output and the lse."""
+    (query, key, value), (out, lse) = inputs, results
+    gathering = gathering_of(spread, group)
+    for heads, _, keys, values in _gathered(query, key, value, gathering, spread.world_size):
+        for block in gathering.blocks:
+            own_query, block_keys = query[:, heads, block.rows], keys[:, :, block.keys]
+            found = attention.for_heads(heads).results(own_query, block_keys, values[:, :, block.keys], block)
+            out[:, heads, block.rows], lse[:, heads, block.rows] = found
+
+
+def gradients_of_keys(
+    attention: LocalAttention, tensors: BackwardTensors, spread: AnySpread, group: dist.ProcessGroup, sums: OtherSums
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of this rank's rows, differentiable in all tensors."""
-    out, lse = _GatheredAttention.apply(*inputs, spread, group)
-    return out, lse
-
-
-class _GatheredAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        local: LocalAttention,
-        spread: Spread | PackedSpread,
-        group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = no_results(query, value)
-        attention, gathering = local.with_slopes(slopes), gathering_of(spread, group)
-        for heads, _, keys, values in _gathered(query, key, value, gathering, spread.world_size):
-            for block in gathering.blocks:
-                own_query = query[:, heads, block.rows]
-                found = attention.for_heads(heads).attend(
-                    own_query, keys[:, :, block.keys], values[:, :, block.keys], block
-                )
-                out[:, heads, block.rows], lse[:, heads, block.rows] = found
-        out, lse = with_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, slopes, sinks, out, lse)
-        ctx.spread, ctx.local, ctx.group = spread, local, group
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
-        attention, gathering = ctx.local.with_slopes(slopes), gathering_of(ctx.spread, ctx.group)
-        query_sum = zeros_of_sums(query, lse.dtype)
-        slopes_sum = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        sent_back = None  # one group of heads at most: its sums take memory while the next group computes
-        for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, ctx.spread.world_size):
-            tensors = BackwardTensors(grad_out, grad_lse, query, keys, values, out, lse)
-            key_sum, value_sum = attention.gradients(tensors, heads, gathering.blocks, query_sum, slopes_sum)
-            _finish(sent_back, (grad_key, grad_value), gathering)
-            sent_back = kv_heads, [gathering.start_back(t.movedim(2, 0)) for t in (key_sum, value_sum)]
-        _finish(sent_back, (grad_key, grad_value), gathering)
-        grad_slopes = None if slopes_sum is None else slopes_sum.to(slopes.dtype)
-        grad_sinks = gradient_of_sinks(sinks, grad_out, grad_lse, out, lse)
-        return query_sum.to(query.dtype), grad_key, grad_value, grad_slopes, grad_sinks, None, None, None
+    """Returns the gradients of this rank's keys and values; adds those of query and slopes to ``sums``."""
+    query, key, value = tensors.query, tensors.key, tensors.value
+    gathering = gathering_of(spread, group)
+    gradients = torch.empty_like(key), torch.empty_like(value)
+    # Gradients and the sums that arrive for them: one group of heads, as sums take memory while the next one computes.
+    sent_back: list[tuple[Tensor, Started]] = []
+    for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, spread.world_size):
+        given = tensors._replace(key=keys, value=values)
+        key_sums = attention.gradients(given, heads, gathering.blocks, sums)
+        _finish(sent_back, gathering)
+        sent_back = [
+            (gradient[:, kv_heads], gathering.start_back(key_sum.movedim(2, 0)))
+            for gradient, key_sum in zip(gradients, key_sums, strict=True)
+        ]
+    _finish(sent_back, gathering)
+    return gradients
 
 
 def _gathered(
@@ -119,19 +86,14 @@ def _gathered(
 
     under_way = start(groups[0]) if groups else []
     for i, heads in enumerate(groups):
-        keys, values = (gathering.by_positions(started.wait(_CALL)).movedim(0, 2) for started in under_way)
+        keys, values = (gathering.by_positions(started.wait()).movedim(0, 2) for started in under_way)
         under_way = start(groups[i + 1]) if i + 1 < len(groups) else []
         yield query_heads(heads, query, key), heads, keys, values
 
 
-def _finish(
-    sent_back: tuple[slice, list[Started]] | None, gradients: tuple[Tensor, Tensor], gathering: Gathering
-) -> None:
-    if sent_back is None:
-        return
-    kv_heads, under_way = sent_back
-    for gradient, started in zip(gradients, under_way, strict=True):
-        gradient[:, kv_heads] = gathering.own_sums(started.wait(_CALL)).movedim(0, 2)
+def _finish(sent_back: list[tuple[Tensor, Started]], gathering: Gathering) -> None:
+    for gradient, started in sent_back:
+        gradient.copy_(gathering.own_sums(started.wait()).movedim(0, 2))
 
 
 # --- Communication ----------------------------------------------------------------------------------------------------
@@ -148,7 +110,7 @@ class AllKeys:
     order of ranks, and `by_positions` sorts them. ``blocks`` has the blocks of this rank's rows over the gathered keys.
     """
 
-    def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
+    def __init__(self, spread: AnySpread, group: dist.ProcessGroup) -> None:
         self._spread, self._group = spread, group
         self.blocks: Sequence[Block] = spread.blocks_over_all_keys(dist.get_rank(group))
 
@@ -171,9 +133,9 @@ class AllKeys:
 class KeysThatAreRead:
     """Gathers only the keys that this rank reads. Its methods are those of ``AllKeys``."""
 
-    def __init__(self, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
+    def __init__(self, spread: AnySpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length
-        self._keys = spread.kept(exchanged_keys, dist.get_rank(group))
+        self._keys = exchanged_keys(spread, dist.get_rank(group))
         self.blocks: Sequence[Block] = self._keys.blocks
 
     def start(self, own: Tensor) -> Started:
@@ -206,14 +168,15 @@ class KeysThatAreRead:
 Gathering: TypeAlias = AllKeys | KeysThatAreRead
 
 
-def gathering_of(spread: Spread | PackedSpread, group: dist.ProcessGroup) -> Gathering:
-    return KeysThatAreRead(spread, group) if spread.kept(reads_little) else AllKeys(spread, group)
+def gathering_of(spread: AnySpread, group: dist.ProcessGroup) -> Gathering:
+    return KeysThatAreRead(spread, group) if reads_little(spread) else AllKeys(spread, group)
 
 
 # --- The keys that a rank reads ---------------------------------------------------------------------------------------
 
 
-def reads_little(spread: Spread | PackedSpread) -> bool:
+@cached_in_first
+def reads_little(spread: AnySpread) -> bool:
     """Returns whether every rank reads at most ``MOST_READ`` of the other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
@@ -261,7 +224,8 @@ class ExchangedKeys(NamedTuple):
     blocks: list[Block]
 
 
-def exchanged_keys(spread: Spread | PackedSpread, rank: int) -> ExchangedKeys:
+@cached_in_first
+def exchanged_keys(spread: AnySpread, rank: int) -> ExchangedKeys:
     parts = [spread.parts_of(other) for other in range(spread.world_size)]
     read = Message.of(seen_ranges(parts[rank], source_parts, spread.window) for source_parts in parts)
     given = Message.of(seen_ranges(reader_parts, parts[rank], spread.window) for reader_parts in parts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,15 @@ from fastattn.dispatch.thread_state import Asked, as_asked
 from fastattn.distributed.blocks import Block
 from fastattn.functional.attention_block import BackwardTensors, add_gradients_of_block, attention_block
 
+Tensors: TypeAlias = tuple[Tensor, ...]
+OtherSums: TypeAlias = tuple[Tensor, Tensor | None]  # of the gradients of query, and of slopes if they need one
+
 
 class LocalAttention(NamedTuple):
     """Holds the options that all blocks share, for the heads from ``first_head`` on of ``all_heads``.
 
-    ``options`` is a call whose only tensors are slopes, this rank's key ranges and the seed; each block sets its own
-    window. ``asked`` has the wishes of the calling thread, which gradients follow in autograd's thread.
+    ``options`` is a call without query, key and value; each block sets its own window. ``asked`` is what the calling
+    thread has asked for, such as a backend: gradients, which autograd computes in a thread of its own, follow it too.
     """
 
     options: AttentionCall
@@ -28,43 +31,30 @@ class LocalAttention(NamedTuple):
     all_heads: int
     asked: Asked
 
-    def with_slopes(self, slopes: Tensor | None) -> LocalAttention:
-        return self._replace(options=self.options._replace(alibi_slopes=slopes))
-
-    def with_ranges(self, ranges: Tensor | None) -> LocalAttention:
-        return self._replace(options=self.options._replace(key_ranges=ranges))
+    def with_options(self, **options: Any) -> LocalAttention:
+        return self._replace(options=self.options._replace(**options))
 
     def for_heads(self, heads: slice) -> LocalAttention:
         """Returns this attention for some of its heads."""
         slopes, ranges = self.options.alibi_slopes, self.options.key_ranges
-        options = self.options._replace(
+        attention = self.with_options(
             alibi_slopes=None if slopes is None else slopes[..., heads],
             key_ranges=ranges if ranges is None or ranges.shape[1] == 1 else ranges[:, heads],
         )
-        return self._replace(options=options, first_head=self.first_head + heads.start)
+        return attention._replace(first_head=self.first_head + heads.start)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def results(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Returns output and lse of ``query`` over ``key`` and ``value``, which are the rows and keys of ``block``."""
-        found = [
-            attention_block(call._replace(query=query[entries], key=key[entries], value=value[entries]))
-            for entries, call in self._calls(query, block)
-        ]
-        out, lse = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
-        return out, lse
+        return joined([attention_block(call) for call in self.calls(query, key, value, block)], 0)
 
     def gradients(
-        self,
-        tensors: BackwardTensors,
-        heads: slice,
-        blocks: Iterable[Block],
-        query_sum: Tensor,
-        slopes_sum: Tensor | None,
+        self, tensors: BackwardTensors, heads: slice, blocks: Iterable[Block], other_sums: OtherSums
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of the keys and values of ``heads``.
+        """Returns the gradients of the keys and values of ``heads``, and adds those of query and slopes to the sums.
 
-        The gradients of query and slopes are added to ``query_sum`` and ``slopes_sum``, which have all heads. In
-        ``tensors``, keys and values have only the KV heads of ``heads``; the other tensors have all heads.
+        In ``tensors``, keys and values have only the KV heads of ``heads``; the other tensors and the sums have all.
         """
+        query_sum, slopes_sum = other_sums
         key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
         grad_out, grad_lse, query, key, value, out, lse = tensors
         own = BackwardTensors(
@@ -75,7 +65,7 @@ class LocalAttention(NamedTuple):
         for block in blocks:
             sums = query_sum[:, heads, block.rows], key_sum[:, :, block.keys], value_sum[:, :, block.keys]
             of_block = own.of(block.rows, block.keys)
-            for entries, call in attention._calls(of_block.query, block):
+            for entries, call in attention._calls_of_entries(of_block.query, block):
                 grad_query, grad_key, grad_value = (total[entries] for total in sums)
                 grad_slopes = _slopes_of(own_slopes, block, entries)
                 of_entries = BackwardTensors._make(tensor[entries] for tensor in of_block)
@@ -83,8 +73,15 @@ class LocalAttention(NamedTuple):
                     add_gradients_of_block((grad_query, grad_key, grad_value), grad_slopes, of_entries, call)
         return key_sum, value_sum
 
-    def _calls(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
-        """Returns the calls that compute a block: the batch entries and the options of each.
+    def calls(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> list[AttentionCall]:
+        """Returns the calls that compute ``block``, whose rows and keys are those of the tensors."""
+        return [
+            call._replace(query=query[entries], key=key[entries], value=value[entries])
+            for entries, call in self._calls_of_entries(query, block)
+        ]
+
+    def _calls_of_entries(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
+        """Returns the calls that compute a block, without query, key and value, each with its slice of the batch.
 
         Dropout numbers the heads through all batch entries or documents. A rank with some of the heads takes one batch
         entry at a time.
@@ -113,8 +110,10 @@ class LocalAttention(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Holds the tensors with which a rank attends (query, key and value are ``[B, H, rows, D]``), and in ``attention``
-    the options, without slopes."""
+    """Holds the tensors with which a rank attends (query, key and value are ``[B, H, rows, D]``) and its options.
+
+    The slopes and sinks are not in the options, because autograd only follows tensors that are arguments.
+    """
 
     query: Tensor
     key: Tensor
@@ -134,8 +133,14 @@ class Inputs(NamedTuple):
         if ranges is not None:
             if ranges.shape[1] == 1:  # one head per rank, so that each rank receives it
                 ranges = ranges.expand(-1, dist.get_world_size(group), -1, -1, -1)
-            attention = attention.with_ranges(to_own_heads(ranges.flatten(-2)).unflatten(-1, (-1, 2)))
+            attention = attention.with_options(key_ranges=to_own_heads(ranges.flatten(-2)).unflatten(-1, (-1, 2)))
         return Inputs(query, key, value, slopes, sinks, attention)
+
+
+def joined(results: Sequence[tuple[Tensor, ...]], dim: int) -> tuple[Tensor, Tensor]:
+    """Concatenates the outputs, and the lses, of several calls in ``dim``. A single result is not copied."""
+    out, lse = results[0] if len(results) == 1 else (torch.cat(each, dim) for each in zip(*results, strict=True))
+    return out, lse
 
 
 def no_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

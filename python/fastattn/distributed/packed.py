@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,10 +28,11 @@ from fastattn.distributed.blocks import (
     KEYS_OF_A_DRAW,
     PackedSpread,
     Part,
-    Rows,
     Window,
+    cached_in_first,
     in_order_of_documents,
     position_of,
+    row_numbers,
 )
 from fastattn.distributed.collectives import Group, all_gather, process_groups
 from fastattn.distributed.sequence import checked_dim, parts_of_rank, parts_per_rank
@@ -55,7 +56,6 @@ class PackedLayout:
 
     lengths: tuple[int, ...]  # of each document
     parts: tuple[tuple[Part, ...], ...]
-    _kept: dict[Any, Any] = field(default_factory=dict)  # cached results: every layer asks for the same
 
     def is_whole(self, part: Part) -> bool:
         return part.length == self.lengths[part.document or 0]
@@ -69,35 +69,26 @@ class PackedLayout:
         """Returns the largest number of rows of cut documents on any rank."""
         return max((part.rows.stop for parts in self.cut_parts for part in parts), default=0)
 
+    @cached_in_first
     def spread(self, window: Window) -> PackedSpread:
         """Returns how the cut documents are spread over the ranks, for attention with ``window``."""
-        return self._keep(window, lambda: PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window))
+        return PackedSpread(self.cut_parts, self.cut_rows, self.lengths, window)
 
-    def exchanged(self, num_ranks: int) -> tuple[PackedLayout, list[Rows]]:
-        """Returns the layout of cut documents over groups of ``num_ranks`` consecutive ranks that pool their rows. For
-        each group it also returns where these rows are in the concatenated ``cut_rows`` rows of its ranks."""
+    @cached_in_first
+    def exchanged(self, num_ranks: int, group: int, device: torch.device) -> tuple[PackedLayout, Tensor]:
+        """Returns the layout of cut documents over groups of ``num_ranks`` consecutive ranks that pool their rows, and
+        where the rows of ``group`` are in the concatenated ``cut_rows`` rows of its ranks."""
+        groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
+        together = (arrange(in_order_of_documents(ranks, self.cut_rows), self.lengths) for ranks in groups)
+        parts, rows = zip(*together, strict=True)
+        return PackedLayout(self.lengths, parts), row_numbers(rows[group], device)
 
-        def arranged() -> tuple[PackedLayout, list[Rows]]:
-            groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
-            together = [arrange(in_order_of_documents(group, self.cut_rows), self.lengths) for group in groups]
-            return PackedLayout(self.lengths, tuple(parts for parts, _ in together)), [Rows(of) for _, of in together]
-
-        return self._keep(num_ranks, arranged)
-
+    @cached_in_first
     def offsets(self, documents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the ``cu_seqlens`` of these documents, int32, and their numbers, int64."""
-
-        def made() -> tuple[Tensor, Tensor]:
-            with torch.inference_mode(False):
-                ends = [0, *accumulate(self.lengths[document] for document in documents)]
-                return torch.tensor(ends, dtype=torch.int32, device=device), torch.tensor(documents, device=device)
-
-        return self._keep((documents, device), made)
-
-    def _keep(self, name: Any, make: Callable[[], Any]) -> Any:
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+        with torch.inference_mode(False):
+            ends = [0, *accumulate(self.lengths[document] for document in documents)]
+            return torch.tensor(ends, dtype=torch.int32, device=device), torch.tensor(documents, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +101,7 @@ class PackedShards:
 
     group: Group
     layout: PackedLayout
-    _sources: Rows  # the indices of this rank's rows in the packed tensor
+    _sources: tuple[slice, ...]  # this rank's rows in the packed tensor
 
     @functools.cached_property
     def rank(self) -> int:
@@ -133,7 +124,7 @@ class PackedShards:
         check_tensor("x", x)
         dim, total = checked_dim(x, dim), sum(self.layout.lengths)
         expect(x.shape[dim] == total, "x", f"{total} rows in dim {dim}, those of all sequences", x.shape[dim])
-        own = x.index_select(dim, self._sources(x.device))
+        own = x.index_select(dim, self._own_rows(x.device))
         missing = [*x.shape[:dim], self.num_rows - own.shape[dim], *x.shape[dim + 1 :]]
         return torch.cat([own, x.new_full(missing, padding)], dim)
 
@@ -147,15 +138,19 @@ class PackedShards:
         """
         check_tensor("x", x)
         dim = checked_dim(x, dim)
-        expect(x.shape[dim] == self.num_rows, "x", f"{self.num_rows} rows in dim {dim}", x.shape[dim])
+        expect(x.shape[dim] == self.num_rows, "x", f"{self.num_rows} rows in dim {dim}, as shard() gives", x.shape[dim])
         gathered = x.movedim(dim, 0)
         for group in reversed(process_groups(self.group)):
             gathered = all_gather(gathered, group)
         return gathered.index_select(0, self._rows_in_order(x.device)).movedim(0, dim)
 
-    @functools.cached_property
-    def _rows_in_order(self) -> Rows:
-        return Rows(part.rows for part in in_order_of_documents(self.layout.parts, self.num_rows))
+    @cached_in_first
+    def _own_rows(self, device: torch.device) -> Tensor:
+        return row_numbers(self._sources, device)
+
+    @cached_in_first
+    def _rows_in_order(self, device: torch.device) -> Tensor:
+        return row_numbers((part.rows for part in in_order_of_documents(self.layout.parts, self.num_rows)), device)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the position of each of this rank's rows in its sequence, for RoPE: int64 ``[num_rows]``, 0 for
@@ -206,7 +201,7 @@ def shard_varlen(
     dealt = deal(lengths, world_size, layout, (left, 0 if check_bool("causal", causal) else right))
     arranged = [arrange(parts, lengths) for parts in dealt]
     layout_of_ranks = PackedLayout(lengths, tuple(parts for parts, _ in arranged))
-    return PackedShards(group, layout_of_ranks, Rows(arranged[rank_in(groups)][1]))
+    return PackedShards(group, layout_of_ranks, arranged[rank_in(groups)][1])
 
 
 def rank_in(groups: Sequence[dist.ProcessGroup]) -> int:
@@ -236,21 +231,20 @@ def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, 
     Parts of cut documents come first, then whole documents, both sorted by position. Adjacent parts of a document
     become one.
     """
-    merged: list[tuple[int, int, int, list[slice]]] = []  # document, first, length; rows
+    runs: list[list[Part]] = []  # adjacent parts
     for part in sorted(parts, key=position_of):
-        document, first = position_of(part)
-        if merged and merged[-1][0] == document and merged[-1][1] + merged[-1][2] == first:
-            _, first_of_all, length, rows = merged[-1]
-            merged[-1] = (document, first_of_all, length + part.length, [*rows, part.rows])
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.document, last.first + last.length) == (part.document, part.first):
+            runs[-1].append(part)
         else:
-            merged.append((document, first, part.length, [part.rows]))
-    merged.sort(key=lambda each: each[2] == lengths[each[0]])  # stable: cut and whole parts each stay sorted
-    ends = list(accumulate(length for _, _, length, _ in merged))
-    arranged = (
-        Part(slice(end - length, end), first, document)
-        for end, (document, first, length, _) in zip(ends, merged, strict=True)
-    )
-    return tuple(arranged), tuple(of for _, _, _, rows in merged for of in rows)
+            runs.append([part])
+    # The sort is stable: runs of cut documents and whole documents each stay sorted.
+    runs.sort(key=lambda run: sum(part.length for part in run) == lengths[run[0].document or 0])
+    arranged, end = [], 0
+    for run in runs:
+        begin, end = end, end + sum(part.length for part in run)
+        arranged.append(Part(slice(begin, end), run[0].first, run[0].document))
+    return tuple(arranged), tuple(part.rows for run in runs for part in run)
 
 
 # --- Which rank gets which rows ---------------------------------------------------------------------------------------

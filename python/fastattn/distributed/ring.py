@@ -11,100 +11,59 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fastattn.distributed.blocks import PackedSpread, Reading, Spread
+from fastattn.distributed.blocks import AnySpread, Reading
 from fastattn.distributed.collectives import naming
-from fastattn.distributed.local_attention import (
-    Inputs,
-    LocalAttention,
-    gradient_of_sinks,
-    no_results,
-    query_heads,
-    with_sinks,
-    zeros_of_sums,
-)
+from fastattn.distributed.local_attention import LocalAttention, OtherSums, Tensors, query_heads, zeros_of_sums
 from fastattn.distributed.merge import merge_into
 from fastattn.functional.attention_block import BackwardTensors
 
 
-@torch.compiler.disable  # asynchronous messages cannot be traced: a graph ends before the call
-def ring_attention(inputs: Inputs, spread: Spread | PackedSpread, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of this rank's rows, differentiable in all tensors."""
-    device = inputs.query.device
-    if device.type not in _connected.setdefault(group, set()):
-        _connect(group, device)
-    out, lse = _RingAttention.apply(*inputs, spread, group)
-    return out, lse
+def attend_to_keys(
+    attention: LocalAttention, inputs: Tensors, spread: AnySpread, group: dist.ProcessGroup, results: Tensors
+) -> None:
+    """Merges this rank's results over the keys of all ranks into ``results``, the output and the lse."""
+    (query, key, value), (out, lse) = inputs, results
+    _connect(group, query.device)
+    for _, reading, keys, values in _readings(key, value, spread, group):
+        for block in reading.blocks:
+            rows = block.rows
+            found = attention.results(query[:, :, rows], keys[:, :, block.keys], values[:, :, block.keys], block)
+            merge_into(out[:, :, rows], lse[:, :, rows], *found)
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        slopes: Tensor | None,
-        sinks: Tensor | None,
-        local: LocalAttention,
-        spread: Spread | PackedSpread,
-        group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = no_results(query, value)
-        attention = local.with_slopes(slopes)
-        for _, reading, keys, values in _readings(key, value, spread, group):
-            for block in reading.blocks:
-                rows = block.rows
-                found = attention.attend(query[:, :, rows], keys[:, :, block.keys], values[:, :, block.keys], block)
-                merge_into(out[:, :, rows], lse[:, :, rows], *found)
-        out, lse = with_sinks(out, lse, sinks)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, slopes, sinks, out, lse)
-        ctx.spread, ctx.local, ctx.group = spread, local, group
-        return out, lse
+def gradients_of_keys(
+    attention: LocalAttention, tensors: BackwardTensors, spread: AnySpread, group: dist.ProcessGroup, sums: OtherSums
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of this rank's keys and values; adds those of query and slopes to ``sums``."""
+    query, key, value = tensors.query, tensors.key, tensors.value
+    key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (key, value))
+    own_sums = _GradientsOfKeys((key_sum, value_sum), spread, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, slopes, sinks, out, lse = ctx.saved_tensors
-        attention: LocalAttention = ctx.local.with_slopes(slopes)
-        query_sum, key_sum, value_sum = (zeros_of_sums(t, lse.dtype) for t in (query, key, value))
-        slopes_sum = torch.zeros_like(slopes, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        sums = _GradientsOfKeys((key_sum, value_sum), ctx.spread, ctx.group)
+    def gradients(reading: Reading, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+        given = tensors._replace(key=keys[:, kv_heads], value=values[:, kv_heads])
+        heads = query_heads(kv_heads, query, key)
+        return attention.gradients(given, heads, reading.blocks, sums)
 
-        def gradients(reading: Reading, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
-            tensors = BackwardTensors(grad_out, grad_lse, query, keys[:, kv_heads], values[:, kv_heads], out, lse)
-            heads = query_heads(kv_heads, query, key)
-            return attention.gradients(tensors, heads, reading.blocks, query_sum, slopes_sum)
-
-        first_heads, last_heads = heads_of_own_block(key.shape[1], ctx.spread.world_size)
-        for step, reading, keys, values in _readings(key, value, ctx.spread, ctx.group):
-            if step == 0:
-                own = reading
-                sums.add(own, gradients(own, keys, values, first_heads), first_heads)
-            else:
-                sums.exchange(step, reading, gradients(reading, keys, values, slice(0, key.shape[1])))
-        if last_heads.start < last_heads.stop:
-            sums.add(own, gradients(own, _read(key, own), _read(value, own), last_heads), last_heads)
-        sums.finish()
-        grads = (
-            total.to(t.dtype) for total, t in zip((query_sum, key_sum, value_sum), (query, key, value), strict=True)
-        )
-        grad_slopes = None if slopes_sum is None else slopes_sum.to(slopes.dtype)
-        return *grads, grad_slopes, gradient_of_sinks(sinks, grad_out, grad_lse, out, lse), None, None, None
-
-
-def heads_of_own_block(kv_heads: int, world_size: int) -> tuple[slice, slice]:
-    """Splits the KV heads of a rank's own block in the backward pass: the first heads are computed while the first keys
-    arrive, the others while the last gradients arrive."""
-    num_first = (kv_heads + 1) // 2 if world_size > 1 else kv_heads
-    return slice(0, num_first), slice(num_first, kv_heads)
+    num_heads = key.shape[1]
+    # The first heads of the rank's own block are computed while the first keys arrive, the others while the last
+    # gradients arrive.
+    num_first = (num_heads + 1) // 2 if spread.world_size > 1 else num_heads
+    first_heads, last_heads = slice(0, num_first), slice(num_first, num_heads)
+    for step, reading, keys, values in _readings(key, value, spread, group):
+        if step == 0:
+            own = reading
+            own_sums.add(own, gradients(own, keys, values, first_heads), first_heads)
+        else:
+            own_sums.exchange(step, reading, gradients(reading, keys, values, slice(0, num_heads)))
+    if num_first < num_heads:
+        own_sums.add(own, gradients(own, _read(key, own), _read(value, own), last_heads), last_heads)
+    own_sums.finish()
+    return key_sum.to(key.dtype), value_sum.to(value.dtype)
 
 
 # Group → the device types on which its ranks are connected; a group may have a backend for each.
@@ -118,9 +77,10 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     It does so on every device but the CPU, because a group's backend name does not tell whether it is NCCL
     ("undefined", "cpu:gloo,cuda:nccl").
     """
-    if device.type != "cpu":
+    connected = _connected.setdefault(group, {"cpu"})
+    if device.type not in connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _connected[group].add(device.type)
+        connected.add(device.type)
 
 
 # --- Communication ----------------------------------------------------------------------------------------------------
@@ -131,28 +91,25 @@ class _Transfer:
 
     def __init__(
         self,
-        sent: tuple[int, list[Tensor]] | None,
-        received: tuple[int, list[Tensor]] | None,
+        sent: tuple[int, list[Tensor]],
+        received: tuple[int, list[Tensor]],
         first_tag: int,
         group: dist.ProcessGroup,
     ) -> None:
-        self.received = received[1] if received is not None else []
-        self._sent = sent  # keeps the tensors alive while they are in flight
-        self._works: list[dist.Work] = []
-        messages = []
-        for operation, side in ((dist.isend, sent), (dist.irecv, received)):
-            peer, tensors = side if side is not None else (0, [])
-            for tag, tensor in enumerate(tensors, first_tag):
-                global_peer = dist.get_global_rank(group, peer)
-                messages.append(dist.P2POp(operation, tensor, global_peer, group=group, tag=tag))
-        if messages:
-            self._works = dist.batch_isend_irecv(messages)
+        self._sent, self._received = sent, received  # keeps the tensors alive while they are in flight
+        messages = [
+            dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group=group, tag=tag)
+            for operation, (peer, tensors) in ((dist.isend, sent), (dist.irecv, received))
+            for tag, tensor in enumerate(tensors, first_tag)
+        ]
+        self._works: list[dist.Work] = dist.batch_isend_irecv(messages) if messages else []
 
     def wait(self) -> list[Tensor]:
+        """Waits for all messages and returns the received tensors."""
         with naming(_CALL):
             for work in self._works:
                 work.wait()
-        return self.received
+        return self._received[1]
 
 
 _CALL = "context_parallel_attention with strategy 'ring'"
@@ -160,7 +117,7 @@ _KEYS_TAG, _GRADIENTS_TAG = 0, 2  # each is the tag for keys; the next number is
 
 
 def _readings(
-    key: Tensor, value: Tensor, spread: Spread | PackedSpread, group: dist.ProcessGroup
+    key: Tensor, value: Tensor, spread: AnySpread, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, Reading, Tensor, Tensor]]:
     """Yields for each step its number, the reading, and the keys and values that are read."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -168,11 +125,8 @@ def _readings(
     def start(step: int) -> tuple[Reading, _Transfer]:
         reader, source = (rank + step) % world_size, (rank - step) % world_size
         wanted, reading = spread.reading(reader, rank), spread.reading(rank, source)
-        sent = received = None
-        if wanted.keys:
-            sent = reader, [_read(tensor, wanted).contiguous() for tensor in (key, value)]
-        if reading.keys:
-            received = source, [_room(tensor, reading, tensor.dtype) for tensor in (key, value)]
+        sent = reader, [_read(tensor, wanted).contiguous() for tensor in (key, value) if wanted.keys]
+        received = source, [_room(tensor, reading) for tensor in (key, value) if reading.keys]
         return reading, _Transfer(sent, received, _KEYS_TAG, group)
 
     under_way = start(1) if world_size > 1 else None  # in flight while the caller computes its own block
@@ -194,16 +148,16 @@ def _read(tensor: Tensor, reading: Reading) -> Tensor:
     return torch.cat([tensor[:, :, keys] for keys in (slice(0, 0), *reading.keys)], dim=2)
 
 
-def _room(like: Tensor, reading: Reading, dtype: torch.dtype) -> Tensor:
-    batch, heads, _, dim = like.shape
+def _room(like: Tensor, reading: Reading) -> Tensor:
+    """Returns memory for the keys that ``reading`` names, or for their gradients."""
     num_keys = sum(keys.stop - keys.start for keys in reading.keys)
-    return like.new_empty(batch, heads, num_keys, dim, dtype=dtype)
+    return like.new_empty(*like.shape[:2], num_keys, like.shape[3])
 
 
 class _GradientsOfKeys:
     """Sums the gradients of this rank's keys and values from every rank that has read them."""
 
-    def __init__(self, sums: tuple[Tensor, Tensor], spread: Spread | PackedSpread, group: dist.ProcessGroup) -> None:
+    def __init__(self, sums: tuple[Tensor, Tensor], spread: AnySpread, group: dist.ProcessGroup) -> None:
         self._sums, self._spread, self._group = sums, spread, group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._under_way: tuple[Reading, _Transfer] | None = None
@@ -213,8 +167,8 @@ class _GradientsOfKeys:
         of its own keys from the rank that has read them in this step."""
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         wanted = self._spread.reading(reader, self._rank)
-        received = (reader, [_room(total, wanted, total.dtype) for total in self._sums]) if wanted.keys else None
-        sent = (owner, list(found)) if reading.keys else None
+        received = reader, [_room(total, wanted) for total in self._sums if wanted.keys]
+        sent = owner, list(found) if reading.keys else []
         self.finish()
         self._under_way = wanted, _Transfer(sent, received, _GRADIENTS_TAG, self._group)
 

@@ -67,7 +67,8 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
     check_tensor("x", x)
     dim, groups = checked_dim(x, dim), process_groups(group)
     parts = parts_per_rank(layout) * math.prod(map(dist.get_world_size, groups))
-    expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", x.shape[dim])
+    came = f"{x.shape[dim]}; pad the sequence"
+    expect(x.shape[dim] % parts == 0, "x", f"a multiple of {parts} in dim {dim} for {layout}", came)
     for dim_group in groups:  # zigzag within zigzag is the zigzag order of all ranks
         rank, world_size = dist.get_rank(dim_group), dist.get_world_size(dim_group)
         in_order = x.tensor_split(parts_per_rank(layout) * world_size, dim)

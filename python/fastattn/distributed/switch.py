@@ -53,11 +53,11 @@ def context_parallel(group: Group = None, *, strategy: str = "allgather", layout
 class _Attention:
     def __init__(self, group: Group, strategy: str, layout: str) -> None:
         self.num_parts = parts_per_rank(layout)
-        self._group, self._strategy, self._layout = group, strategy, layout
+        self._group = group
+        self._options: dict[str, Any] = {"group": group, "strategy": strategy, "layout": layout}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, window: tuple[int, int], **options: Any) -> Tensor:
-        how: dict[str, Any] = {"group": self._group, "strategy": self._strategy, "layout": self._layout}
-        return context_parallel_attention(query, key, value, window=window, **how, **options)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return context_parallel_attention(query, key, value, **self._options, **options)
 
     def sdpa(
         self,
@@ -73,7 +73,8 @@ class _Attention:
     ) -> Tensor:
         """Computes ``F.scaled_dot_product_attention`` for ``[..., H, L, E]``, with any number of batch dimensions."""
         try:
-            expect(attn_mask is None, "attn_mask", "None inside of context_parallel", "a mask")
+            came = "a mask; pass is_causal=True, or call context_parallel_attention with key_ranges"
+            expect(attn_mask is None, "attn_mask", "None inside of context_parallel", came)
             expect(
                 query.dim() > 3, "query", "[..., H, L, E] with a batch inside of context_parallel", list(query.shape)
             )

@@ -54,9 +54,10 @@ class ColwiseParallel(parallel.ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.fused > 1:
             if not isinstance(module, nn.Linear):
-                raise TypeError(f"module: expected an nn.Linear of fused layers, got {type(module).__name__}")
+                came = f"{type(module).__name__}; pass fused=1 for others"
+                raise TypeError(f"module: expected an nn.Linear of {self.fused} fused layers, got {came}")
             rows, ranks = module.weight.shape[0], device_mesh.size()
-            divided = f"rows that {self.fused} layers share evenly, and {ranks} ranks those of each"
+            divided = f"rows that are a multiple of {self.fused} fused layers times {ranks} ranks"
             expect(rows % (self.fused * ranks) == 0, "weight", divided, list(module.weight.shape))
         return super()._apply(module, device_mesh)
 

@@ -28,6 +28,7 @@ from fastattn.functional.distributed_tensors import attend_over_distributed
 from fastattn.functional.dropout_seed import draw_seed, seed_tensor
 
 _has_warned_of_layout = False
+_has_warned_of_mask = False
 
 Yes: TypeAlias = Literal[True]
 No: TypeAlias = Literal[False]
@@ -179,59 +180,29 @@ def attention(
 
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Unpack[_Packed[No, No]],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Unpack[_Packed[No, No]],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Unpack[_Packed[Yes, No]],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Unpack[_Packed[Yes, No]],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Unpack[_Packed[No, Yes]],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Unpack[_Packed[No, Yes]],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Unpack[_Packed[Yes, Yes]],
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Unpack[_Packed[Yes, Yes]],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    **options: Unpack[_Packed[bool, bool]],
-) -> Tensor | tuple[Tensor, ...]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, **options: Unpack[_Packed[bool, bool]],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention_varlen(
@@ -337,7 +308,21 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
     _has_warned_of_layout = True
     warn_at_users_line(
         f"attention: with causal=True, {queries} queries and {keys} keys, the first {queries - keys} rows see no key "
-        "and are zero. The layout is [B, H, S, D]; pass x.transpose(1, 2) of tensors that are [B, S, H, D].",
+        "and are zero. The layout is [B, H, S, D]: if yours is [B, S, H, D], pass x.transpose(1, 2) of each tensor.",
+        UserWarning,
+    )
+
+
+def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
+    """Warns once if ``bias [B, 1, 1, Sk]`` holds 0 and 1 alone, as a padding mask of floats does; it reads it back."""
+    global _has_warned_of_mask
+    is_for_keys = bias.is_floating_point() and tuple(bias.shape[1:3]) == (1, 1)
+    if _has_warned_of_mask or not is_for_keys or set(bias.detach().unique().tolist()) != {0.0, 1.0}:
+        return
+    _has_warned_of_mask = True
+    warn_at_users_line(
+        f"attention: the bias {list(bias.shape)} holds only 0.0 and 1.0, which are added to the scores and mask "
+        "nothing; of a padding mask that is 1 for tokens, pass bias=mask.bool().",
         UserWarning,
     )
 
@@ -385,6 +370,8 @@ def prepare(call: AttentionCall) -> Prepared:
     call, request = check_once(call)
     if call.cu_seqlens_q is not None and contents_are_checked(call.cu_seqlens_q, call.cu_seqlens_k, call.block_table):
         _check_contents(call)
+    if bias is not None and contents_are_checked(bias):
+        _warn_where_a_bias_seems_to_be_a_mask(bias)
     if call.key_ranges is not None and contents_are_checked(call.key_ranges, call.cu_seqlens_q, call.cu_seqlens_k):
         _check_ranges(call)
     if call.dropout_seed is not None:
@@ -402,7 +389,8 @@ def _check_contents(call: AttentionCall) -> None:
     if table is not None:
         lengths, capacity = call.cu_seqlens_k.diff(), table.shape[1] * key.shape[2]
         longest = max(lengths.tolist(), default=0)
-        expect(longest <= capacity, "block_table", f"room for the {longest} keys of a sequence", f"{capacity}")
+        expected = f"pages for the {longest} keys of the longest sequence"
+        expect(longest <= capacity, "block_table", expected, f"{table.shape[1]} pages of {key.shape[2]} for each")
         check_pages(table, lengths, key.shape[0], key.shape[2])
 
 

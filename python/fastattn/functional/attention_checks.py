@@ -55,16 +55,19 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
         if not call.is_packed and query.dim() == 3:
             advice = "; of one sequence [H, S, D] pass query[None], key[None] and value[None]"
         check_rank(name, tensor, layout, advice)
-        expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", tensor.dtype)
+        came = f"{tensor.dtype}; cast it with {name}.to({query.dtype})"
+        expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", came)
         check_same_device(name, tensor, query.device)
     heads, head_dim = query.shape[1], query.shape[-1]
-    expect(key.shape[-1] == head_dim, "key", f"the query's head dim {head_dim}", key.shape[-1])
-    like_key, came = list(key.shape[:-1]), list(value.shape[:-1])
-    expect(came == like_key, "value", f"{like_key} as the key has (the head dim alone may differ)", came)
+    expect(key.shape[-1] == head_dim, "key", f"{layouts[1]} with the query's D = {head_dim}", list(key.shape))
+    like_key, value_shape = list(key.shape[:-1]), list(value.shape)
+    expect(value_shape[:-1] == like_key, "value", f"{layouts[2]} with the key's {like_key} before Dv", value_shape)
     check_head_counts(query, key, "key", layouts[:2])
     batch = _check_packed(call) if call.is_packed else query.shape[0]
     if not call.is_packed:
-        expect(key.shape[0] == batch, "key", f"the query's batch size {batch}", key.shape[0])
+        swap = f"; of keys for all sequences pass key.expand({batch}, -1, -1, -1), and values likewise"
+        came = f"{list(key.shape)}{swap if key.shape[0] == 1 else ''}"
+        expect(key.shape[0] == batch, "key", f"{layouts[1]} with the query's batch size {batch}", came)
 
     left, right = check_window(call.window)
     causal = check_bool("causal", call.causal)
@@ -107,14 +110,15 @@ def _check_packed(call: AttentionCall) -> int:
     for name, offsets in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         check_dtype(name, offsets, (torch.int32,))
         check_same_device(name, offsets, device)
-        expect(offsets.shape[0] >= 1, name, "at least one offset", 0)
-        check_shape(name, offsets, (batch + 1,), "[B + 1]")
+        expect(offsets.shape[0] >= 1, name, "offsets [B + 1], at least the 0 of no sequence", "none")
+        check_shape(name, offsets, (batch + 1,), "[B + 1] like cu_seqlens_q")
     table = call.block_table
     if table is not None:
         check_rank("block_table", table, "[B, max_pages]")
         check_dtype("block_table", table, (torch.int32,))
         check_same_device("block_table", table, device)
-        expect(table.shape[0] == batch, "block_table", f"{batch} rows [B, max_pages]", list(table.shape))
+        expected = f"[B, max_pages] with the B = {batch} of cu_seqlens_q"
+        expect(table.shape[0] == batch, "block_table", expected, list(table.shape))
     return batch
 
 
@@ -129,9 +133,10 @@ def check_window(window: Any) -> tuple[int, int]:
         if isinstance(window, int) and window > 0 and not isinstance(window, bool):
             advice = f"; ({window - 1}, 0) lets a query see {window} keys up to its own"
         raise InputError(f"window: expected (left, right), got {window!r}{advice}")
-    if None in window:
-        raise InputError(f"window: expected two ints, {UNBOUNDED} for an unbounded side, got {window!r}")
-    left, right = (check_int("window", side, minimum=UNBOUNDED) for side in window)
+    expected = f"two ints of at least {UNBOUNDED}, which means unbounded"
+    expect(None not in window, "window", expected, window)
+    left, right = (check_int("window", side) for side in window)
+    expect(left >= UNBOUNDED and right >= UNBOUNDED, "window", expected, window)
     return left, right
 
 
@@ -155,7 +160,7 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))
         expect(False, "bias", expected, f"{bias.dtype}; of a mask that is 1 where a query sees a key, pass mask.bool()")
-    check_dtype("bias", bias, dtypes)
+    check_dtype("bias", bias, dtypes, f"; cast it with bias.to({query.dtype})")
     fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
     expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))
 
@@ -202,7 +207,8 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         index = is_wrong.nonzero()[0].tolist()
         row, wrong = index[:-1], ranges[tuple(index)].tolist()
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
-        raise InputError(f"key_ranges: expected 0 <= begin <= end <= {most}, got {wrong} at key_ranges{row}")
+        expected = f"0 <= begin <= end <= {most}, the number of keys"
+        raise InputError(f"key_ranges: expected {expected}, got {wrong} at key_ranges{row}")
     # Sort each row's ranges, the empty ones last.
     order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
     begin, end = begin.gather(-1, order), end.gather(-1, order)
@@ -215,14 +221,15 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:
-    """Raises if a kernel cannot read a cache without a copy; ``why`` tells in the error why the cache is not copied."""
+    """Raises if a kernel cannot read a cache where it lies; the error quotes ``why``, the reason not to copy it."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return  # a traced or wrapped tensor has no address
     for name, cache in caches.items():
         reason = reason_to_copy(cache)
         if reason is not None:
             wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
-            raise InputError(f"{name}: expected {wanted}, since {why}, got strides {cache.stride()}: {reason}")
+            came = f"strides {cache.stride()}: {reason}; torch.zeros makes one that fits"
+            raise InputError(f"{name}: expected {wanted}, since {why}, got {came}")
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
@@ -256,4 +263,4 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
         rows = f"at most {total} (dim 0 of the packed [total, H, D])"
         expect(values[-1] <= total, name, f"{rows} as the last offset", values[-1])
     longest, max_name = max(lengths, default=0), name.replace("cu", "max").replace("seqlens", "seqlen")
-    expect(longest <= max_seqlen, max_name, f"at least {longest}", max_seqlen)
+    expect(longest <= max_seqlen, max_name, f"at least {longest}, the longest sequence in {name}", max_seqlen)

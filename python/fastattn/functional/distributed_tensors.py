@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattn.call import AttentionCall
-from fastattn.checks import is_distributed
+from fastattn.checks import is_distributed, type_name
 from fastattn.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall
     """Runs ``attend`` on each rank over its shards of the call's tensors; the query is a DTensor."""
     if call.dropout_p and call.dropout_seed is None:
         raise InputError(
-            "dropout_seed: expected a seed beside DTensors, which has to be the same on each rank, got None"
+            "dropout_seed: expected an int beside DTensors, the same on each rank, got None; pass dropout_seed=0, and "
+            "another in each step"
         )
     queries, lse = (PACKED, PACKED_LSE) if call.is_packed else (DENSE, DENSE)
     others = [of for of, wanted in ((lse, call.return_lse), (MAX_LOGIT, call.return_max_logit)) if wanted]
@@ -122,10 +123,12 @@ def attend_locally(
     for name, tensor in zip(("query", "key", "value"), tensors, strict=False):
         if not is_distributed(tensor):
             raise InputError(
-                f"{name}: expected a DTensor, as another of query, key and value is one, got {type(tensor).__name__}"
+                f"{name}: expected a DTensor, as another of query, key and value is one, got {type_name(tensor)}; pass "
+                "DTensor.from_local, or to_local() of the others"
             )
         if tensor.device_mesh != tensors[0].device_mesh:
-            raise InputError(f"{name}: expected the query's mesh {tensors[0].device_mesh}, got {tensor.device_mesh}")
+            came = f"{tensor.device_mesh}; distribute both over one mesh"
+            raise InputError(f"{name}: expected the query's mesh {tensors[0].device_mesh}, got {came}")
     mesh = tensors[0].device_mesh
     kinds = _kinds(tensors[:3], dims[0], may_shard)
     local = tuple(_local(tensor, mesh, kinds, of) for tensor, of in zip(tensors, dims, strict=True))

@@ -13,10 +13,10 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         check_dtype("dropout_seed", seed, (torch.int64,))
         check_same_device("dropout_seed", seed, device)
-        expect(seed.numel() == 1, "dropout_seed", "one element", list(seed.shape))
+        expect(seed.numel() == 1, "dropout_seed", "a tensor of one element", f"shape {list(seed.shape)}")
         return seed
     seed = check_int("dropout_seed", seed)
-    expect(-(2**63) <= seed < 2**64, "dropout_seed", "a 64-bit integer", seed)
+    expect(-(2**63) <= seed < 2**64, "dropout_seed", "an int from -2**63 to 2**64 - 1", seed)
     return torch.full((), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=device)
 
 

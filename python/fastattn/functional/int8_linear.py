@@ -21,6 +21,7 @@ from fastattn.checks import (
     device_checks_are_on,
     expect,
     is_distributed,
+    shown,
     type_name,
 )
 from fastattn.dispatch.choose import choose
@@ -89,9 +90,7 @@ def int8_linear(
     if not isinstance(weight, Int8Weight):
         if is_distributed(weight):
             return _linear_over_sharded(x, weight, bias, activation, residual, input_precision)
-        raise TypeError(
-            f"weight: expected an Int8Weight, as quantize_int8(weight) returns, got {type(weight).__name__}"
-        )
+        raise TypeError(f"weight: expected an Int8Weight, got {type_name(weight)}; pass fastattn.quantize_int8(weight)")
     return linear_over(Int8Call(x, weight.data, weight.scale, bias, residual, activation, input_precision))
 
 
@@ -103,7 +102,8 @@ def linear_over(call: Int8Call) -> Tensor:
     check_tensor("residual", call.residual, optional=True)
     for name, option in (("activation", call.activation), ("input_precision", call.input_precision)):
         if not isinstance(option, str) and (option is not None or name == "input_precision"):
-            raise TypeError(f"{name}: expected a str that help(fastattn.int8_linear) lists, got {type_name(option)}")
+            names = INPUT_PRECISIONS if name == "input_precision" else ACTIVATION_CHOICES
+            raise TypeError(f"{name}: expected one of {', '.join(map(repr, names))}, got {shown(option)}")
     cast = autocast_dtype(x.device.type)
     if cast is not None:
         x = autocast_to(cast, x)
@@ -113,7 +113,8 @@ def linear_over(call: Int8Call) -> Tensor:
         return _nested_linear(call)
     call, request = _check_once(call)
     if device_checks_are_on():
-        expect(bool(call.scale.isfinite().all()), "weight.scale", "finite scales", "NaN or infinity")
+        came = "NaN or infinity; quantize_int8 of a finite weight makes finite ones"
+        expect(bool(call.scale.isfinite().all()), "weight.scale", "finite scales", came)
 
     choice = choose(request)
     if choice.backend == "torch":
@@ -137,7 +138,7 @@ def linear_over(call: Int8Call) -> Tensor:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes ``F.linear`` over an ``Int8Tensor``."""
     if not isinstance(weight, Int8Tensor):
-        raise InputError("F.linear: expected an int8 weight as weight only, got one as input or bias")
+        raise InputError("F.linear: expected a floating input and bias, got an int8 weight; pass its dequantize()")
     return int8_linear(input, weight, bias)
 
 
@@ -156,7 +157,7 @@ def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
 def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     is_plain = not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor) and (beta, alpha) == (1, 1)
     if not is_plain or not isinstance(weight, Int8Tensor) or weight.form == "flat":
-        raise InputError(f"{op}: expected an int8 weight as the last factor only; dequantize() gives a floating tensor")
+        raise InputError("matmul: expected an int8 weight as the last factor only; pass dequantize() of the others")
     if weight.form == "transposed":
         return linear_over(Int8Call(x, weight.int8_data, weight.int8_scale, bias))
     return _grad_input(x, weight.int8_data, weight.int8_scale)
@@ -179,7 +180,8 @@ def _nested_linear(call: Int8Call) -> Tensor:
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
     precision = call.input_precision
-    expect(precision == "16bit", "input_precision", "'16bit' for a nested x", repr(precision))
+    came = f"{precision!r}; pass x.values() of a jagged one"
+    expect(precision == "16bit", "input_precision", "'16bit' for a nested x", came)
     _check_gated(activation, call.weight.shape[0])
     request = request_for_int8(x, {}, None, only_torch_handles(x))
     choice = choose(request)
@@ -193,8 +195,8 @@ def _nested_linear(call: Int8Call) -> Tensor:
 def _check_gated(activation: str | None, rows: int) -> None:
     """Checks that the weight of a gated activation has two equal halves."""
     if activation in GATED:
-        halves = "the gate's rows, then as many of the up projection"
-        expect(rows % 2 == 0, "weight", f"an even N for {activation!r}, {halves}", f"N = {rows}")
+        halves = f"an even N for {activation!r}: the gate's rows, then as many of the up projection"
+        expect(rows % 2 == 0, "weight", halves, f"N = {rows}")
 
 
 def _check(call: Int8Call) -> tuple[Int8Call, Request]:
@@ -203,12 +205,13 @@ def _check(call: Int8Call) -> tuple[Int8Call, Request]:
     check_dtype("x", x, FLOATING)
     expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
     device = call.weight.device
-    expect(device == x.device, "weight", f"a weight on {x.device} like x", f"one on {device}")
+    came = f'one on {device}; pass weight.to("{x.device}")'
+    expect(device == x.device, "weight", f"a weight on {x.device} like x", came)
     check_choice("activation", activation, ACTIVATION_CHOICES)
     _check_gated(activation, rows)
     if bias is not None:
         check_shape("bias", bias, (rows,), "[N]")
-        expect(bias.dtype == x.dtype, "bias", f"{x.dtype}, as x is", bias.dtype)
+        check_dtype("bias", bias, (x.dtype,))
         check_same_device("bias", bias, x.device)
     if residual is not None:
         result = result_columns(activation, rows)
@@ -241,14 +244,18 @@ def _linear_over_sharded(
 
     if not isinstance(x, DTensor):
         # A weight that FSDP shards is a DTensor too, but its ranks have different x and must gather the weight first.
-        raise TypeError(f"x: expected a DTensor, as the weight is one, got {type_name(x)}")
+        advice = "pass DTensor.from_local(x, weight.device_mesh, [Replicate()])"
+        raise TypeError(f"x: expected a DTensor, as the weight is one, got {type_name(x)}; {advice}")
     mesh = weight.device_mesh
-    expect(x.device_mesh == mesh, "x", f"a DTensor on {mesh}", x.device_mesh)
+    expect(x.device_mesh == mesh, "x", f"a DTensor on the weight's mesh, {mesh}", x.device_mesh)
     own = weight.to_local()
     rows, *others = weight.placements
     has_rows = not others and isinstance(rows, (Shard, _StridedShard)) and rows.dim == 0
     if not has_rows or not isinstance(own, Int8Tensor):
-        raise InputError(f"weight: expected an int8 weight that is sharded by rows, got {weight.placements}")
+        raise InputError(
+            f"weight: expected an int8 weight that is sharded by rows ([Shard(0)], as fastattn.distributed."
+            f"ColwiseParallel does it), got {list(weight.placements)}; other layouts run in Int8Linear or F.linear"
+        )
     columns: Any = Shard(0) if activation in GATED else rows  # the placement of the result's columns
     if activation in GATED:
         by = f"fastattn.distributed.ColwiseParallel(fused=2), as {activation!r} needs rows of both halves"

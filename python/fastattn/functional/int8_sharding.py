@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastattn.after_import import after_import
-from fastattn.checks import expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_tensor import (
     Int8Tensor,
-    as_matrix,
+    expect_of_weight,
+    in_matrix_form,
     like,
     replaces_operator,
     row_stride_of,
@@ -34,10 +34,10 @@ _aten = torch.ops.aten
 def _slice(
     op: Any, weight: Int8Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Int8Tensor:
-    weight, dim = as_matrix(weight, op), dim % 2
+    weight, dim = in_matrix_form(weight, op), dim % 2
     size = weight.shape[dim]
     start, end, step = slice(start, end, step).indices(size)
-    expect(step == 1, "slice", "a step of 1 over an int8 weight", step)
+    expect_of_weight(step == 1, "slice", "a step of 1", step)
     end = max(end, start)
     data, scale = op(weight.int8_data, dim, start, end), weight.int8_scale
     if dim == 0:
@@ -45,7 +45,7 @@ def _slice(
     elif isinstance(weight.granularity, int):
         group = weight.granularity
         is_whole = start % group == 0 and (end % group == 0 or start == end)
-        expect(is_whole, "slice", f"whole groups of {group} columns of an int8 weight", f"columns {start} to {end}")
+        expect_of_weight(is_whole, "slice", f"whole groups of {group} columns", f"columns {start} to {end}")
         scale = op(scale, 1, start // group, end // group)
     return like(weight, data, scale, row_stride_of(weight))
 
@@ -59,15 +59,15 @@ def _split(op: Any, weight: Int8Tensor, split_size: int, dim: int = 0) -> list[I
 
 @replaces_operator(_aten.split_with_sizes.default)
 def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> list[Int8Tensor]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [_slice(_aten.slice.Tensor, weight, dim, e - n, e) for n, e in zip(sizes, ends, strict=True)]
+    ends = zip(sizes, itertools.accumulate(sizes), strict=True)
+    return [_slice(_aten.slice.Tensor, weight, dim, end - size, end) for size, end in ends]
 
 
 @replaces_operator(_aten.index_select.default)
 def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
     """Selects rows, which puts the rows of gathered shards in order where shards are not consecutive."""
-    weight = as_matrix(weight, op)
-    expect(dim % 2 == 0, "index_select", "rows of an int8 weight", "columns")
+    weight = in_matrix_form(weight, op)
+    expect_of_weight(dim % 2 == 0, "index_select", "dim 0, its rows", "dim 1")
     data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
     return like(weight, data, op(scale, 0, index) if scales_have_rows(weight) else scale.clone())
 
@@ -75,8 +75,8 @@ def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8T
 @replaces_operator(_aten.constant_pad_nd.default)
 def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
     """Adds rows of zeros below, so that the shards of a weight are equally large."""
-    weight, (left, right, above, below) = as_matrix(weight, op), (*padding, 0, 0)[:4]
-    expect(left == right == above == value == 0, "pad", "rows of zeros below an int8 weight", list(padding))
+    weight, (left, right, above, below) = in_matrix_form(weight, op), (*padding, 0, 0)[:4]
+    expect_of_weight(left == right == above == value == 0, "pad", "rows of zeros below it", list(padding))
     data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
     scale = weight.int8_scale
     return like(weight, data, op(scale, [0, 0, 0, below], 1.0) if scales_have_rows(weight) else scale.clone())
@@ -88,14 +88,14 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
         return FlatTensors(list(tensors))
     granularities = {getattr(tensor, "granularity", None) for tensor in tensors}
     is_alike = len(granularities) == 1 and None not in granularities
-    expect(is_alike, "cat", "int8 weights of one granularity", sorted(map(str, granularities)))
-    first, dim = as_matrix(tensors[0], op), dim % 2
+    expect_of_weight(is_alike, "cat", "others of one granularity", ", ".join(sorted(map(str, granularities))))
+    first, dim = in_matrix_form(tensors[0], op), dim % 2
     data = with_aligned_rows(op([tensor.int8_data for tensor in tensors], dim))
     scales = [tensor.int8_scale for tensor in tensors]
     if scales_have_rows(first) and (dim == 0 or isinstance(first.granularity, int)):
         return like(first, data, op(scales, dim))
     shared = all(other is scales[0] or torch.equal(other, scales[0]) for other in scales[1:])
-    expect(shared, "cat", f"int8 weights that share their {first.granularity!r} scales", "other scales")
+    expect_of_weight(shared, "cat", f"others with the same {first.granularity!r} scales", "different scales")
     return like(first, data, scales[0].clone())
 
 
@@ -123,7 +123,10 @@ class FlatTensors(Tensor):
             return _broadcast_(func, *args, **(kwargs or {}))
         if func is torch.ops.aten.slice.Tensor:
             return cls._part(*args, **(kwargs or {}))
-        raise InputError(f"{func}: does not take int8 weights that were concatenated with other tensors")
+        raise InputError(
+            f"{func}: does not take int8 weights that were concatenated with other tensors; concatenate what their "
+            "dequantize() returns"
+        )
 
     @staticmethod
     def _part(flat: FlatTensors, dim: int = 0, start: int = 0, end: int = 0, step: int = 1) -> Tensor:
@@ -131,7 +134,10 @@ class FlatTensors(Tensor):
         for part, first in zip(flat.parts, starts, strict=False):
             if (first, first + part.numel()) == (start, end):
                 return part.detach()
-        raise InputError(f"slice: expected one of the concatenated tensors, got {start} to {end} of {flat.numel()}")
+        raise InputError(
+            f"slice of concatenated int8 weights: expected the elements of one of them, got {start} to {end} of "
+            f"{flat.numel()}; concatenate what their dequantize() returns"
+        )
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.checks import FLOATING, check_choice, expect
+from fastattn.checks import FLOATING, check_choice, check_torch_dtype, expect
 from fastattn.errors import InputError
 from fastattn.functional.int8_weight import Int8Weight, laid_out_like, quantize_int8, scale_shape
 from fastattn.layout import ALIGNMENT_BYTES, with_aligned_rows
@@ -96,13 +96,13 @@ class Int8Tensor(Tensor):
     @classmethod
     def from_weight(cls, weight: Int8Weight, dtype: torch.dtype = torch.float32) -> Int8Tensor:
         """Makes a tensor over the memory of ``weight`` that stands for a weight of ``dtype``."""
-        check_choice("dtype", dtype, FLOATING)
+        check_torch_dtype(dtype)
         return cls(weight.data, weight.scale, weight.granularity, dtype)
 
     @property
     def int8_weight(self) -> Int8Weight:
         """Returns the weight as ``int8_linear`` takes it."""
-        expect(self.form == "matrix", "weight", "an int8 weight [N, K]", f"a {self.form} one")
+        expect_of_weight(self.form == "matrix", "int8_weight", "[N, K]", f"a {self.form} one")
         return Int8Weight(self.int8_data, self.int8_scale, self.granularity)
 
     @property
@@ -128,9 +128,9 @@ class Int8Tensor(Tensor):
         expect(
             not (requires_grad and is_parameter),
             "requires_grad",
-            "False of an int8 weight, which is not trained: train adapters over it (LoRA), or an nn.Linear with "
-            "weight.dequantize(); in a whole model, set it for parameters that are no fastattn.nn.Int8Tensor",
-            requires_grad,
+            "False of an int8 weight, which is not trained",
+            f"{requires_grad}; train adapters over it (LoRA), or an nn.Linear with weight.dequantize(). In a whole "
+            "model, set it for parameters that are no fastattn.nn.Int8Tensor",
         )
         return self
 
@@ -173,8 +173,8 @@ class Int8Tensor(Tensor):
         replacement = _OPERATORS.get(func)
         if replacement is None:
             raise InputError(
-                f"{func}: does not take int8 weights; dequantize() gives a floating tensor, and that of a transformers "
-                "model a floating model, into which adapters can be merged"
+                f"{_name_of(func)}: does not take int8 weights; pass weight.dequantize(), a floating tensor. To merge "
+                "adapters into a model of transformers, call its dequantize() first"
             )
         return replacement(func, *args, **(kwargs or {}))
 
@@ -199,7 +199,8 @@ class Int8Tensor(Tensor):
         if scales_have_rows(self):
             scale_bytes = scale.contiguous().view(torch.int8)
             behind = columns - scale_bytes.shape[1]
-            expect(behind >= 0, "weight", f"rows that {ranks} ranks divide, or at least 4 columns", list(outer_size))
+            expected = f"rows that the {ranks} ranks of fully_shard divide, or at least 4 columns"
+            expect(behind >= 0, "weight", expected, f"{list(outer_size)}; leave its layer out of fully_shard")
             inputs.append(F.pad(scale_bytes, (0, behind, 0, below)))
         return tuple(inputs), (outer_size, self)
 
@@ -257,9 +258,20 @@ def row_stride_of(weight: Int8Tensor) -> int | None:
     return None if weight.form == "flat" else max(weight.stride())
 
 
-def as_matrix(weight: Int8Tensor, what: Any) -> Int8Tensor:
-    expect(weight.form == "matrix", str(what), "an int8 weight [N, K]", f"a {weight.form} one")
+def in_matrix_form(weight: Int8Tensor, what: Any) -> Int8Tensor:
+    expect_of_weight(weight.form == "matrix", _name_of(what), "[N, K]", f"a {weight.form} one")
     return weight
+
+
+def _name_of(func: Any) -> str:
+    """Returns the name of an operator without its namespace and overload, as users call it."""
+    return str(getattr(func, "overloadpacket", func).__name__)
+
+
+def expect_of_weight(condition: bool, operator: str, expected: str, came: object) -> None:
+    """Raises an ``InputError`` unless an operator over an int8 weight can keep its scales."""
+    came = f"{came}; weight.dequantize() gives a floating tensor, which takes it"
+    expect(condition, f"{operator} of an int8 weight", expected, came)
 
 
 # --- operators that keep the values -----------------------------------------------------------------------------------
@@ -269,7 +281,8 @@ _aten = torch.ops.aten
 
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
-    """Returns a tensor over the same data and scale objects, not over views: shared weights are recognised by them."""
+    """Returns a tensor that holds the same data and scale tensors, not views: modules that share a weight are found by
+    them."""
     return _in_form(weight, weight.form, row_stride_of(weight))
 
 
@@ -291,7 +304,8 @@ def _is_pinned(op: Any, weight: Int8Tensor, device: Any = None) -> bool:
 @replaces_operator(_aten._to_copy.default)
 def _to_copy(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Int8Tensor:
     if dtype is not None:
-        expect(dtype in FLOATING, "dtype", "a floating dtype, which the int8 weight stands for", dtype)
+        expected = "one of " + ", ".join(map(str, FLOATING)) + ": the weight stays int8 and stands for this dtype"
+        expect(dtype in FLOATING, "dtype", expected, f"{dtype}; weight.dequantize() gives a floating tensor")
     options = {"device": device or weight.device, "copy": True, "non_blocking": options.get("non_blocking", False)}
     data, scale = weight.int8_data.to(**options), weight.int8_scale.to(**options)
     data = laid_out_like(weight.int8_data, data)
@@ -314,7 +328,7 @@ def _plain(tensor: Tensor) -> Tensor:
 @replaces_operator(_aten.t.default)
 def _t(op: Any, weight: Int8Tensor) -> Int8Tensor:
     forms = {"matrix": "transposed", "transposed": "matrix"}
-    expect(weight.form in forms, "t", "an int8 weight [N, K]", "a flat one")
+    expect_of_weight(weight.form in forms, "t", "[N, K]", "a flat one")
     return _in_form(weight, forms[weight.form], row_stride_of(weight))
 
 
@@ -332,14 +346,14 @@ def _view(op: Any, weight: Int8Tensor, shape: Any) -> Int8Tensor:
         return _same(_aten.alias.default, weight)
     is_flat, is_matrix = shape in ((-1,), (rows * columns,)), shape == (rows, columns)
     known = weight.form != "transposed" and (is_flat or is_matrix)
-    expect(known, "view", f"[{rows}, {columns}] or [-1] of an int8 weight", list(shape))
+    expect_of_weight(known, "view", f"[{rows}, {columns}] or [-1]", list(shape))
     return _in_form(weight, "flat" if is_flat else "matrix")
 
 
 @replaces_operator(_aten.as_strided.default)
 def _as_strided(op: Any, weight: Int8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Int8Tensor:
     is_itself = (tuple(size), tuple(stride), storage_offset or 0) == (tuple(weight.shape), weight.stride(), 0)
-    expect(is_itself, "as_strided", "the int8 weight's own shape and strides", (list(size), list(stride)))
+    expect_of_weight(is_itself, "as_strided", "its own shape and strides", f"{list(size)} and {list(stride)}")
     return _same(_aten.alias.default, weight)
 
 
@@ -358,7 +372,7 @@ def new_weight(
 
 @replaces_operator(_aten.empty_like.default, _aten.zeros_like.default)
 def _new_like(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Int8Tensor:
-    rows, columns = as_matrix(weight, op).shape
+    rows, columns = in_matrix_form(weight, op).shape
     return new_weight(rows, columns, weight.granularity, dtype or weight.dtype, device or weight.device)
 
 
@@ -379,14 +393,15 @@ def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: A
 def _copy_(op: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, Int8Tensor):
         return op(target, _plain(source), non_blocking)
-    as_matrix(target, op)
-    expect(source.shape == target.shape, "copy_", f"a tensor {list(target.shape)}", list(source.shape))
+    in_matrix_form(target, op)
+    expect(source.shape == target.shape, "copy_ to an int8 weight", f"shape {list(target.shape)}", list(source.shape))
     if not isinstance(source, Int8Tensor):
-        check_choice("copy_", source.dtype, FLOATING)
+        check_choice("dtype of copy_ to an int8 weight", source.dtype, FLOATING)
         weight = quantize_int8(source, target.granularity)
         data, scale = weight.data, weight.scale
     else:
-        expect(source.granularity == target.granularity, "copy_", f"scales of {target.granularity!r}", source)
+        expected, came = f"granularity {target.granularity!r}", f"{source.granularity!r}; copy its dequantize()"
+        expect(source.granularity == target.granularity, "copy_ to an int8 weight", expected, came)
         data, scale = source.int8_data, source.int8_scale
     op(target.int8_data, data, non_blocking)
     op(target.int8_scale, scale, non_blocking)
@@ -407,10 +422,10 @@ def _data_ptr(tensor: Int8Tensor) -> Any:
     if vars(tensor).get("is_being_placed"):  # accelerate compares the address with those of tied weights
         return tensor.int8_data.data_ptr()
     raise InputError(
-        "int8 weights: expected a reader that knows them, got one of raw memory, as safetensors and save_pretrained "
-        "of transformers are. Use torch.save(model.state_dict(), file), or safetensors over "
-        "fastattn.nn.plain_state_dict(model.state_dict()), and load_state_dict of a model after quantize_model. Models "
-        "loaded with fastattn.integrations.transformers.Int8Config have a save_pretrained that knows them"
+        "weight: expected a reader that knows int8 weights, got one of raw memory, such as safetensors or "
+        "save_pretrained; call torch.save(model.state_dict(), file), or safetensors with "
+        "fastattn.nn.plain_state_dict(model.state_dict()). Only models that were loaded with "
+        "fastattn.integrations.transformers.Int8Config have a save_pretrained that knows them"
     )
 
 

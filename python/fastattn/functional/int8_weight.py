@@ -12,14 +12,15 @@ from torch import Tensor
 from fastattn import quantization
 from fastattn.checks import (
     FLOATING,
-    check_choice,
     check_dtype,
     check_rank,
     check_same_device,
     check_shape,
     check_tensor,
+    check_torch_dtype,
     device_checks_are_on,
     expect,
+    shown,
 )
 from fastattn.layout import has_aligned_rows, with_aligned_rows
 from fastattn.namespace import PACKAGE
@@ -52,9 +53,11 @@ class Int8Weight:
     def __post_init__(self) -> None:
         check_tensor("data", self.data)
         check_rank("data", self.data, "[N, K]")
-        check_dtype("data", self.data, (torch.int8,))
+        advice = "; fastattn.quantize_int8(weight) makes an Int8Weight of a floating tensor"
+        check_dtype("data", self.data, (torch.int8,), advice)
         has_rows = self.data.stride(1) == 1 or self.data.shape[1] <= 1
-        expect(has_rows, "data", "contiguous rows", f"strides {self.data.stride()}")
+        came = f"strides {self.data.stride()}; pass data.contiguous()"
+        expect(has_rows, "data", "contiguous rows", came)
         check_granularity(self.granularity, self.data.shape[1])
         check_tensor("scale", self.scale)
         check_dtype("scale", self.scale, (torch.float32,))
@@ -79,15 +82,14 @@ class Int8Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the weight ``[N, K]`` in ``dtype``."""
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
-        check_choice("dtype", dtype, FLOATING)
+        check_torch_dtype(dtype)
         return quantization.dequantize_int8(self.data, self.scale, dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
         """Returns the same weight on ``device``. The dtypes stay, as the kernels read int8 data and float32 scales."""
         if isinstance(device, (torch.dtype, Tensor)):
-            raise TypeError(f"device: expected a device, got {device!r}; dequantize(dtype) gives a floating weight")
+            came = shown(device) if isinstance(device, Tensor) else device
+            raise TypeError(f"device: expected a device, got {came}; dequantize(dtype) gives a floating weight")
         data, scale = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.data, self.scale))
         return self if data is self.data else Int8Weight(laid_out_like(self.data, data), scale, self.granularity)
 
@@ -131,7 +133,8 @@ def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
     choices = ", ".join(map(repr, GRANULARITIES))
     expect(known, "granularity", f"one of {choices}", repr(granularity))
     if isinstance(granularity, int):
-        expect(columns % granularity == 0, "granularity", f"a group that divides K = {columns}", granularity)
+        expected = f'"channel", or a group size that divides K = {columns}'
+        expect(columns % granularity == 0, "granularity", expected, granularity)
 
 
 def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:

@@ -48,8 +48,8 @@ def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
     for name, tensor in named.items():
         if torch.is_grad_enabled() and needs_gradient(tensor):
             raise InputError(
-                f"{name}: expected a tensor that needs no gradient, since attention over a cache is for inference only "
-                "(use torch.no_grad(), or fastattn.attention to train), got one with requires_grad=True"
+                f"{name}: expected a tensor that needs no gradient, since caches are for inference only, got one with "
+                "requires_grad=True; call it under torch.no_grad(), or train with fastattn.attention"
             )
 
 
@@ -88,7 +88,7 @@ def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
         check_sinks(call.sinks, query.device, heads)
     if call.out is not None:
         check_shape("out", call.out, (batch, heads, num_queries, call.v_cache.shape[-1]), "[B, Hq, Sq, Dv]")
-        check_dtype("out", call.out, (query.dtype,))
+        check_dtype("out", call.out, (query.dtype,), "; make it with the query's dtype")
     checked = checked._replace(causal=False, window=(left, 0 if causal else right))
     return checked, describe_decode(checked)
 
@@ -101,34 +101,40 @@ def _check_caches(t: DecodeCall) -> None:
     layout = "[B, Hkv, capacity, {}]" if t.block_table is None else "[num_pages, Hkv, page_size, {}]"
     check_rank("k_cache", t.k_cache, layout.format("D"))
     check_rank("v_cache", t.v_cache, layout.format("Dv"))
-    expect(t.k_cache.shape[-1] == head_dim, "k_cache", f"the query's head dim {head_dim}", t.k_cache.shape[-1])
-    like_keys = t.k_cache.shape[:-1]
-    wanted = f"k_cache's shape but for Dv, {list(like_keys)}"
-    expect(t.v_cache.shape[:-1] == like_keys, "v_cache", wanted, t.v_cache.shape)
+    wanted = f"{layout.format('D')} with the query's D = {head_dim}"
+    expect(t.k_cache.shape[-1] == head_dim, "k_cache", wanted, list(t.k_cache.shape))
+    like_keys, came = list(t.k_cache.shape[:-1]), list(t.v_cache.shape)
+    expect(came[:-1] == like_keys, "v_cache", f"{layout.format('Dv')} with k_cache's {like_keys} before Dv", came)
     check_head_counts(t.query, t.k_cache, "k_cache", ("[B, Hq, Sq, D]", layout.format("D")))
 
     if t.block_table is None:
-        expect(t.k_cache.shape[0] == batch, "k_cache", f"the query's batch size {batch}", t.k_cache.shape[0])
+        wanted = f"{layout.format('D')} with the query's batch size {batch}"
+        expect(t.k_cache.shape[0] == batch, "k_cache", wanted, list(t.k_cache.shape))
     else:
         check_rank("block_table", t.block_table, "[B, max_pages]")
         check_dtype("block_table", t.block_table, (torch.int32,))
         rows = t.block_table.shape[0]
-        expect(rows == batch, "block_table", f"{batch} rows [B, max_pages]", list(t.block_table.shape))
+        wanted = f"{batch} rows [B, max_pages], as the query has sequences"
+        expect(rows == batch, "block_table", wanted, list(t.block_table.shape))
     _check_storage(t, t.query.dtype)
 
 
 def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
     """Checks the dtypes of caches that take tokens of ``dtype``, and the dtypes and shapes of their scales."""
+    given = t._fields[0]
     expected = f"{dtype}, as query and new tokens are, torch.int8 or {FP8}"
-    expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, t.k_cache.dtype)
+    cast = f"cast {given} to it, or " if t.k_cache.dtype in FLOATING else ""
+    came = f"{t.k_cache.dtype}; {cast}make the caches with dtype={dtype}"
+    expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, came)
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
         if cache.dtype not in FEATURE_OF_CACHE:
-            expect(scale is None, name, f"None beside a cache of {cache.dtype}", "a tensor")
+            expect(scale is None, name, f"None beside a cache of {cache.dtype}, which has no scales", "a tensor")
             continue
         if scale is None:
             if cache.dtype == torch.int8:
-                raise InputError(f"{name}: expected a float32 tensor beside an int8 cache, got None")
+                wanted = f"a float32 tensor beside an int8 cache, its scales {list(cache.shape[:-1])}"
+                raise InputError(f'{name}: expected {wanted}, got None; KVCache(quantized="int8") keeps them')
             continue
         check_dtype(name, scale, (torch.float32,))
         if cache.dtype == torch.int8 or not are_given(scale):
@@ -142,7 +148,7 @@ def _check_append(t: DecodeCall) -> None:
     if t.k_new is None and t.v_new is None:
         return
     for name, tensor, other in (("k_new", t.k_new, "v_new"), ("v_new", t.v_new, "k_new")):
-        expect(tensor is not None, name, f"a tensor, as {other} is one", None)
+        expect(tensor is not None, name, f"a tensor, as {other} is one", "None; pass both or none")
     assert t.k_new is not None
     assert t.v_new is not None
     check_rank("k_new", t.k_new, "[B, Hkv, S_new, D]")
@@ -162,7 +168,7 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
     check_tensor("rotary_cos", cos, optional=True)
     check_tensor("rotary_sin", sin, optional=True)
     for name, tensor, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
-        expect(tensor is not None, name, f"a tensor, as {other} is one", None)
+        expect(tensor is not None, name, f"a tensor, as {other} is one", "None; pass both or none")
     assert cos is not None and sin is not None
     check_rank("rotary_cos", cos, "[positions, rotary_dim / 2]")
     check_dtype("rotary_cos", cos, FLOATING)
@@ -183,7 +189,7 @@ def _check_tree(t: DecodeCall, window: tuple[int, int]) -> None:
     tree, shape = list(t.tree_mask.shape), [num_queries, num_queries]
     words = f"shape [B, Sq, Sq] = {[batch, *shape]}, [1, Sq, Sq] or [Sq, Sq]"
     expect(tree in ([batch, *shape], [1, *shape], shape), "tree_mask", words, tree)
-    beside = "beside a tree_mask, where a token's position is not its place in the cache"
+    beside = "beside a tree_mask, since a token of a tree is not at the position that follows from its index"
     expect(t.rotary_cos is None, "rotary_cos", f"None {beside}: rotate query and k_new before the call", "a tensor")
     expect(t.alibi_slopes is None, "alibi_slopes", f"None {beside}", "a tensor")
     expect(window == (UNBOUNDED, UNBOUNDED), "window", f"{(UNBOUNDED, UNBOUNDED)} {beside}", window)
@@ -223,7 +229,7 @@ def check_slots(t: AppendCall) -> None:
     for token, slot in enumerate(t.slot_mapping.tolist()):
         expect(slot < num_slots, "slot_mapping", f"slots below {num_slots}", f"{slot} for token {token}")
         other = token_of.setdefault(slot, token)
-        came = f"{slot} for tokens {other} and {token}"
+        came = f"{slot} for tokens {other} and {token}; a slot of -1 drops a token"
         expect(slot < 0 or other == token, "slot_mapping", "another slot for each token", came)
 
 
@@ -233,11 +239,12 @@ def check_out_memory(t: DecodeCall) -> None:
     if out is None:
         return
     contiguous = out.shape[-1] <= 1 or out.stride(-1) == 1
-    expect(contiguous, "out", "a contiguous last dimension", f"strides {out.stride()}")
+    expect(contiguous, "out", "a contiguous last dimension, as torch.empty makes it", f"strides {out.stride()}")
     extent = 1  # the elements that the dimensions so far cover in memory
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and out.numel() > 0:
-            expect(stride >= extent, "out", "a place of its own for each element", f"strides {out.stride()}")
+            came = f"strides {out.stride()}, as expand() returns; pass out.contiguous()"
+            expect(stride >= extent, "out", "a place of its own for each element", came)
             extent += stride * (size - 1)
     if torch.compiler.is_compiling() or out.numel() == 0:
         return  # a traced or empty tensor has no address
@@ -247,7 +254,8 @@ def check_out_memory(t: DecodeCall) -> None:
             continue
         first, last = _addresses(tensor)
         apart = end <= first or last <= begin
-        expect(apart, "out", "memory apart from that of all other arguments", f"some between elements of {name}")
+        came = f"some between elements of {name}; make it with torch.empty"
+        expect(apart, "out", "memory apart from that of all other arguments", came)
 
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:
@@ -264,10 +272,12 @@ def check_contents(t: DecodeCall) -> None:
         where = f"{length} for sequence {sequence}"
         expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
-        expect(length + num_new <= capacity, "cache_seqlens", room, where)
+        advice = "; pass the lengths before these are appended, or a larger cache" if num_new else ""
+        expect(length + num_new <= capacity, "cache_seqlens", room, where + advice)
         if t.rotary_cos is not None and num_new + length:
             positions = t.rotary_cos.shape[0]
-            expect(length + num_new <= positions, "rotary_cos", f"at least {length + num_new} rows", positions)
+            wanted = f"at least {length + num_new} rows, one for each position"
+            expect(length + num_new <= positions, "rotary_cos", wanted, positions)
     if t.block_table is not None:
         check_pages(t.block_table, t.cache_seqlens + num_new, t.k_cache.shape[0], t.k_cache.shape[2])
 

@@ -47,8 +47,8 @@ def unpack(call: AttentionCall) -> Unpacked:
             raise InputError(f"{name}: expected {_JAGGED}, got one of layout [{', '.join(layout)}]")
         if tensor.lengths() is not None:
             raise InputError(
-                f"{name}: expected a jagged tensor without holes (.contiguous() before the transpose makes one), "
-                "got one with lengths"
+                f"{name}: expected a jagged tensor without holes, got one with lengths; call contiguous() on it before "
+                "the transpose"
             )
         if tensor.shape[0] != (batch := call.query.shape[0]):
             raise InputError(f"{name}: expected the query's batch size {batch}, got {tensor.shape[0]}")
@@ -56,13 +56,15 @@ def unpack(call: AttentionCall) -> Unpacked:
     for name in ("bias", "key_ranges"):
         if getattr(call, name) is not None:
             raise InputError(
-                f"{name}: expected None beside jagged tensors, whose sequences have no common shape, got a tensor"
+                f"{name}: expected None beside jagged tensors, whose sequences have no common shape, got a tensor; use "
+                "causal, window or alibi_slopes, or pad the sequences"
             )
     query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
     if key.offsets() is not value.offsets():
         is_known = key.device.type == "cpu" and not torch.compiler.is_compiling()
         if key_rows.shape[0] != value_rows.shape[0] or (is_known and not torch.equal(key.offsets(), value.offsets())):
-            raise InputError("value: expected sequences as long as the key's, got others")
+            came = "other offsets; make both by torch.nested.nested_tensor_from_jagged with the same offsets"
+            raise InputError(f"value: expected sequences as long as the key's, got {came}")
     cu_seqlens_q = query.offsets().to(torch.int32)
     cu_seqlens_k = cu_seqlens_q if key.offsets() is query.offsets() else key.offsets().to(torch.int32)
     packed = call._replace(
@@ -97,19 +99,20 @@ def attend_strided(call: AttentionCall) -> Tensor:
     query, key, value = call[:3]
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
-            raise InputError(f"{name}: expected a strided nested tensor like the query, got {_kind(tensor)}")
+            raise InputError(f"{name}: expected a strided nested tensor, as the query is, got {_kind(tensor)}")
     given = call._replace(deterministic=None, dropout_seed=None)
     if given[3:] != AttentionCall(query, key, value, scale=call.scale)[3:]:
         raise InputError(
-            f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which PyTorch can attend "
-            "over only without any"
+            f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which takes none but "
+            "scale"
         )
     request = request_for_attention(query, value, only_torch=only_torch_handles(query))
     choice = choose(request)
     try:
         result: Tensor = torch_sdpa(query, key, value, scale=call.scale)
     except RuntimeError as error:
-        raise InputError(f"query: expected {_JAGGED}, got strided nested ones that PyTorch refuses: {error}") from error
+        came = f"a strided nested one that PyTorch refuses: {error}"
+        raise InputError(f"query: expected {_JAGGED}, got {came}") from error
     note(request.op.name, choice.backend, choice.kernel)
     return result
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn.call import AttentionCall
-from fastattn.checks import is_distributed, needs_gradient
+from fastattn.checks import is_distributed, needs_gradient, shown
 from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.reasons import only_torch_handles
@@ -215,34 +215,45 @@ def _reason_for_torch(call: _SdpaCall) -> str | None:
     """Returns why the call must go to torch, which decides what the arguments mean or raises; None for other calls."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    numbers = (dropout_p,) if scale is None else (dropout_p, scale)
-    if not (
-        all(isinstance(t, Tensor) for t in tensors)
-        and all(isinstance(n, (int, float, torch.SymInt, torch.SymFloat)) for n in numbers)
-        and isinstance(is_causal, bool)
-        and isinstance(enable_gqa, bool)
-    ):
-        return "an argument has the wrong type; torch decides."
+    for name, tensor in zip(call._fields, tensors, strict=False):
+        if not isinstance(tensor, Tensor):
+            return f"{name}: expected a tensor, got {shown(tensor)}."
+    for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+            return f"{name}: expected a number, got {shown(number)}."
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            return f"{name}: expected True or False, got {shown(flag)}."
     if min(t.dim() for t in (query, key, value)) < (3 if enable_gqa else 2):
-        return "query, key and value have too few dimensions; torch raises."
-    if any(t.device != query.device for t in tensors) or any(t.dtype != query.dtype for t in (key, value)):
-        return "devices or dtypes of the arguments differ; torch decides."
+        return f"query, key and value need the dimensions [..., H, L, E]: {_shapes(call)}."
+    if any(t.device != query.device for t in tensors):
+        return f"the tensors are on several devices, {', '.join(str(t.device) for t in tensors)}; move them to one."
+    if any(t.dtype != query.dtype for t in (key, value)):
+        return f"query, key and value differ in dtype, {query.dtype}, {key.dtype}, {value.dtype}; cast them to one."
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
-        return "query and key differ in their last dimension, or key and value in their length; torch decides."
-    if not 0.0 <= dropout_p <= 1.0 or (scale is not None and not math.isfinite(scale)):
-        return "dropout_p is not a probability or scale is not finite; torch decides."
+        return f"query and key need the same last dimension, key and value the same length: {_shapes(call)}."
+    if not 0.0 <= dropout_p <= 1.0:
+        return f"dropout_p: expected a probability from 0 to 1, got {dropout_p}."
+    if scale is not None and not math.isfinite(scale):
+        return f"scale: expected a finite number, got {scale}."
     try:
         batch, heads, _ = _leading_dims(query, key, value, enable_gqa)
     except (RuntimeError, ValueError):
-        return "the leading dimensions of query, key and value do not broadcast; torch raises."
+        if enable_gqa:
+            return f"the heads of key and value must divide the query's, and the batch broadcast: {_shapes(call)}."
+        return f"batch and heads must broadcast: {_shapes(call)}; for fewer KV heads pass enable_gqa=True."
     if attn_mask is not None:
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-            return f"attn_mask is {attn_mask.dtype}; torch raises."
+            return f"attn_mask: expected torch.bool or {query.dtype}, got {attn_mask.dtype}; cast it."
         full = (*batch, heads, query.shape[-2], key.shape[-2])
         pairs = zip(attn_mask.shape[::-1], full[::-1], strict=False)
         if not 2 <= attn_mask.dim() <= len(full) or any(own not in (1, whole) for own, whole in pairs):
-            return "attn_mask does not broadcast to the scores; torch decides."
+            return f"attn_mask: expected a shape that broadcasts to {list(full)}, got {list(attn_mask.shape)}."
     return None
+
+
+def _shapes(call: _SdpaCall) -> str:
+    return f"query {list(call.query.shape)}, key {list(call.key.shape)}, value {list(call.value.shape)}"
 
 
 def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:

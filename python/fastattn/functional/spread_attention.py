@@ -10,7 +10,7 @@ from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
-    """Computes attention over a sequence that is sharded over ranks, in the same way in every layer."""
+    """Computes attention over a sequence that is sharded over ranks. All layers of a model use the same one."""
 
     num_parts: int  # the number of separate ranges of the sequence in a rank's shard
 

@@ -145,7 +145,7 @@ def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tens
         return None
     rows_q = [_rows(starts_q, sequences, length) for (length, _), sequences in groups.items()]
     rows_k = [_rows(starts_k, sequences, length) for (_, length), sequences in groups.items()]
-    pieces = []
+    outs = []
     # Split all groups at once: if each were a slice, each gradient would be as long as the whole packed tensor.
     for (length_q, length_k), *parts in zip(
         groups, _split(query, rows_q), _split(key, rows_k), _split(value, rows_k), strict=True
@@ -154,9 +154,9 @@ def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tens
             part.unflatten(0, (-1, length)).transpose(1, 2)
             for part, length in zip(parts, (length_q, length_k, length_k), strict=True)
         )
-        pieces.append(attend_to(call.with_tensors((q, k, v, None))).transpose(1, 2).flatten(0, 1))
+        outs.append(attend_to(call.with_tensors((q, k, v, None))).transpose(1, 2).flatten(0, 1))
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    return out.index_copy(0, torch.cat(rows_q), torch.cat(pieces))
+    return out.index_copy(0, torch.cat(rows_q), torch.cat(outs))
 
 
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor | None:

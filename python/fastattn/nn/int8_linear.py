@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.call import Int8Call
-from fastattn.checks import FLOATING, check_bool, check_choice, check_dtype, check_int, expect
+from fastattn.checks import (
+    FLOATING,
+    check_bool,
+    check_choice,
+    check_dtype,
+    check_int,
+    check_torch_dtype,
+    checked_device,
+    expect,
+    type_name,
+)
 from fastattn.errors import InputError
 from fastattn.functional.int8_linear import INPUT_PRECISIONS, linear_over
 from fastattn.functional.int8_tensor import Int8Tensor, new_weight
@@ -60,9 +70,11 @@ class Int8Linear(nn.Linear):
         check_bool("bias", bias)
         check_granularity(granularity, in_features)
         check_choice("input_precision", input_precision, INPUT_PRECISIONS)
+        if dtype is not None:
+            check_torch_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features
         self.granularity, self.input_precision = granularity, input_precision
-        zeros = torch.zeros(out_features, device=device, dtype=dtype)
+        zeros = torch.zeros(out_features, device=checked_device(device), dtype=dtype)
         weight = new_weight(out_features, in_features, granularity, zeros.dtype, zeros.device)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", nn.Parameter(zeros) if bias else None)
@@ -73,7 +85,8 @@ class Int8Linear(nn.Linear):
     ) -> Int8Linear:
         """Makes a quantised copy of ``linear``, which is unchanged; both layers share the bias ``Parameter``."""
         if not isinstance(linear, nn.Linear) or isinstance(linear, Int8Linear):
-            raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+            advice = "; it is int8 already" if isinstance(linear, Int8Linear) else ""
+            raise TypeError(f"linear: expected an nn.Linear, got {type_name(linear)}{advice}")
         weight = Int8Tensor.from_weight(quantize_int8(linear.weight, granularity), linear.weight.dtype)
         return cls.from_weight(weight, linear.bias, input_precision=input_precision, training=linear.training)
 
@@ -94,7 +107,8 @@ class Int8Linear(nn.Linear):
         if isinstance(weight, Int8Weight):
             weight = Int8Tensor.from_weight(weight, torch.get_default_dtype() if bias is None else bias.dtype)
         if not isinstance(weight, Int8Tensor):
-            raise TypeError(f"weight: expected an Int8Weight or an Int8Tensor, got {type(weight).__name__}")
+            advice = "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
+            raise TypeError(f"weight: expected an Int8Weight or an Int8Tensor, got {type_name(weight)}{advice}")
         rows, columns = weight.shape
         layer = cls(columns, rows, False, weight.granularity, input_precision=input_precision, device="meta")
         layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
@@ -114,7 +128,8 @@ class Int8Linear(nn.Linear):
     def _int8_tensor(self) -> Int8Tensor:
         if not isinstance(self.weight, Int8Tensor):
             raise InputError(
-                f"weight: expected an Int8Tensor, got a {type(self.weight).__name__}, as of one that is sharded"
+                f"weight: expected an Int8Tensor, got a {type(self.weight).__name__}; a sharded weight's to_local() is "
+                "one"
             )
         return self.weight
 
@@ -133,7 +148,8 @@ class Int8Linear(nn.Linear):
             return linear_over(call)
         if self.input_precision != "16bit":
             came = f"{self.input_precision!r} over a {type(weight).__name__}"
-            raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}")
+            advice = 'set it to "16bit" in the layer'
+            raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}; {advice}")
         return F.linear(x, weight, self.bias)  # a DTensor calls Int8Tensor's operators on its shard
 
     def extra_repr(self) -> str:
@@ -172,13 +188,15 @@ class Int8Linear(nn.Linear):
     def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
         """Returns the weight of a state dict as an ``Int8Tensor``: quantised, joined with its scales, or as it is."""
         if isinstance(found, Int8Tensor):
-            expect(
-                found.granularity == self.granularity, "granularity", repr(self.granularity), repr(found.granularity)
-            )
+            came = f"{found.granularity!r}; make the layer with granularity={found.granularity!r}"
+            expect(found.granularity == self.granularity, "granularity", repr(self.granularity), came)
             return found
         if found.dtype == torch.int8:
             if scale is None:
-                raise InputError("weight_scale: expected the scales of the int8 weight, got none: Missing key")
+                raise InputError(
+                    "weight_scale: expected the scales of the int8 weight, got none: Missing key; save them with "
+                    "fastattn.nn.plain_state_dict(model.state_dict())"
+                )
             data = found[0] if found.dim() == 3 else found
             weight = Int8Weight(_aligned_copies.of(data), scale, self.granularity)
             return Int8Tensor.from_weight(weight, self.weight.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.checks import FLOATING, check_bool, check_choice
+from fastattn.checks import FLOATING, check_bool, check_choice, type_name
 from fastattn.errors import InputError
 from fastattn.functional.int8_linear import INPUT_PRECISIONS
 from fastattn.functional.int8_tensor import Int8Tensor
@@ -50,10 +50,11 @@ class QuantizationReport:
     bytes_after: int = 0
 
     def __str__(self) -> str:
+        stays = [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
         if not self.layers:
-            stays = [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
-            return "\n".join(["No layer was replaced.", *stays])
-        width = max([len(layer.name) for layer in self.layers] + [len("layer")])
+            none = "the model has no nn.Linear, or the filter returned False for each"
+            return "\n".join(["No layer was replaced.", *stays] if stays else [f"No layer was replaced: {none}."])
+        width = max(len(name) for name in ("layer", *(layer.name for layer in self.layers)))
         lines = [f"{'layer':{width}}  {'shape':>14}  {'scales':>8}  {'error':>7}  {'before':>10}  {'after':>10}"]
         for layer in self.layers:
             shape = " x ".join(map(str, layer.shape))
@@ -61,15 +62,10 @@ class QuantizationReport:
                 f"{layer.name:{width}}  {shape:>14}  {layer.granularity!s:>8}  {layer.relative_error:>7.3%}  "
                 f"{_megabytes(layer.bytes_before):>10}  {_megabytes(layer.bytes_after):>10}"
             )
-        lines += [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
-        before, after = (
-            _megabytes(sum(getattr(layer, f"bytes_{when}") for layer in self.layers)) for when in ("before", "after")
-        )
-        lines.append(
-            f"{len(self.layers)} layers: weights {before} -> {after}; "
-            f"whole model {_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
-        )
-        return "\n".join(lines)
+        before = _megabytes(sum(layer.bytes_before for layer in self.layers))
+        after = _megabytes(sum(layer.bytes_after for layer in self.layers))
+        whole = f"whole model {_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
+        return "\n".join([*lines, *stays, f"{len(self.layers)} layers: weights {before} -> {after}; {whole}"])
 
 
 def quantize_model(
@@ -102,14 +98,15 @@ def quantize_model(
         InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is unchanged.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
     if isinstance(model, nn.Linear):
-        advice = "" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear"
+        advice = ", which is int8 already" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear(model)"
         raise InputError(
             f"model: expected a module that holds nn.Linear layers, got one: {type(model).__name__}{advice}"
         )
     if filter is not None and not callable(filter):
-        raise TypeError(f"filter: expected a callable or None, got {type(filter).__name__}")
+        came = f"{type_name(filter)}; filter(name, module) returns whether to replace a layer"
+        raise TypeError(f"filter: expected a callable or None, got {came}")
     check_choice("input_precision", input_precision, INPUT_PRECISIONS)
     check_bool("include_tied", include_tied)
     check_granularity(granularity, 0)

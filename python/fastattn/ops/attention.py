@@ -76,9 +76,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max: None) -> tuple[Any, ...]:
-        gradients: list[Any] = [None] * len(_INDEX_OF)
         if grad_out is None and grad_lse is None:
-            return None, None, *gradients
+            return None, None, *([None] * len(_INDEX_OF))
         *saved, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -95,16 +94,15 @@ class _Attention(torch.autograd.Function):
         if is_recording():
             note_backward(ctx.backend, AttentionBackward(attention_forward.Arguments(*arguments), *own))
         grad_query, grad_key, grad_value, grad_bias, grad_sinks, grad_slopes = grads
-        for name, grad in (
-            ("query", grad_query),
-            ("key", grad_key),
-            ("value", grad_value),
-            ("bias", grad_bias.to(bias.dtype) if bias_grad else None),
-            ("alibi_slopes", grad_slopes if slopes_grad else None),
-            ("sinks", None if sinks is None else grad_sinks),
-        ):
-            gradients[_INDEX_OF[name]] = grad
-        return None, None, *gradients
+        gradient_of = {
+            "query": grad_query,
+            "key": grad_key,
+            "value": grad_value,
+            "bias": grad_bias.to(bias.dtype) if bias_grad else None,
+            "alibi_slopes": grad_slopes if slopes_grad else None,
+            "sinks": None if sinks is None else grad_sinks,
+        }
+        return None, None, *[gradient_of.get(name) for name in _INDEX_OF]
 
 
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
@@ -155,15 +153,13 @@ def _fake_backward(given: Any) -> tuple[Tensor, ...]:
         grads = tuple(t.new_empty(t.shape) for t in inputs)
     else:
         grads = tuple(empty_like_heads(t, t.shape[-1]) for t in inputs)
-    bias_shape = given.bias.shape if given.bias_grad and given.bias is not None else (0,)
-    sinks_shape = (0,) if given.sinks is None else given.sinks.shape
-    slopes_shape = given.alibi_slopes.shape if given.slopes_grad and given.alibi_slopes is not None else (0,)
-    shapes = (bias_shape, sinks_shape, slopes_shape)
-    return *grads, *(given.query.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    options = (given.bias, given.bias_grad), (given.sinks, True), (given.alibi_slopes, given.slopes_grad)
+    return *grads, *(_fake_gradient(given, *option) for option in options)
 
 
-def _fake_backward_add(given: Any) -> Tensor:
-    shape = given.alibi_slopes.shape if given.slopes_grad and given.alibi_slopes is not None else (0,)
+def _fake_gradient(given: Any, tensor: Tensor | None, is_wanted: bool) -> Tensor:
+    """Returns an empty float32 gradient of an option, ``[0]`` if none is wanted."""
+    shape = tensor.shape if is_wanted and tensor is not None else (0,)
     return given.query.new_empty(shape, dtype=torch.float32)
 
 
@@ -173,10 +169,6 @@ def _fake_backward_add(given: Any) -> Tensor:
 def _pairs(given: Any) -> int:
     query, key = given.query, given.key
     return query[0] * query[1] * (query[2] * key[2] if len(query) == 4 else given.max_seqlen_k)
-
-
-def _forward_flops(given: Any) -> int:
-    return attention_flops(_pairs(given), given.key[-1], given.value[-1])
 
 
 def _backward_flops(given: Any) -> int:
@@ -262,7 +254,7 @@ attention_forward = register(
     AttentionCall,
     triton_module="attention_forward",
     fake=_fake_forward,
-    flops=_forward_flops,
+    flops=lambda given: attention_flops(_pairs(given), given.key[-1], given.value[-1]),
     vmap=_vmap_forward,
 )
 attention_backward = register(
@@ -277,7 +269,7 @@ attention_backward_add = register(
     "attention_backward_add",
     AttentionBackward,
     triton_module="attention_backward",
-    fake=_fake_backward_add,
+    fake=lambda given: _fake_gradient(given, given.alibi_slopes, given.slopes_grad),
     flops=_backward_flops,
 )
 _INDEX_OF = {name: index for index, name in enumerate(attention_forward.Arguments._fields)}

@@ -50,7 +50,10 @@ def _attention_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple
 def _with_tile(kernel: str | None, request: Request) -> tuple[str, Any]:
     """Returns the name and the tile of the CUDA C++ kernel that the library chose."""
     if kernel is None:
-        raise RuntimeError(f"fastattn's library was built without the kernel for {request}: build it with all kernels")
+        raise RuntimeError(
+            f"fastattn's library was built without its {request.op.name} kernel for {request.dtype} and head dims "
+            f"{request.head_dim} and {request.value_dim}; build it with all kernels (in a clone, `make install`)"
+        )
     return kernel, native.KERNELS.get(kernel)
 
 
@@ -154,10 +157,10 @@ def _used(uses: Mapping[str, bool]) -> frozenset[str]:
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
-# A call over a cache with more queries per sequence than this goes to the attention kernel, whose tiles it fills. As
-# that kernel reads a 16-bit copy of an 8-bit cache, a KV head must then also have more rows than the second number: the
-# decoding kernel reads the 8-bit keys once for every 32 rows, the copy is written and read once for all. No GPU has
-# shown either number.
+# A call over a cache goes to the attention kernel if it has more queries per sequence than the first number, which fill
+# that kernel's tiles. Over an 8-bit cache, a KV head must also have more rows than the second number: the attention
+# kernel needs a 16-bit copy of the cache, made once, while the decoding kernel reads the 8-bit keys again for every 32
+# rows. No GPU has shown either number.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
 
@@ -252,11 +255,7 @@ def describe_append(call: AppendCall) -> Request:
     return Request(APPEND, new.device, new.dtype, _used(uses), *dims, only_torch=only_torch_handles(*call))
 
 
-def _merge_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[str, Any]:
-    return "merge_attention.merge_attention_kernel", None
-
-
-MERGE = Op("merge", _merge_kernel)
+MERGE = Op("merge", lambda backend, request, gpu: ("merge_attention.merge_attention_kernel", None))
 
 
 def describe_merge(*tensors: Tensor) -> Request:
@@ -303,6 +302,7 @@ def _int8_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple[str,
 # The features that the CUDA C++ kernels for int8 activations have.
 _INT8_ACTIVATIONS_GO_WITH = frozenset({"gradients", "group scales", "bias", "activation", "residual"})
 _MAX_INT32 = 2**31 - 1
+_IN_16_BITS = 'pass input_precision="16bit"'
 
 
 def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | None:
@@ -311,20 +311,24 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         return None
     tokens, rows, columns, *_ = request.details
     if not torch.compiler.is_compiling() and max(tokens, rows, columns) > _MAX_INT32:
-        return f"there are {tokens} tokens, and the CUDA C++ kernels count them in 32 bits; call it for fewer."
+        return (
+            f"x has {tokens} rows and the weight is [{rows}, {columns}], and the CUDA C++ kernels count both in 32 "
+            "bits; call it for fewer at a time."
+        )
     if "int8 activations" not in request.features:
         return None
     others = request.features - _INT8_ACTIVATIONS_GO_WITH - {"int8 activations"}
     if others:
         missing = words_for(request.op.name, others)
-        return f"the CUDA C++ kernel for int8 activations does not have: {missing}."
+        return f"the CUDA C++ kernel for int8 activations does not have: {missing}; {_IN_16_BITS}."
     if rows % 8 != 0 or columns % 16 != 0:
         return (
             f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations takes N and K that are "
-            "multiples of 8 and 16; pad it with zeros."
+            f"multiples of 8 and 16; pad it with zeros, or {_IN_16_BITS}."
         )
     if columns > native.INT8_SUM_DEPTH:
-        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {native.INT8_SUM_DEPTH}."
+        most = native.INT8_SUM_DEPTH
+        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {most}; {_IN_16_BITS}."
     if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
         op, has_groups, sizes = "int8_matmul_s8", "group scales" in request.features, (tokens, rows, columns)
         product = native.Int8Product(op, request.dtype, has_groups, False, *sizes)
@@ -334,7 +338,7 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         ctas = native.int8_matmul_schedule(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
             return (
-                f"there are {tokens} tokens and {rows} outputs, too many for what the CUDA C++ kernel for int8 "
+                f"x has {tokens} rows and the weight {rows}, too many for what the CUDA C++ kernel for int8 "
                 "activations counts in a launch; call it for fewer tokens at a time."
             )
     return None

@@ -16,7 +16,7 @@ from fastattn.dispatch.device import kernel_facts
 from fastattn.dispatch.recording import is_recording, note
 from fastattn.layout import sum_over_tokens
 from fastattn.ops.flops import matmul_flops
-from fastattn.ops.registration import apply, refuse_mapped, register
+from fastattn.ops.registration import apply, in_front, refuse_mapped, register
 
 
 class Int8Backward(NamedTuple):
@@ -96,11 +96,6 @@ def backward_kernel(backend: str, backward: Int8Backward) -> str:
     return native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms) or "no kernel"
 
 
-def _fake_matmul(given: Any) -> Tensor:
-    y: Tensor = given.x.new_empty((*given.x.shape[:-1], result_columns(given.activation, given.weight.shape[0])))
-    return y
-
-
 def _fake_grad_input(given: Any) -> tuple[Tensor, Tensor]:
     grad_out, (rows, columns) = given.grad_out, given.weight.shape
     return grad_out.new_empty((*grad_out.shape[:-1], columns)), grad_out.new_empty(rows if given.bias_grad else 0)
@@ -114,22 +109,17 @@ def _flops(given: Any) -> int:
 # --- vmap: any leading dimensions of x are rows to the kernels ------------------------------------------------------
 
 
-def _in_front(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
-    """Returns the tensor with the mapped dimension first; a tensor without one is repeated."""
-    return tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
-
-
 def _vmap_matmul(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
     refuse_mapped(dims, "weight", "scale", "bias")
-    x = _in_front(given.x, dims.x, size)
-    residual = None if given.residual is None else _in_front(given.residual, dims.residual, size)
+    x = in_front(given.x, dims.x, size)
+    residual = None if given.residual is None else in_front(given.residual, dims.residual, size)
     return overload(*given._replace(x=x, residual=residual)), 0
 
 
 def _vmap_grad_input(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
     """Computes the bias's gradient outside the operator, which would sum it over all samples."""
     refuse_mapped(dims, "weight", "scale")
-    grad_out = _in_front(given.grad_out, dims.grad_out, size)
+    grad_out = in_front(given.grad_out, dims.grad_out, size)
     grad_input, nothing = overload(*given._replace(grad_out=grad_out, bias_grad=False))
     grad_bias = sum_over_tokens(grad_out, samples=1) if given.bias_grad else nothing.expand(size, 0)
     return (grad_input, grad_bias), (0, 0)
@@ -140,7 +130,9 @@ int8_matmul = register(
     "int8_matmul",
     Int8Call,
     triton_module="int8_matmul",
-    fake=_fake_matmul,
+    fake=lambda given: given.x.new_empty(
+        (*given.x.shape[:-1], result_columns(given.activation, given.weight.shape[0]))
+    ),
     flops=_flops,
     vmap=_vmap_matmul,
 )

@@ -59,17 +59,14 @@ class Operator:
 
     def __call__(self, backend: str, call: Any) -> Any:
         """Calls the operator with its arguments from the record ``call``, without gradients."""
-        if torch.compiler.is_compiling():
-            return self._overloads[backend](*self.arguments(call))
-        with torch._C._AutoDispatchBelowAutograd():  # skips the Python kernel of _refuse_gradients
-            return self._overloads[backend](*self._take(call))
+        return self.run(backend, self.arguments(call))
 
     def run(self, backend: str, arguments: Iterable[Any]) -> Any:
         """Calls the operator with ``arguments``, without gradients."""
         overload = self._overloads[backend]
         if torch.compiler.is_compiling():
             return overload(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd():  # skips the Python kernel of _refuse_gradients
             return overload(*arguments)
 
     def run_in_backward(self, backend: str, arguments: Iterable[Any]) -> Any:
@@ -199,9 +196,9 @@ def _refuse_gradients(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 class _Once(torch.autograd.Function):
-    """Runs an operator in a backward pass that is itself recorded (``create_graph=True``, ``torch.func.grad``).
+    """Runs an operator of a backward pass that autograd records (``create_graph=True``, ``torch.func.grad``).
 
-    It can be recorded, but its own gradient, a second derivative, raises.
+    Computing its gradient, a second derivative, raises.
     """
 
     generate_vmap_rule = True
@@ -217,8 +214,9 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # use_backend("torch") may still run a kernel of torch's for attention, which has no second derivatives either.
-        has_them = "sdpa_kernel(SDPBackend.MATH)" if ctx.name == "attention_backward" else 'use_backend("torch")'
-        raise RuntimeError(f"{ctx.name}: second derivatives are not implemented; `with {has_them}:` has them")
+        is_attention, name = ctx.name == "attention_backward", ctx.name.removesuffix("_backward")
+        block = "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)" if is_attention else 'fastattn.use_backend("torch")'
+        raise RuntimeError(f"{name}: second derivatives are not implemented; `with {block}:` around the call has them")
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -248,16 +246,20 @@ def refuse_mapped(dims: Any, *names: str) -> None:
     for name in names:
         if getattr(dims, name) is not None:
             raise NotImplementedError(
-                f"{name}: torch.vmap over it is not supported; it must be the same for every sample"
+                f"{name}: torch.vmap over it is not supported; pass one for all samples, with None in in_dims"
             )
+
+
+def in_front(tensor: Tensor, mapped: int | None, size: int) -> Tensor:
+    """Returns the tensor with the mapped dimension first; repeats a tensor that is not mapped."""
+    return tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
 
 
 def fold_into_heads(tensor: Tensor | None, mapped: int | None, size: int, heads_dim: int) -> Tensor | None:
     """Folds the mapped dimension into dimension ``heads_dim`` of a sample; repeats a tensor that is not mapped."""
     if tensor is None:
         return None
-    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if mapped is None else tensor.movedim(mapped, 0)
-    return tensor.movedim(0, heads_dim).flatten(heads_dim, heads_dim + 1)
+    return in_front(tensor, mapped, size).movedim(0, heads_dim).flatten(heads_dim, heads_dim + 1)
 
 
 def unfold_heads(tensor: Tensor, size: int, heads_dim: int) -> Tensor:

@@ -25,7 +25,7 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
-    has_ranges = "key_ranges" in call.arguments and call["key_ranges"].is_tensor  # on the device, so unknown
+    has_ranges = call["key_ranges"].is_tensor  # on the device, so unknown
     return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), has_ranges
 
 
@@ -48,12 +48,11 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
         pairs, is_upper_bound = _pairs(call)
         query_dim, value_dim = call["query"].shape[-1], call["value"].shape[-1]
         rows = math.prod(call["query"].shape[:-1])
-        read = sum(call[name].nbytes for name in ("query", "key", "value", "grad_out"))
-        read += call["bias"].nbytes if "bias" in call.arguments else 0
-        read += 3 * rows * work.LSE_BYTES  # the lse as two floats, and rowsum(dO O)
+        results = 3 * rows * work.LSE_BYTES  # the lse as two floats, and rowsum(dO O)
+        gradients = sum(_gradient_bytes(call, name) for name in written)
         return Work(
             2 * pairs * (query_products * query_dim + value_products * value_dim),
-            read + sum(_gradient_bytes(call, name) for name in written),
+            call.nbytes("query", "key", "value", "grad_out", "bias") + results + gradients,
             is_upper_bound,
         )
 
@@ -62,8 +61,7 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
 
 def _gradient_bytes(call: OperatorCall, name: str) -> int:
     """Counts the bytes of a gradient, which is written in its tensor's dtype, or added to float32 sums."""
-    sums = f"grad_{name}"
-    return 2 * call[sums].nbytes if sums in call.arguments else call[name].nbytes
+    return 2 * call[f"grad_{name}"].nbytes or call[name].nbytes
 
 
 def _sums_bytes(call: OperatorCall) -> int:
@@ -86,7 +84,7 @@ def _native_rows(call: OperatorCall) -> Work:
     """Counts rowsum(dO O), and zeros written for the query gradient's sums. It leaves out scores near finfo.min, which
     the kernel recomputes, because the host does not know them."""
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
-    read = sum(call[name].nbytes for name in ("grad_out", "out", "lse", "grad_lse"))
+    read = call.nbytes("grad_out", "out", "lse", "grad_lse")
     return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES + _sums_bytes(call))
 
 
@@ -104,10 +102,9 @@ def _backward_rows(call: OperatorCall) -> Work:
     """Counts the kernel that recomputes the scores, and from them the lse (as two floats) and rowsum(dO O)."""
     pairs, is_upper_bound = _pairs(call)
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
-    read = sum(call[name].nbytes for name in ("grad_out", "out", "query", "key", "lse", "grad_lse", "bias"))
-    return Work(
-        2 * pairs * call["query"].shape[-1] + 2 * rows * value_dim, read + 3 * rows * work.LSE_BYTES, is_upper_bound
-    )
+    read = call.nbytes("grad_out", "out", "query", "key", "lse", "grad_lse", "bias")
+    flops = 2 * pairs * call["query"].shape[-1] + 2 * rows * value_dim
+    return Work(flops, read + 3 * rows * work.LSE_BYTES, is_upper_bound)
 
 
 def _decode(call: OperatorCall) -> Work:
@@ -137,14 +134,13 @@ def _split_keys(call: OperatorCall) -> Work:
 def _append(call: OperatorCall) -> Work:
     new = [call[name] for name in ("k_new", "v_new") if call[name].is_tensor]
     written = sum(math.prod(each.shape) for each in new) * call["k_cache"].itemsize
-    return Work(0, sum(each.nbytes for each in new) + written)
+    return Work(0, call.nbytes("k_new", "v_new") + written)
 
 
 def _dequantise(call: OperatorCall) -> Work:
     """Counts as if every sequence filled its cache, because the lengths are on the device."""
-    outs = [call["k_out"], call["v_out"]]
-    read = sum(math.prod(out.shape) * call["k_cache"].itemsize for out in outs)
-    return Work(0, sum(out.nbytes for out in outs) + read, is_upper_bound=True)
+    read = sum(math.prod(call[name].shape) * call["k_cache"].itemsize for name in ("k_out", "v_out"))
+    return Work(0, call.nbytes("k_out", "v_out") + read, is_upper_bound=True)
 
 
 def _decode_with_append(call: OperatorCall) -> Work:
@@ -155,33 +151,27 @@ def _decode_with_append(call: OperatorCall) -> Work:
 
 def _int8(call: OperatorCall) -> Work:
     """Counts the matmul. The profiler keeps no strings, so SwiGLU is only known by a residual with half the columns."""
-    x = call["x"] if "x" in call.arguments else call["grad_out"]
+    x = call["x"] if call["x"].is_tensor else call["grad_out"]
     n, k = call["weight"].shape
-    extra = {name: call[name].shape for name in ("bias", "residual") if name in call.arguments and call[name].is_tensor}
+    extra = [call[name].shape for name in ("bias", "residual") if call[name].is_tensor]
     scales = math.prod(call["scale"].shape)
-    elements = sum(math.prod(shape) for shape in extra.values())
-    columns = extra["residual"][-1] if "residual" in extra else None
-    return work.int8_matmul(math.prod(x.shape[:-1]), n, k, x.itemsize, scales, elements, columns)
+    columns = call["residual"].shape[-1] if call["residual"].is_tensor else None
+    return work.int8_matmul(math.prod(x.shape[:-1]), n, k, x.itemsize, scales, sum(map(math.prod, extra)), columns)
 
 
 def _merge(call: OperatorCall) -> Work:
     """Counts reads of the merged tensors, and writes of output and lse in float32."""
-    return Work(0, _bytes_of_all(call) + 4 * math.prod(call["out_a"].shape) + 4 * math.prod(call["lse_a"].shape))
+    return Work(0, call.nbytes() + 4 * math.prod(call["out_a"].shape) + 4 * math.prod(call["lse_a"].shape))
 
 
 def _merge_into(call: OperatorCall) -> Work:
     """Counts reads of all tensors, and writes of output and lse."""
-    return Work(0, _bytes_of_all(call) + call["out"].nbytes + call["lse"].nbytes)
+    return Work(0, call.nbytes() + call.nbytes("out", "lse"))
 
 
 def _merge_backward(call: OperatorCall) -> Work:
     """Counts reads of all tensors, and a written gradient for each merged one."""
-    written = sum(call[name].nbytes for name in ("out_a", "lse_a", "out_b", "lse_b"))
-    return Work(0, _bytes_of_all(call) + written)
-
-
-def _bytes_of_all(call: OperatorCall) -> int:
-    return sum(argument.nbytes for argument in call.arguments.values())
+    return Work(0, call.nbytes() + call.nbytes("out_a", "lse_a", "out_b", "lse_b"))
 
 
 # Substring of a kernel's name → the function that counts its work, or None if the operator's arguments do not determine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 
@@ -14,12 +15,10 @@ _COPY_BYTES = 1 << 30
 _MATMUL_SIZE = 8192
 _LAUNCHES_PER_GRAPH = 100
 
-_known: dict[tuple[torch.device, frozenset[torch.dtype]], Limits] = {}
 
-
-def median_seconds(call: Callable[[], object], samples: int = 20, warm_up: int = 5) -> float:
+def median_seconds(call: Callable[[], object], samples: int = 20) -> float:
     """Returns the median time between CUDA events before and after ``call`` on the current stream."""
-    for _ in range(warm_up):
+    for _ in range(5):  # warm up
         call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(samples)]
     for start, end in events:
@@ -39,7 +38,7 @@ def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limit
     CUDA.
     """
     if device.type != "cuda":
-        raise InputError(f"device: expected a CUDA device, whose limits can be measured, got {device}")
+        raise InputError(f'device: expected a CUDA device, such as torch.device("cuda"), got {device}')
     with torch.cuda.device(device), torch.no_grad():
         free, _ = torch.cuda.mem_get_info()
         source = torch.empty(min(_COPY_BYTES, free // 8), dtype=torch.uint8, device=device).random_()
@@ -51,12 +50,7 @@ def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limit
     return Limits(bytes_per_s, flops_per_s, eager_launch_s, graph_launch_s)
 
 
-def known_limits(device: torch.device, dtypes: Iterable[torch.dtype]) -> Limits:
-    """Returns the result of ``measure_limits``, measured once per device and set of dtypes."""
-    key = (device, frozenset(dtypes))
-    if key not in _known:
-        _known[key] = measure_limits(*key)
-    return _known[key]
+known_limits = functools.cache(measure_limits)  # measured once per device and tuple of dtypes
 
 
 def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

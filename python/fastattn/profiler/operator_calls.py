@@ -50,7 +50,12 @@ class OperatorCall:
     arguments: Mapping[str, Argument]
 
     def __getitem__(self, name: str) -> Argument:
-        return self.arguments[name]
+        """Returns an argument; one that the operator lacks counts as no tensor."""
+        return self.arguments.get(name, Argument((), "", ""))
+
+    def nbytes(self, *names: str) -> int:
+        """Returns the bytes of these tensors together, by default of all."""
+        return sum(self[name].nbytes for name in names or self.arguments)
 
     def number(self, name: str) -> int:
         return int(self.arguments[name].text)
@@ -58,12 +63,10 @@ class OperatorCall:
     @property
     def dtype(self) -> str:
         """Returns the dtype in which the products are computed."""
-        if "int8_activations" in self.arguments and self["int8_activations"].text == "True":
+        if self["int8_activations"].text == "True":
             return "int8"
-        for name in ("query", "x", "grad_out", "k_new"):
-            if name in self.arguments:
-                return _DTYPES.get(self.arguments[name].dtype, (self.arguments[name].dtype, 0))[0]
-        return ""
+        dtype = next((self[name].dtype for name in ("query", "x", "grad_out", "k_new") if name in self.arguments), "")
+        return _DTYPES.get(dtype, (dtype, 0))[0]
 
 
 def operator_call(

@@ -7,11 +7,11 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 
-from fastattn.checks import expect
+from fastattn.checks import expect, type_name
 from fastattn.profiler.kernels import KernelProfile, profile_kernels
 from fastattn.profiler.limits import known_limits
 from fastattn.profiler.roofline import Limits
@@ -73,9 +73,11 @@ class Profile:
         self._trace_path = None if trace is None else Path(trace)
         if self._trace_path is not None:
             has_folder = self._trace_path.parent.is_dir()
-            expect(has_folder, "trace", "a file in a folder that exists", str(self._trace_path))
+            came = f"{self._trace_path}; create {self._trace_path.parent} first"
+            expect(has_folder, "trace", "a file in a folder that exists", came)
         if limits is not None and not isinstance(limits, Limits):
-            raise TypeError(f"limits: expected a fastattn.profiler.roofline.Limits, got {type(limits).__name__}")
+            came = f"{type_name(limits)}; fastattn.profiler.limits.measure_limits(device, dtypes) returns one"
+            raise TypeError(f"limits: expected a fastattn.profiler.roofline.Limits, got {came}")
         self.limits = limits
         self.kernels: list[KernelProfile] = []
         self.operators: list[CpuOperator] = []
@@ -90,12 +92,10 @@ class Profile:
         self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._profiler.__exit__(kind, error, trace)
+        self._profiler.__exit__(kind, error, traceback)
         if error is None:
             self._read()
 
@@ -113,7 +113,7 @@ class Profile:
         launches = kernel_launches(events)
         if self.limits is None and torch.cuda.is_available():
             used = {launch.call.dtype for launch in launches if launch.call is not None}
-            dtypes = [dtype for name, dtype in _TORCH_DTYPES.items() if name in used]
+            dtypes = tuple(dtype for name, dtype in _TORCH_DTYPES.items() if name in used)
             if used:
                 self.limits = known_limits(torch.device("cuda", torch.cuda.current_device()), dtypes)
         self.kernels = profile_kernels(launches, self.limits)

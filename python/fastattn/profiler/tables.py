@@ -61,8 +61,8 @@ def _number(value: float | None, unit: float, is_upper_bound: bool, suffix: str 
     return f"{'≤' if is_upper_bound else ''}{value / unit:.1f}{suffix}"
 
 
-def _shortened(name: str, width: int = 60) -> str:
-    return name if len(name) <= width else name[: width - 1] + "…"
+def _shortened(name: str) -> str:
+    return name if len(name) <= 60 else name[:59] + "…"
 
 
 _TEXT_COLUMNS = ("kernel", "operator", "region", "device", "bound by")

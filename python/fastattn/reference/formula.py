@@ -17,16 +17,16 @@ def attend(
     value: Tensor,
     *,
     position: Tensor,
-    key_is_present: Tensor | None,
+    key_is_present: Tensor | None = None,
     window: tuple[int | None, int | None],
     softcap: float,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
     scale: float | None,
     compute_dtype: torch.dtype | None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     dropout_origin: tuple[int, int, int] = (0, 0, 0),
     key_ranges: Tensor | None = None,
     row_is_present: Tensor | None = None,
@@ -93,7 +93,7 @@ def attend(
     probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
     if visible is not None:
         probabilities = probabilities.masked_fill(~visible, 0.0)
-    # The lse is computed relative to ``level`` for the same reason: the gradient of logsumexp is exp(scores - lse).
+    # The gradient of logsumexp is exp(scores - lse), which would be wrong too: so the lse is relative to ``level``.
     level = finite_scores.detach().logsumexp(-1, keepdim=True)
     level = level.masked_fill(~level.isfinite(), 0.0)
     lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -math.inf)

@@ -139,8 +139,6 @@ def attention_with_kv_cache(
         bias=None if tree_mask is None else tree_of_keys(tree_mask, column - (total - num_queries)[:, None]),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        dropout_p=0.0,
-        dropout_seed=None,
         scale=scale,
         compute_dtype=compute_dtype,
     )

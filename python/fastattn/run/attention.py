@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.call import AttentionCall
+from fastattn.call import AttentionCall, DecodeCall
 from fastattn.dispatch.request import Choice
 from fastattn.ops import attention as ops
 from fastattn.ops.attention import AttentionBackward, Results
 from fastattn.ops.decode import attention_split_keys
+
+Call = TypeVar("Call", AttentionCall, DecodeCall)
 
 
 def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
@@ -21,7 +25,7 @@ def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
     value_dim = call.value.shape[-1]
     if choice.padded is not None:
         call = _padded(call, *choice.padded)
-    call = _with_exact_options(call)
+    call = with_exact_options(call)
     if needs_grad:
         out, lse, max_logit = ops.differentiable_attention(choice.backend, call)
     elif choice.op.name == "decode":
@@ -32,7 +36,7 @@ def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
     return (out if choice.padded is None else out[..., :value_dim]), lse, max_logit
 
 
-def _with_exact_options(call: AttentionCall) -> AttentionCall:
+def with_exact_options(call: Call) -> Call:
     """Returns the call with slopes and sinks as the operators take them: float32, the slopes ``[1 or B, Hq]``."""
     slopes, sinks = call.alibi_slopes, call.sinks
     if slopes is None and sinks is None:
@@ -71,7 +75,7 @@ def attention_backward_add(choice: Choice, sums: tuple[Tensor, Tensor, Tensor], 
 
 def _for_kernel(choice: Choice, backward: AttentionBackward) -> AttentionBackward:
     """Returns the backward pass with options and padded head dims as the kernel takes them."""
-    backward = backward._replace(call=_with_exact_options(backward.call))
+    backward = backward._replace(call=with_exact_options(backward.call))
     if choice.padded is None:
         return backward
     _, value_dim = choice.padded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.ops.attention import attention_forward
 from fastattn.ops.decode import Dequantization, attention_decode, attention_decode_out, dequantize_cache
 from fastattn.rotary import rotary_at
+from fastattn.run.attention import with_exact_options
 
 
 def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -23,13 +25,9 @@ def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor
     If the call has an ``out``, the output is written to it. ``tree_mask`` may have any shape that the public function
     takes, and the slopes any dtype.
     """
-    slopes, tree = call.alibi_slopes, call.tree_mask
-    if slopes is not None or call.sinks is not None or tree is not None:
-        call = call._replace(
-            alibi_slopes=None if slopes is None else torch.atleast_2d(slopes.float()),
-            sinks=None if call.sinks is None else call.sinks.float(),
-            tree_mask=None if tree is None else tree.expand(call.query.shape[0], *tree.shape[-2:]),
-        )
+    call, tree = with_exact_options(call), call.tree_mask
+    if tree is not None:
+        call = call._replace(tree_mask=tree.expand(call.query.shape[0], *tree.shape[-2:]))
     if choice.op.name == "attention":
         result, lse = _prefill(choice.backend, call)
         return (result if call.out is None else call.out.copy_(result)), lse
@@ -60,13 +58,13 @@ def _prefill(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
     appended = call._replace(query=query, cache_seqlens=total)
     if call.k_cache.dtype not in FEATURE_OF_CACHE:
         return _attend(backend, appended)
-    parts = list(_within_limit(appended))
-    if len(parts) == 1:
+    calls = list(_within_limit(appended))
+    if len(calls) == 1:
         return _attend(backend, _dequantised(backend, appended))
     out = query.new_empty(*query.shape[:3], call.v_cache.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    for sequences, heads, part in parts:
-        out[sequences, heads], lse[sequences, heads] = _attend(backend, _dequantised(backend, part))
+    for sequences, heads, smaller in calls:
+        out[sequences, heads], lse[sequences, heads] = _attend(backend, _dequantised(backend, smaller))
     return out, lse
 
 
@@ -117,7 +115,6 @@ def _dequantised(backend: str, call: DecodeCall) -> DecodeCall:
 def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
     """Yields calls over slices of the sequences and heads that are small enough for the limit of the 16-bit copy."""
     query, k_cache, v_cache, slopes = call.query, call.k_cache, call.v_cache, call.alibi_slopes
-    k_scale, v_scale = call.k_scale, call.v_scale
     batch, kv_heads = query.shape[0], k_cache.shape[1]
     group = query.shape[1] // kv_heads
     head_bytes = call.capacity * (k_cache.shape[3] + v_cache.shape[3]) * query.element_size()
@@ -125,8 +122,10 @@ def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]
     num_heads, num_sequences = min(at_once, kv_heads), min(max(at_once // kv_heads, 1), batch)
     is_paged = call.block_table is not None
 
-    def part_of(tensor: Tensor, sequences: slice, heads: slice) -> Tensor:
+    def sliced(tensor: Tensor | None, sequences: slice, heads: slice) -> Any:
         """Slices a cache or its scales; given scales are [Hkv], [1] or []."""
+        if tensor is None:
+            return None
         if tensor.dim() < 3:
             return tensor if tensor.numel() == 1 else tensor[heads]
         return tensor[:, heads] if is_paged else tensor[sequences, heads]
@@ -134,15 +133,15 @@ def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]
     for first, kv_first in itertools.product(range(0, batch, num_sequences), range(0, kv_heads, num_heads)):
         sequences, kv = slice(first, first + num_sequences), slice(kv_first, kv_first + num_heads)
         heads = slice(kv.start * group, kv.stop * group)
-        part = call._replace(
+        smaller = call._replace(
             query=query[sequences, heads],
             cache_seqlens=call.cache_seqlens[sequences],
             block_table=None if call.block_table is None else call.block_table[sequences],
             alibi_slopes=None if slopes is None else slopes[sequences if slopes.shape[0] > 1 else slice(None), heads],
             sinks=None if call.sinks is None else call.sinks[heads],
-            k_cache=part_of(k_cache, sequences, kv),
-            v_cache=part_of(v_cache, sequences, kv),
-            k_scale=None if k_scale is None else part_of(k_scale, sequences, kv),
-            v_scale=None if v_scale is None else part_of(v_scale, sequences, kv),
+            k_cache=sliced(k_cache, sequences, kv),
+            v_cache=sliced(v_cache, sequences, kv),
+            k_scale=sliced(call.k_scale, sequences, kv),
+            v_scale=sliced(call.v_scale, sequences, kv),
         )
-        yield sequences, heads, part
+        yield sequences, heads, smaller

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn.call import AttentionCall
+from fastattn.checks import check_rank, check_tensor
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.attention_backward import Packed, attention_backward
@@ -35,6 +36,7 @@ class Options(NamedTuple):
     dropout_p: float
     scale: float | None
     deterministic: bool | None
+    dropout_seed: Tensor | None = None
 
     @staticmethod
     def of(
@@ -50,20 +52,9 @@ class Options(NamedTuple):
         window = bounds(window_size, causal)
         return Options(window, softcap, alibi_slopes, sinks, dropout_p, softmax_scale, deterministic or None)
 
-    def for_forward(self, seed: Tensor | None) -> dict[str, Any]:
-        return {**self._asdict(), "dropout_seed": seed}
-
-    def on(
-        self, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, packed: Packed | None
-    ) -> AttentionCall:
-        """Returns the call with these options over query, key and value."""
-        offsets: dict[str, Any] = {} if packed is None else packed._asdict()
-        return AttentionCall(query, key, value, **self._asdict(), dropout_seed=seed, **offsets)
-
-    def for_exponentials(self) -> dict[str, Any]:
-        options = self._asdict()
-        del options["deterministic"], options["sinks"]
-        return options
+    def seeded(self, device: torch.device) -> Options:
+        """Returns the options with a new seed if there is dropout."""
+        return self._replace(dropout_seed=draw_seed(device)) if self.dropout_p > 0 else self
 
 
 class Results(NamedTuple):
@@ -79,15 +70,15 @@ def forward_dense(
     q: Tensor, k: Tensor, v: Tensor, options: Options, *, return_lse: bool, return_softmax: bool
 ) -> Results:
     """Attends over dense tensors ``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]`` and ``v [B, Sk, Hk, Dv]``."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+        check_rank(name, tensor, "[B, S, H, D]")
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    seed = _seed(options, q.device)
-    if return_lse:
-        out, lse = attention(query, key, value, return_lse=True, **options.for_forward(seed))
-        lse = to_flash_lse(lse, _alibi(options, query, key, None))
-    else:
-        out, lse = attention(query, key, value, **options.for_forward(seed)), q.new_empty(0, dtype=torch.float32)
-    s_dmask = _s_dmask(query, key, seed, None, options, return_softmax)
-    return Results(out.transpose(1, 2).contiguous(), lse, s_dmask, _rng_state(seed, q.device))
+    options = options.seeded(q.device)
+    found: Any = attention(query, key, value, return_lse=return_lse, **options._asdict())
+    out, lse = _out_and_lse(found, options, query, key, None)
+    s_dmask = _s_dmask(query, key, None, options, return_softmax)
+    return Results(out.transpose(1, 2).contiguous(), lse, s_dmask, _rng_state(options, q.device))
 
 
 def forward_packed(
@@ -115,23 +106,18 @@ def forward_packed(
         order, cu_seqlens_q, is_used = used_first(packed.cu_seqlens_q, seqused_q, q.shape[0])
         packed, q = packed._replace(cu_seqlens_q=cu_seqlens_q), q[order]
 
-    seed = _seed(options, q.device)
-    arguments = (q, k, v, *packed)
-    if return_lse:
-        out, lse = attention_varlen(*arguments, block_table=block_table, return_lse=True, **options.for_forward(seed))
-        lse = to_flash_lse(lse, _alibi(options, q, k, packed))
-    else:
-        out = attention_varlen(*arguments, block_table=block_table, **options.for_forward(seed))
-        lse = q.new_empty(0, dtype=torch.float32)
-    if return_softmax and seed is not None and block_table is not None:
-        raise InputError("return_attn_probs: expected False beside a block_table and dropout, got True")
-    s_dmask = _s_dmask(q, k, seed, packed, options, return_softmax)
+    options = options.seeded(q.device)
+    found: Any = attention_varlen(q, k, v, *packed, block_table=block_table, return_lse=return_lse, **options._asdict())
+    out, lse = _out_and_lse(found, options, q, k, packed)
+    if return_softmax and options.dropout_p > 0 and block_table is not None:
+        raise InputError("return_attn_probs: expected False beside a block_table and dropout, got True; leave one out")
+    s_dmask = _s_dmask(q, k, packed, options, return_softmax)
     if is_used is not None and order is not None:
         rows = is_used.shape[0]
         out = out.new_zeros(rows, *out.shape[1:]).index_copy(0, order, out).masked_fill(~is_used[:, None, None], 0.0)
         if return_lse:
             lse = lse.new_zeros(lse.shape[0], rows).index_copy(1, order, lse).masked_fill(~is_used, torch.inf)
-    return Results(out, lse, s_dmask, _rng_state(seed, q.device))
+    return Results(out, lse, s_dmask, _rng_state(options, q.device))
 
 
 def backward(
@@ -153,12 +139,14 @@ def backward(
     if options.dropout_p > 0 and rng_state is None:
         raise InputError("rng_state: expected the one of the forward pass, since there was dropout, got None")
     seed = rng_state[0] if options.dropout_p > 0 and rng_state is not None else None
+    offsets: dict[str, Any] = {} if packed is None else packed._asdict()
     tensors = (dout, q, k, v, out)
     if packed is None:
         tensors = tuple(tensor.transpose(1, 2) for tensor in tensors)  # type: ignore[assignment]
     grad_out, query, key, value, ours = tensors
     lse = from_flash_lse(softmax_lse, _alibi(options, query, key, packed)).contiguous()
-    found = attention_backward(options.on(query, key, value, seed, packed), grad_out, ours, lse)
+    call = AttentionCall(query, key, value, **options._replace(dropout_seed=seed)._asdict(), **offsets)
+    found = attention_backward(call, grad_out, ours, lse)
     assert found is not None
     with torch.no_grad():
         for given, grad in zip(grads, found, strict=True):
@@ -174,21 +162,26 @@ def _alibi(options: Options, query: Tensor, key: Tensor, packed: Packed | None) 
     return alibi_of_dense(options.alibi_slopes, options.window, query.shape[2], num_keys, num_keys)
 
 
-def _seed(options: Options, device: torch.device) -> Tensor | None:
-    return draw_seed(device) if options.dropout_p > 0 else None
+def _out_and_lse(
+    found: Any, options: Options, query: Tensor, key: Tensor, packed: Packed | None
+) -> tuple[Tensor, Tensor]:
+    """Returns output and lse from what attention returned. The lse is as in flash-attn, or empty if there is none."""
+    if isinstance(found, Tensor):
+        return found, query.new_empty(0, dtype=torch.float32)
+    out, lse = found
+    return out, to_flash_lse(lse, _alibi(options, query, key, packed))
 
 
-def _rng_state(seed: Tensor | None, device: torch.device) -> Tensor:
+def _rng_state(options: Options, device: torch.device) -> Tensor:
     """Returns int64 ``[2]``: seed and offset, as in flash-attn. The offset is 0, because fastattn needs none."""
     state = torch.zeros(2, dtype=torch.int64, device=device)
-    if seed is not None:
-        state[0] = seed
+    if options.dropout_seed is not None:
+        state[0] = options.dropout_seed
     return state
 
 
-def _s_dmask(
-    query: Tensor, key: Tensor, seed: Tensor | None, packed: Packed | None, options: Options, wanted: bool
-) -> Tensor:
-    if not wanted or seed is None:
+def _s_dmask(query: Tensor, key: Tensor, packed: Packed | None, options: Options, wanted: bool) -> Tensor:
+    if not wanted or options.dropout_seed is None:
         return query.new_empty(0)
-    return signed_exponentials(query, key, seed, packed, **options.for_exponentials())
+    given = {name: value for name, value in options._asdict().items() if name not in ("deterministic", "sinks")}
+    return signed_exponentials(query, key, packed, **given)

@@ -18,6 +18,18 @@ from fastattn.reference.dropout import dropout_keep
 
 _ROUNDED_TO = 128
 
+# The names of arguments in fastattn's errors → in flash-attn's functions.
+OF_FLASH_ATTN = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "k_new": "k",
+    "v_new": "v",
+    "scale": "softmax_scale",
+    "sinks": "s_aux",
+    "window": "window_size",
+}
+
 
 def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
     """Returns ``(left, right)`` from any two integers, also of a tensor; None means -1, as in FlashAttention-4."""
@@ -144,14 +156,15 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def signed_exponentials(query: Tensor, key: Tensor, seed: Tensor, packed: Packed | None, **options: Any) -> Tensor:
+def signed_exponentials(
+    query: Tensor, key: Tensor, packed: Packed | None, *, dropout_p: float, dropout_seed: Tensor, **options: Any
+) -> Tensor:
     """Returns ``S_dmask``: ``exp(score - largest score of the row)``, negative where dropout removes the weight.
 
     flash-attn's kernel subtracts the largest score so far, which is that of the whole row if one block holds the row.
     The result is dense over all pairs, and meant for tests. ``query``, ``key`` and ``options`` are as for
     ``fastattn.attention`` and ``attention_varlen``, without sinks, which are no scores.
     """
-    dropout_p = options.pop("dropout_p")
     with torch.no_grad():
         if packed is None:
             one_hot = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
@@ -172,7 +185,7 @@ def signed_exponentials(query: Tensor, key: Tensor, seed: Tensor, packed: Packed
         largest = probabilities.amax(-1, keepdim=True) if num_keys else probabilities.new_zeros(())
         sees_no_key = largest == 0
         exponentials = (probabilities / largest.masked_fill(sees_no_key, 1.0)).to(query.dtype)
-        kept = dropout_keep(seed, dropout_p, batch, heads, num_queries, num_keys, exponentials.device)
+        kept = dropout_keep(dropout_seed, dropout_p, batch, heads, num_queries, num_keys, exponentials.device)
         signed = torch.where(kept, exponentials, -exponentials)
         rounding = [-size % _ROUNDED_TO for size in signed.shape[2:]]
         return F.pad(signed, (0, rounding[1], 0, rounding[0]))

@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from fastattn.functional.attention_backward import Packed
+from fastattn.integrations.argument_names import errors_name
 from fastattn.integrations.flash_attn.calls import Options, forward_dense, forward_packed
+from fastattn.integrations.flash_attn.conventions import OF_FLASH_ATTN
 from fastattn.integrations.flash_attn.keywords import read_keywords
 from fastattn.integrations.flash_attn.kvcache import flash_attn_with_kvcache
 from fastattn.integrations.flash_attn.private_pairs import (
@@ -59,6 +61,7 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
     return _LONGEST_ROW
 
 
+@errors_name(**OF_FLASH_ATTN)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -82,6 +85,7 @@ def flash_attn_func(
     return results[:3] if return_attn_probs else results.out
 
 
+@errors_name(k="kv", v="kv")
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -100,6 +104,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *options)
 
 
+@errors_name(q="qkv", k="qkv", v="qkv")
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -117,6 +122,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *options)
 
 
+@errors_name(**OF_FLASH_ATTN)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -161,6 +167,7 @@ def flash_attn_varlen_func(
     return results[:3] if return_attn_probs else results.out
 
 
+@errors_name(k="kv", v="kv")
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -183,6 +190,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
+@errors_name(q="qkv", k="qkv", v="qkv", cu_seqlens_q="cu_seqlens", max_seqlen_q="max_seqlen")
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,

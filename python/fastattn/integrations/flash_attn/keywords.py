@@ -55,7 +55,7 @@ def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ..
     for name, value in given.items():
         meaning = _MEANINGS.get(name)
         if name not in _MEANINGLESS and name not in _REFUSED and meaning is None:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; help({function}) lists them")
         if value is None or value is False or (isinstance(value, (int, float)) and value == 0) or name in _MEANINGLESS:
             continue
         if name in _REFUSED:
@@ -63,7 +63,8 @@ def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ..
         assert meaning is not None
         if meaning not in served:
             raise InputError(
-                f"{name}: expected None in {function}, which has no packed sequences or pages, got a value"
+                f"{name}: expected None in {function}, which has no packed sequences or pages, got a value; "
+                "flash_attn_varlen_func takes it"
             )
         found[meaning] = value
     return Keywords(**found)

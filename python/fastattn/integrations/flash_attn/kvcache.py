@@ -7,14 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import contents_are_checked, expect
+from fastattn.checks import check_int, check_rank, check_tensor, contents_are_checked, expect
 from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
-from fastattn.integrations.flash_attn.conventions import alibi_of_dense, bounds, to_flash_lse, without_idle_bounds
+from fastattn.integrations.argument_names import errors_name
+from fastattn.integrations.flash_attn.conventions import (
+    OF_FLASH_ATTN,
+    alibi_of_dense,
+    bounds,
+    to_flash_lse,
+    without_idle_bounds,
+)
 from fastattn.integrations.flash_attn.keywords import read_keywords
 from fastattn.rotary import rotary_at
 
 
+@errors_name(**OF_FLASH_ATTN)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -64,12 +72,24 @@ def flash_attn_with_kvcache(
     if keywords.block_table is not None:
         block_table = keywords.block_table
     if (rotary_cos is not None or rotary_sin is not None) and k is None:
-        raise InputError("rotary_cos: expected None without new keys, got a tensor; flash-attn rotates them together")
+        raise InputError("rotary_cos: expected None without new keys, got a tensor; pass k and v, or rotate q yourself")
     if k is not None and cache_seqlens is None:
-        raise InputError("cache_seqlens: expected an int or a tensor beside new keys, got None")
+        raise InputError(
+            "cache_seqlens: expected an int or a tensor beside k, got None; pass how many tokens the cache holds"
+        )
     for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if tensor is not None and block_table is not None:
-            raise InputError(f"{name}: expected None beside a block_table, got a tensor; a table says it all")
+            raise InputError(
+                f"{name}: expected None beside a block_table, got a tensor; select the table's rows and pages instead"
+            )
+    cache_layout = "[B, capacity, Hk, D]" if block_table is None else "[num_pages, page_size, Hk, D]"
+    for name, tensor, layout in (
+        ("q", q, "[B, Sq, H, D]"),
+        ("k_cache", k_cache, cache_layout),
+        ("v_cache", v_cache, cache_layout),
+    ):
+        check_tensor(name, tensor)
+        check_rank(name, tensor, layout)
     batch, num_queries = q.shape[:2]
     query = q.detach().transpose(1, 2)
     key_pages, value_pages = (cache.detach().transpose(1, 2) for cache in (k_cache, v_cache))
@@ -77,7 +97,7 @@ def flash_attn_with_kvcache(
     num_new = 0 if k_new is None else k_new.shape[2]
     capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     if not isinstance(cache_seqlens, Tensor):
-        length = capacity if cache_seqlens is None else cache_seqlens
+        length = capacity if cache_seqlens is None else check_int("cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
 
     if contents_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
@@ -142,13 +162,13 @@ def _check_rows(
         where = f"for sequence {sequence}"
         expect(0 <= first <= length, "cache_leftpad", f"0 to {length}, the tokens in the row", f"{first} {where}")
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
-        expect(length + num_new <= capacity, "cache_seqlens", room, f"{length} {where}")
+        expect(length + num_new <= capacity, "cache_seqlens", room, f"{length} {where}; make the cache larger")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
     if position.numel() and contents_are_checked(position):
         needed = int(position.max()) + 1
-        expect(needed <= cos.shape[0], "rotary_cos", f"at least {needed} rows", cos.shape[0])
+        expect(needed <= cos.shape[0], "rotary_cos", f"at least {needed} rows, one for each position", cos.shape[0])
     return rotary_at(x, cos, sin, position, interleaved)
 
 
@@ -156,7 +176,8 @@ def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
     """Returns ``[B, capacity, Hk, D]`` as pages of one token, ``[B * capacity, Hk, 1, D]``, without a copy."""
     if cache.stride(0) != cache.stride(1) * cache.shape[1]:
         raise InputError(
-            f"{name}: expected rows one after the other beside cache_leftpad, got strides {cache.stride()}"
+            f"{name}: expected a contiguous cache beside cache_leftpad, got strides {cache.stride()}; make it with "
+            "torch.zeros"
         )
     return cache.detach().flatten(0, 1).unsqueeze(2)
 

@@ -70,7 +70,7 @@ class Override:
         if self._before is None:
             raise InputError(
                 f"aten::{self._name}: no kernel of fastattn takes this call, and on {tensor.device.type} torch has "
-                "none of its own"
+                f"none of its own. It got {tensor.dtype} {list(tensor.shape)}; fastattn.attention takes every call"
             )
         if self._is_backward:
             return self._before.call_boxed(keyset, *_for_torch(args), **kwargs)
@@ -180,11 +180,13 @@ def _flash_forward(
             continue
         if is_recorded:
             raise InputError(
-                f"{name}: expected None beside tensors that require gradients, got a tensor: torch's backward operator "
-                "is not told of it; fastattn.attention and attention_varlen have its gradients"
+                f"{name}: expected None beside tensors that require gradients, which torch's backward operator would "
+                "get wrong, got a tensor; call fastattn.attention or attention_varlen, which have its gradients"
             )
         if cum_seq_q is None and name != "alibi_slopes":
-            raise InputError(f"{name}: expected None beside tensors [B, S, H, D], got a tensor; packed ones have it")
+            raise InputError(
+                f"{name}: expected None beside tensors [B, S, H, D], got a tensor; packed sequences (cum_seq_q) take it"
+            )
     window = bounds((window_size_left, window_size_right), is_causal)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     call = AttentionCall(
@@ -236,7 +238,10 @@ def _flash_forward_inplace(
     **options: Any,
 ) -> Tensor | None:
     if dropout_p > 0:
-        raise InputError(f"dropout_p: expected 0 in _flash_attention_forward_no_dropout_inplace, got {dropout_p}")
+        raise InputError(
+            f"dropout_p: expected 0 in _flash_attention_forward_no_dropout_inplace, got {dropout_p}; call "
+            "_flash_attention_forward for dropout"
+        )
     if out.shape != query.shape or out.dtype != query.dtype:
         came = f"{out.dtype} {list(out.shape)}"
         raise InputError(f"out: expected the query's shape and dtype, {query.dtype} {list(query.shape)}, got {came}")
@@ -350,8 +355,10 @@ def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Te
     head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
     if head_dim > _MOST_DIMS_WITH_GRADIENTS:
         return None
-    expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", value_dim)
-    expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", "True")
+    came = f"{value_dim}; fastattn.attention takes others"
+    expect(value_dim == head_dim, "value", f"the query's head dim {head_dim}, as torch's operators have it", came)
+    came = "True; call torch_flash.disable() to get them from torch's own kernel"
+    expect(not return_debug_mask, "return_debug_mask", "False, since fastattn keeps no probabilities", came)
     with torch.no_grad():
         prepared = prepare(call)
         if prepared.choice.backend == "torch":

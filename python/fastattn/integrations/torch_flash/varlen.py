@@ -10,9 +10,19 @@ from torch import Tensor
 from fastattn.checks import check_rank, check_tensor
 from fastattn.errors import InputError
 from fastattn.functional.attention import attention_varlen
+from fastattn.integrations.argument_names import errors_name
 from fastattn.integrations.torch_flash.operators import packed_keys
 
 
+@errors_name(
+    cum_seq_q="cu_seq_q",
+    cum_seq_k="cu_seq_k",
+    cu_seqlens_q="cu_seq_q",
+    cu_seqlens_k="cu_seq_k",
+    max_seqlen_q="max_q",
+    max_seqlen_k="max_k",
+    window="window_size",
+)
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -55,7 +65,7 @@ def varlen_attn(
     key, value, packed = packed_keys(key, value, cu_seq_q, cu_seq_k, max_q, max_k, seqused_k, block_table)
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        raise InputError(f"key: expected the query's {heads} heads without enable_gqa, got {kv_heads}")
+        raise InputError(f"key: expected the query's {heads} heads, got {kv_heads}; fewer need enable_gqa=True")
     return attention_varlen(
         query,
         key,

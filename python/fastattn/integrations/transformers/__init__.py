@@ -21,7 +21,9 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sliding_window_bidirectional_overlay  # noqa: F401  # patterns.py needs it
 except ImportError as error:
-    raise ImportError("fastattn.integrations.transformers needs transformers 5.23 or later") from error
+    raise ImportError(
+        "fastattn.integrations.transformers needs transformers 5.23 or later; run `pip install -U transformers`"
+    ) from error
 
 from fastattn.errors import InputError
 from fastattn.integrations.transformers.attention import attend
@@ -61,7 +63,10 @@ def register(name: str = "fastattn") -> None:
     for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
         registered = interface().get(name)
         if registered not in (None, function):
-            raise InputError(f"name: expected one that is free in transformers, got {name!r}, which {registered} has")
+            raise InputError(
+                f"name: expected one that is free in transformers, got {name!r}, which is registered for {registered}; "
+                'register("another_name")'
+            )
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
     check_models_at_setup()

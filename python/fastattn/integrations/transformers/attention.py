@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,6 @@ _REFUSED = {
     "sinks": 'the model has sinks that differ between tokens; set attn_implementation="eager"',
     "head_mask": 'weights of heads are not served; set attn_implementation="eager"',
 }
-
-
-class _Options(NamedTuple):
-    """Holds the options that ``attention`` and ``attention_varlen`` share."""
-
-    softcap: float
-    sinks: Tensor | None
-    dropout_p: float
-    scale: float | None
-    deterministic: bool | None
 
 
 def attend(
@@ -76,7 +66,13 @@ def attend(
         InputError: the model asks for something that is not served; the message says what to do.
     """
     _refuse(module, others)
-    options = _Options(softcap or 0.0, s_aux, float(dropout), scaling, deterministic or None)
+    options: dict[str, Any] = {
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "dropout_p": float(dropout),
+        "scale": scaling,
+        "deterministic": deterministic or None,
+    }
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal_window = (sliding_window - 1 if sliding_window else -1, 0)
@@ -89,7 +85,7 @@ def attend(
         window = _spread_window(
             spread, query, key, attention_mask, causal_window, whole, (position_bias, cu_seq_lens_q, cu_seq_lens_k)
         )
-        return spread(query, key, value, window=window, **options._asdict()).transpose(1, 2).contiguous(), None
+        return spread(query, key, value, window=window, **options).transpose(1, 2).contiguous(), None
 
     mark = None if attention_mask is None else read(attention_mask)
     offsets = _offsets(query, key, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -98,7 +94,8 @@ def attend(
     if offsets is not None:
         if position_bias is not None:
             raise InputError(
-                "position_bias: expected None for packed sequences, got a tensor; pad the sequences instead"
+                "position_bias: expected None for packed sequences, got a tensor; pad the sequences instead of packing "
+                "them"
             )
         window = causal_window
         if not is_causal:
@@ -106,29 +103,24 @@ def attend(
         return _attend_packed(query, key, value, offsets, window, options), None
 
     if key.dtype in FEATURE_OF_CACHE:
-        options_of_cache = _options_of_cache(position_bias, options)
-        out = attend_8bit(query, key, value, attention_mask, causal_window, **options_of_cache)
-        return out.transpose(1, 2).contiguous(), None
-    window = (-1, -1)
-    mask = attention_mask
-    if isinstance(mark, Lengths):
-        if _kernel_reads_cache(query, key, value, position_bias, options):
-            options_of_cache = _options_of_cache(position_bias, options)
-            out = attention_with_kv_cache(
-                query, key, value, mark.lengths, causal=False, window=causal_window, **options_of_cache
-            )
-            return out.transpose(1, 2).contiguous(), None
-        mask = _cached(mark.lengths, key.shape[2], causal_window[0])
-    elif isinstance(mark, Keys):
-        key, value, mask = key[:, :, : mark.num_keys], value[:, :, : mark.num_keys], mark.present
-        window = causal_window if mark.reach is None else (mark.reach, mark.reach)
-    elif mask is None and is_causal:
-        window = causal_window
-    key_ranges = None
-    if isinstance(mark, Ranges):
-        key_ranges, mask = mark.key_ranges.clamp(max=key.shape[2]), None
-    bias = _bias(mask, position_bias, query, key)
-    out = attention(query, key, value, window=window, bias=bias, key_ranges=key_ranges, **options._asdict())
+        options = _options_of_cache(position_bias, options)
+        out = attend_8bit(query, key, value, attention_mask, causal_window, **options)
+    elif isinstance(mark, Lengths) and _kernel_reads_cache(query, key, value, position_bias, options):
+        options = _options_of_cache(position_bias, options)
+        out = attention_with_kv_cache(query, key, value, mark.lengths, causal=False, window=causal_window, **options)
+    else:
+        mask, window, key_ranges = attention_mask, (-1, -1), None
+        if isinstance(mark, Lengths):
+            mask = _cached(mark.lengths, key.shape[2], causal_window[0])
+        elif isinstance(mark, Keys):
+            key, value, mask = key[:, :, : mark.num_keys], value[:, :, : mark.num_keys], mark.present
+            window = causal_window if mark.reach is None else (mark.reach, mark.reach)
+        elif isinstance(mark, Ranges):
+            key_ranges, mask = mark.key_ranges.clamp(max=key.shape[2]), None
+        elif mask is None and is_causal:
+            window = causal_window
+        bias = _bias(mask, position_bias, query, key)
+        out = attention(query, key, value, window=window, bias=bias, key_ranges=key_ranges, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -153,8 +145,8 @@ def _spread_window(
     is_plain = attention_mask is None or is_one_sequence or is_whole
     if not is_plain or any(other is not None for other in others) or key.dtype != query.dtype:
         error = InputError(
-            "attention_mask: expected no padding, packed sequences, bias or cache inside of "
-            "fastattn.distributed.context_parallel, got one of them; pad no sequence there, and pass use_cache=False"
+            "attention_mask: expected none inside of fastattn.distributed.context_parallel, got padding, packed "
+            "sequences, a bias or a cache; pass whole sequences of one length, and use_cache=False"
         )
         spread.refuse(error)
     if isinstance(mark, Keys) and mark.reach is not None:
@@ -172,15 +164,15 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
             raise InputError(f"{name}: expected None from {type(module).__name__}, got a value; {why}")
 
 
-def _options_of_cache(position_bias: Tensor | None, options: _Options) -> dict[str, Any]:
+def _options_of_cache(position_bias: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the options for attention over a cache; raises for an option that such attention lacks."""
     if position_bias is not None:
         raise InputError(
-            "position_bias: expected None over an 8-bit cache, got a tensor; use a cache of the model's dtype"
+            "position_bias: expected None over an 8-bit cache, got a tensor; make the Cache with dtype=None"
         )
-    if options.dropout_p > 0:
-        raise InputError(f"dropout: expected 0 over an 8-bit cache, got {options.dropout_p}; call model.eval()")
-    return {"softcap": options.softcap, "sinks": options.sinks, "scale": options.scale}
+    if options["dropout_p"] > 0:
+        raise InputError(f"dropout: expected 0 over an 8-bit cache, got {options['dropout_p']}; call model.eval()")
+    return {name: options[name] for name in ("softcap", "sinks", "scale")}
 
 
 def _attend_packed(
@@ -189,21 +181,12 @@ def _attend_packed(
     value: Tensor,
     offsets: tuple[Offsets, Offsets],
     window: tuple[int, int],
-    options: _Options,
+    options: dict[str, Any],
 ) -> Tensor:
     """Attends over packed sequences, after joining the rows of the batch; returns ``[B, Sq, Hq, Dv]``."""
-    (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = offsets
-    out = attention_varlen(
-        query.transpose(1, 2).flatten(0, 1),
-        key.transpose(1, 2).flatten(0, 1),
-        value.transpose(1, 2).flatten(0, 1),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        window=window,
-        **options._asdict(),
-    )
+    (cu_seqlens_q, longest_q), (cu_seqlens_k, longest_k) = offsets
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    out = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, window=window, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2])).contiguous()
 
 
@@ -232,15 +215,15 @@ def _longest(longest: int | Tensor | None, tensor: Tensor) -> int:
 
 
 def _kernel_reads_cache(
-    query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor | None, options: _Options
+    query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor | None, options: dict[str, Any]
 ) -> bool:
     """Returns whether the decoding kernel can run: it has no gradients, bias, dropout or padding of head dims."""
-    tensors = (query, key, value, options.sinks)
+    tensors = (query, key, value, options["sinks"])
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (
         not needs_grad
         and position_bias is None
-        and options.dropout_p == 0
+        and options["dropout_p"] == 0
         and key.shape[-1] % 8 == value.shape[-1] % 8 == 0
         and facts(query.device) is not None
     )
@@ -259,7 +242,10 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key:
     """Combines mask and position bias into one bias, cut to the number of keys, in a dtype that attention takes."""
     mask, position_bias = (None if part is None else part[..., : key.shape[2]] for part in (mask, position_bias))
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise InputError(f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}")
+        raise InputError(
+            f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}; of a mask that is 1 "
+            "where a query sees a key, pass mask.bool()"
+        )
     bias = mask if position_bias is None else position_bias
     if mask is not None and position_bias is not None:
         is_bool = mask.dtype == torch.bool

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
 from fastattn.cache.storage import QUANTIZED, zeros_in_aligned_rows
 from fastattn.checks import check_choice, check_int, expect
@@ -41,7 +41,8 @@ class Cache(transformers.Cache):
         check_choice("dtype", dtype, (None, *QUANTIZED))
         layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         for layer_type in layer_types:
-            expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", repr(layer_type))
+            came = f"{layer_type!r}; generate with transformers' own cache"
+            expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", came)
         layers = [
             DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype)
             for layer_type in layer_types
@@ -55,12 +56,12 @@ def scale_of(cache: Tensor) -> Tensor:
     if scale is None:
         raise InputError(
             f"key: expected {cache.dtype} keys as fastattn.integrations.transformers.Cache returns them, got some "
-            "without scales; the model must not change what the cache returns"
+            "that the model has changed, and so without scales; make the Cache with dtype=None for this model"
         )
     return scale
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(StaticLayer):
     """Holds the cache of one layer: ``keys`` and ``values`` are ``[B, Hkv, capacity, D]``, with scales if they are
     8-bit.
 
@@ -68,18 +69,13 @@ class _Layer(CacheLayerMixin):
     (eight_bit_cache.py).
     """
 
-    is_compileable = True
-    is_croppable = True
-    is_sliding = False
     cumulative_length: Tensor
 
     def __init__(self, batch_size: int, max_length: int, eight_bit: str | None) -> None:
-        super().__init__()
+        super().__init__(max_length)
         self.batch_size = batch_size
-        self.max_cache_len = max_length
         self.eight_bit = None if eight_bit is None else QUANTIZED[eight_bit]
         self.is_empty = True
-        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
         # The tokens that the host has counted. Compiled steps are not counted, as their graphs would guard on this.
         self.tokens_seen = 0
 
@@ -88,7 +84,7 @@ class _Layer(CacheLayerMixin):
             key_states.shape[0] == self.batch_size,
             "batch_size",
             f"{key_states.shape[0]}, the sequences (times beams) that the model computes",
-            self.batch_size,
+            f"{self.batch_size}; make the Cache with batch_size={key_states.shape[0]}",
         )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
@@ -124,7 +120,7 @@ class _Layer(CacheLayerMixin):
             if self.tokens_seen + num_new > self.max_cache_len:
                 raise CacheFull(
                     f"the cache has room for {self.max_cache_len} tokens of a sequence; {self.tokens_seen} are there, "
-                    f"and {num_new} come"
+                    f"and {num_new} come: make the Cache with max_length={self.tokens_seen + num_new} or more"
                 )
             self.tokens_seen += num_new
         slots = torch.arange(num_new, device=self.device) + self.cumulative_length
@@ -145,9 +141,6 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | Tensor:
         return 0 if self.is_empty else self.cumulative_length
-
-    def get_max_length(self) -> int:
-        return self.max_cache_len
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""

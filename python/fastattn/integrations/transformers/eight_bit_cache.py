@@ -28,27 +28,34 @@ def attend_8bit(
     """
     batch, _, capacity, _ = key.shape
     mark = None if attention_mask is None else read(attention_mask)
-    present, count = None, capacity
-    window = causal_window
-    if isinstance(mark, Lengths):
-        return _attend(query, key, value, mark.lengths, window, options)
+    present, count, window = None, capacity, causal_window
     if isinstance(mark, Keys) and mark.reach is None:
         present, count = mark.present, mark.num_keys
     elif attention_mask is not None and mark is None and attention_mask.dtype == torch.bool and query.shape[2] == 1:
         present, window = attention_mask[..., :capacity], (-1, -1)
-    elif attention_mask is not None:
+    elif attention_mask is not None and not isinstance(mark, Lengths):
         raise InputError(
             "attention_mask: expected padding and causality alone for several queries over an 8-bit cache, got another "
-            "mask; use a cache of the model's dtype"
+            "mask; make the Cache with dtype=None"
         )
-    if present is None:
+    if present is not None and present.shape[1] != 1:
+        raise InputError(
+            "attention_mask: expected one for all heads over an 8-bit cache, got one for each; make the Cache with "
+            "dtype=None"
+        )
+    k_scale, v_scale = scale_of(key), scale_of(value)
+    if attention_mask is not None and present is not None:
+        options["block_table"], lengths = _pages_of(attention_mask, present[:, 0, 0].expand(batch, -1), capacity)
+        key, value, k_scale, v_scale = (
+            tensor.transpose(1, 2).flatten(0, 1).unsqueeze(2) for tensor in (key, value, k_scale, v_scale)
+        )
+    elif isinstance(mark, Lengths):
+        lengths = mark.lengths
+    else:
         lengths = torch.full((batch,), count, dtype=torch.int32, device=query.device)
-        return _attend(query, key, value, lengths, window, options)
-    if present.shape[1] != 1:
-        raise InputError("attention_mask: expected one for all heads over an 8-bit cache, got one for each")
-    assert attention_mask is not None
-    table, lengths = _pages_of(attention_mask, present[:, 0, 0].expand(batch, -1), capacity)
-    return _attend(query, key, value, lengths, window, {**options, "block_table": table})
+    return attention_with_kv_cache(
+        query, key, value, lengths, k_scale=k_scale, v_scale=v_scale, causal=False, window=window, **options
+    )
 
 
 def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -70,15 +77,3 @@ def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Te
     if may_keep:
         mask.fastattn_pages = (mask._version, pages, lengths)  # type: ignore[attr-defined]
     return pages, lengths
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, window: tuple[int, int], options: dict[str, Any]
-) -> Tensor:
-    scales = [scale_of(key), scale_of(value)]
-    if "block_table" in options:
-        key, value = (cache.transpose(1, 2).flatten(0, 1).unsqueeze(2) for cache in (key, value))
-        scales = [scale.transpose(1, 2).flatten(0, 1).unsqueeze(2) for scale in scales]
-    return attention_with_kv_cache(
-        query, key, value, lengths, k_scale=scales[0], v_scale=scales[1], causal=False, window=window, **options
-    )

@@ -51,9 +51,12 @@ class Int8Config(QuantizationConfigMixin):
     ) -> None:
         quant_method = unknown.pop("quant_method", QUANT_METHOD)
         if quant_method != QUANT_METHOD:
-            raise InputError(f"quant_method: expected {QUANT_METHOD!r}, got {quant_method!r}")
+            raise InputError(f"quant_method: expected {QUANT_METHOD!r}, got {quant_method!r}; leave it out")
         if unknown:
-            raise TypeError(f"Int8Config has no option {', '.join(map(repr, unknown))}; a later fastattn may have it")
+            raise TypeError(
+                f"Int8Config has no option {', '.join(map(repr, unknown))}; a later fastattn may have it, and "
+                "help(Int8Config) lists those of this one"
+            )
         check_granularity(granularity, 0)
         check_choice("input_precision", input_precision, INPUT_PRECISIONS)
         self.quant_method = QUANT_METHOD
@@ -69,5 +72,6 @@ def _names(argument: str, names: Iterable[str] | None) -> list[str] | None:
         return None
     listed = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in listed):
-        raise TypeError(f"{argument}: expected a list of names of modules, got {names!r}")
+        advice = f"; pass [{names!r}]" if isinstance(names, str) else ""
+        raise TypeError(f"{argument}: expected a list of names of modules, got {names!r}{advice}")
     return listed

@@ -129,7 +129,7 @@ def _check_known(model: nn.Module, argument: str, named: dict[str, set[str]]) ->
     own = [name for name, _ in model.named_modules()]
     words = {word for name in own for word in name.split(".") if word and not word.isdigit()}
     alike = sorted({other for name in unknown for other in difflib.get_close_matches(name, [*own, *words], 2)})
-    advice = f"; did you mean {', '.join(map(repr, alike))}?" if alike else ""
+    advice = f"; did you mean {', '.join(map(repr, alike))}?" if alike else "; model.named_modules() lists them"
     raise InputError(f"{argument}: expected names of modules of {type(model).__name__}, got {unknown}{advice}")
 
 
@@ -139,6 +139,8 @@ def _check_possible(
     for name, modules in wanted.items():
         for module in sorted(modules - unwanted):
             if module in impossible:
-                raise InputError(f"modules_to_convert: {module!r} cannot be int8: {impossible[module]}")
+                raise InputError(f"modules_to_convert: {module!r} cannot be int8: {impossible[module]}; leave it out")
         if modules and not modules & layers:
-            raise InputError(f"modules_to_convert: expected names of linear layers, got {name!r}, which has none")
+            raise InputError(
+                f"modules_to_convert: expected names of linear layers, got {name!r}, which has none; leave it out"
+            )

@@ -115,7 +115,7 @@ def check_is_floating(checkpoint_files: list[str] | None) -> None:
             if name.endswith(f".{WEIGHT}") and dtype not in ("F16", "BF16", "F32", "F64"):
                 raise InputError(
                     f"checkpoint: expected floating weights to quantise, got {name} in {dtype}: it is quantised "
-                    "already, and its config.json has no quantization_config"
+                    "already, and its config.json has no quantization_config; load the floating checkpoint"
                 )
 
 

@@ -70,8 +70,8 @@ class Int8Quantizer(HfQuantizer):
     ) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise InputError(
-                "distributed_config, tp_plan: not served together with Int8Config; load on one device and shard the "
-                "int8 layers with torch's parallelize_module or fully_shard"
+                "tp_plan: expected none beside Int8Config, got a tp_plan or distributed_config; load on one device, "
+                "and shard the int8 layers with torch's parallelize_module or fully_shard"
             )
         if not self.pre_quantized:
             int8_loading.check_is_floating(checkpoint_files)
@@ -117,18 +117,19 @@ class Int8Quantizer(HfQuantizer):
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Returns the dtype to which to cast a tensor; None where `Assemble` does that, as scales must stay float32."""
-        for operation in getattr(converter, "operations", ()):
-            if isinstance(operation, int8_loading.Assemble):
-                operation.dtype = dtype
-                return None
-        return super().get_new_dtype(converter, param, dtype)
+        assemble = _assembling(converter)
+        if assemble is None:
+            return super().get_new_dtype(converter, param, dtype)
+        assemble.dtype = dtype
+        return None
 
     # --- after they are loaded ---------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         conversions = getattr(model, "_weight_conversions", None) or []
-        ours = [each for each in conversions if _assembles(each)]
-        model._weight_conversions = [each for each in conversions if each not in [*self._left_out_conversions, *ours]]
+        model._weight_conversions = [
+            each for each in conversions if each not in self._left_out_conversions and _assembling(each) is None
+        ]
         layers = _int8_layers(model)
         floating = {name: layer for name, layer in layers.items() if not isinstance(layer.weight, Int8Tensor)}
         absent = {name: layer for name, layer in floating.items() if not hasattr(layer.weight, "_is_hf_initialized")}
@@ -154,14 +155,15 @@ class Int8Quantizer(HfQuantizer):
             more = f"\n  and {len(self._problems) - 8} more" if len(self._problems) > 8 else ""
             raise InputError(
                 "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
-                f"{listed}{more}"
+                f"{listed}{more}\nLoad the checkpoint with the config.json that it was saved with."
             )
         # A checkpoint of another class may lack layers of this one, a pooler for example: these are new.
         own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
         if absent and (own_class or len(absent) == len(_int8_layers(model))):
             raise InputError(
                 f"checkpoint: expected the weights of {type(model).__name__}'s linear layers, got none for "
-                f"{', '.join(list(absent)[:4])}{' and others' if len(absent) > 4 else ''}"
+                f"{', '.join(list(absent)[:4])}{' and others' if len(absent) > 4 else ''}; load it with the class that "
+                "saved it"
             )
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -203,8 +205,10 @@ def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
         warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 
 
-def _assembles(conversion: Any) -> bool:
-    return any(isinstance(each, int8_loading.Assemble) for each in getattr(conversion, "operations", ()))
+def _assembling(converter: Any) -> int8_loading.Assemble | None:
+    """Returns the operation of ``converter`` that assembles int8 weights, or None."""
+    operations = getattr(converter, "operations", ())
+    return next((each for each in operations if isinstance(each, int8_loading.Assemble)), None)
 
 
 def _int8_layers(model: nn.Module) -> dict[str, Int8Linear]:
@@ -237,5 +241,7 @@ def register_int8() -> None:
         registered = mapping.pop(QUANT_METHOD, ours)
         if registered.__module__ != ours.__module__:
             mapping[QUANT_METHOD] = registered
-            raise InputError(f"quantization method {QUANT_METHOD!r}: expected a free name, {registered} has it")
+            raise InputError(
+                f"quant_method: expected a free name in transformers, got {QUANT_METHOD!r}, which {registered} has"
+            )
         register(QUANT_METHOD)(ours)

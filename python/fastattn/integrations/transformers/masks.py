@@ -87,7 +87,7 @@ def make_mask(
     if (spread := in_force()) and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
         error = InputError(
             "sliding_window: expected causal layers that pass it to the attention function, inside of "
-            "fastattn.distributed.context_parallel, got a model whose masks alone have it"
+            "fastattn.distributed.context_parallel, got a model whose masks alone have it; run this model outside of it"
         )
         spread.refuse(error)
 

@@ -20,7 +20,7 @@ from fastattn.errors import InputError
 
 def check_uses_interface(config: Any) -> None:
     """Raises if the model's layers would read a mark as a mask, and attend to keys that they must not see."""
-    if _ignores_interface((_beside(type(config).__module__),)):
+    if _ignores_interface((_module_of(config),)):
         raise _refusal(config.model_type, config._attn_implementation, 'Set attn_implementation="eager"')
 
 
@@ -31,7 +31,7 @@ def check_model(model: PreTrainedModel, implementation: str) -> None:
     whose source cannot be read is accepted.
     """
     bases = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
-    modules = dict.fromkeys([*(base.__module__ for base in bases), _beside(type(model.config).__module__)])
+    modules = dict.fromkeys([*(base.__module__ for base in bases), _module_of(model.config)])
     if model._supports_attention_backend or not _ignores_interface(tuple(modules)):
         return
     other, how = ("sdpa", " and call it inside fastattn.patch_sdpa()") if model._supports_sdpa else ("eager", "")
@@ -50,25 +50,25 @@ def _refusal(name: str, implementation: str, instead: str) -> InputError:
 
 def has_attention_of_its_own(config: Any) -> bool:
     """Returns whether some layers do not use the interface but add the mask to their scores themselves."""
-    return _has_own_softmax(type(config).__module__)
+    return _has_own_softmax(_module_of(config))
 
 
 def tells_its_window(config: Any) -> bool:
     """Returns whether layers pass their ``sliding_window`` to the attention function; if not, only masks have it."""
-    return _contains(type(config).__module__, "sliding_window=")
+    return _contains(_module_of(config), "sliding_window=")
 
 
 def wants_whole_masks(config: Any) -> bool:
     """Returns whether the model changes its masks, and asks for whole ones by ``allow_is_causal_skip=False``."""
-    module = type(config).__module__
+    module = _module_of(config)
     is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
     return is_indexed or not _contains(module, "") or _contains(module, "allow_is_causal_skip")
 
 
 # Without this decorator, torch.compile would trace the cached function.
 @torch.compiler.assume_constant_result
-def _contains(config_module: str, words: str) -> bool:
-    code = _model_code(config_module)
+def _contains(module: str, words: str) -> bool:
+    code = _code(module)
     return code is not None and words in code
 
 
@@ -81,18 +81,15 @@ def _ignores_interface(modules: tuple[str, ...]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _has_own_softmax(config_module: str) -> bool:
-    classes = re.split(r"^(?=class )", _model_code(config_module) or "", flags=re.MULTILINE)
+def _has_own_softmax(module: str) -> bool:
+    classes = re.split(r"^(?=class )", _code(module) or "", flags=re.MULTILINE)
     layers = [code for code in classes if re.match(r"class \w*Attention\w*\(nn\.Module\):", code)]
     return any("softmax(" in code and ".get_interface(" not in code for code in layers)
 
 
-def _model_code(config_module: str) -> str | None:
-    return _code(_beside(config_module))
-
-
-def _beside(config_module: str) -> str:
-    return config_module.replace("configuration_", "modeling_")
+def _module_of(config: Any) -> str:
+    """Returns the name of the module in which the model with this config is."""
+    return type(config).__module__.replace("configuration_", "modeling_")
 
 
 def _code(module: str) -> str | None:

@@ -1,0 +1,34 @@
+"""Names the arguments in errors as the functions of another package call them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastattn.errors import InputError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_TRANSPOSED = "; these shapes are those after transpose(1, 2), from [B, S, H, D]"
+
+
+def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
+    """Makes the errors of the decorated function name an argument ``theirs[name]`` that fastattn calls ``name``."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except (InputError, TypeError) as error:
+                name, colon, text = str(error).partition(": ")
+                if not colon or name not in theirs:
+                    raise
+                note = _TRANSPOSED if "[B, H" in text and _TRANSPOSED not in text else ""
+                text = text.replace(f"{name}.", f"{theirs[name]}.")
+                raise type(error)(f"{theirs[name]}: {text}{note}") from error
+
+        return named  # type: ignore[return-value]
+
+    return decorate
