@@ -40,7 +40,8 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
         advice = ""
         if isinstance(value, (list, tuple)):
             dtype = f", dtype=torch.{_DTYPES_OF_LISTS[name]}, device=query.device" if name in _DTYPES_OF_LISTS else ""
-            advice = f"; pass torch.tensor({name}{dtype})"
+            has_tensors = any(isinstance(element, Tensor) for element in value)
+            advice = f"; pass torch.stack({name})" if has_tensors else f"; pass torch.tensor({name}{dtype})"
         elif type_name(value) == "numpy.ndarray":
             advice = f"; pass torch.from_numpy({name})"
         raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {shown(value)}{advice}")
@@ -252,8 +253,9 @@ def checked_device(device: Any) -> torch.device:
     """Returns the argument ``device`` as a ``torch.device``, by default torch's."""
     try:
         return torch.get_default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError):  # torch lists all kinds of devices, but not the argument's name
-        raise InputError(f'device: expected a torch.device, or a name as "cuda", got {shown(device)}') from None
+    except (RuntimeError, TypeError) as error:  # torch lists all kinds of devices, but not the argument's name
+        why = f": {error}" if isinstance(device, int) else ""
+        raise InputError(f'device: expected a torch.device, or a name as "cuda", got {shown(device)}{why}') from None
 
 
 def shown(value: Any) -> str:

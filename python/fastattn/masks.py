@@ -96,7 +96,7 @@ def window_and_global(
     return _ranges((torch.zeros_like(token), global_end), (begin, torch.maximum(begin, end)))[None, None]
 
 
-def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
+def tree(parents: Sequence[int] | Tensor, *, device: Any = None) -> Tensor:
     """Returns ranges ``[1, 1, S, R, 2]`` with which a token of a tree sees itself and its ancestors. ``parents[i]`` is
     an earlier token than ``i``, or -1 for a root. A token needs one range for each run of consecutive ancestors.
 
@@ -104,7 +104,7 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
         InputError: a token needs more than four ranges, or its parent does not come before it.
     """
     paths: list[list[tuple[int, int]]] = []
-    for token, parent in enumerate(parents):
+    for token, parent in enumerate(parents.tolist() if isinstance(parents, Tensor) else parents):
         check_int("parents", parent)
         expect(-1 <= parent < token, "parents", f"-1 or an earlier token for token {token}", parent)
         path = list(paths[parent]) if parent >= 0 else []
@@ -112,7 +112,7 @@ def tree(parents: Sequence[int], *, device: Any = None) -> Tensor:
             path[-1] = (path[-1][0], token + 1)
         else:
             path.append((token, token + 1))
-        _expect_few("parents", len(path), token)
+        _expect_few("parents", len(path), token, "a bool mask as bias of attention, or tree_mask over a cache,")
         paths.append(path)
     most = max(map(len, paths), default=1)
     padded = [path + [(0, 0)] * (most - len(path)) for path in paths]
@@ -139,7 +139,7 @@ def _ranges_of(mask: Tensor, first_query: int) -> Tensor:
     most = int(counts.max()) if counts.numel() else 0
     if most > MOST_RANGES:
         *_, query = row = (counts > MOST_RANGES).nonzero()[0].tolist()
-        _expect_few("mask", int(counts[tuple(row)]), first_query + query)
+        _expect_few("mask", int(counts[tuple(row)]), first_query + query, "the mask as bias of attention")
     ranges = torch.zeros(*counts.shape, max(1, most), 2, dtype=torch.int32, device=mask.device)
     before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # ranges in all earlier rows
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
@@ -206,12 +206,12 @@ def _ranges(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.stack(pair, -1) for pair in pairs], -2)
 
 
-def _expect_few(name: str, count: int, query: int) -> None:
+def _expect_few(name: str, count: int, query: int, other: str) -> None:
     expect(
         count <= MOST_RANGES,
         name,
         f"at most {MOST_RANGES} ranges of visible keys a query",
-        f"{count} for query {query}; pass the mask as bias of attention instead",
+        f"{count} for query {query}; pass {other} instead",
     )
 
 

@@ -43,7 +43,7 @@ def uninstall() -> None:
     global _installed
     with _lock:
         if not _installed:
-            raise RuntimeError("uninstall: no install() is in force; call it once for each fastattn.install()")
+            raise RuntimeError("uninstall: no install() is in force; one uninstall() undoes all install() calls")
         _installed = False
         _take_out()
 

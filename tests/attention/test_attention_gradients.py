@@ -50,15 +50,20 @@ def check(
 
 @on_all
 @pytest.mark.parametrize("shape", [(0, 2, 1, 5, 5), (2, 0, 1, 5, 5), (1, 2, 1, 0, 5), (1, 2, 1, 5, 0)], ids=str)
-@pytest.mark.parametrize(("deterministic", "sinks"), [(False, True), (True, True), (True, False)])
-def test_empty(shape: tuple[int, int, int, int, int], deterministic: bool, sinks: bool, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("deterministic", "sinks", "mask"),
+    [(False, True, "float"), (True, True, "float"), (True, False, "float"), (False, True, "")],
+)
+def test_empty(
+    shape: tuple[int, int, int, int, int], deterministic: bool, sinks: bool, mask: str, kernels: str
+) -> None:
     """On the emulator, memory that no kernel writes is NaN."""
     mask_shape = (1, 1, 1, 1) if deterministic else (0, 0, 0, 0)
-    case = Case(shape=shape, sinks=sinks, grad_lse=True, mask="float", mask_shape=mask_shape)
+    case = Case(shape=shape, sinks=sinks, grad_lse=True, mask=mask, mask_shape=mask_shape)
     problem = make_problem(case)
     found = run(kernels, case, problem, deterministic)
     assert torch.count_nonzero(found["out"]) == 0
-    for name in ("query", "key", "value", "bias"):
+    for name in ("query", "key", "value", *(["bias"] if mask else [])):
         gradient = found[f"grad_{name}"]
         assert gradient.shape == getattr(problem, name).shape
         assert torch.count_nonzero(gradient) == 0
@@ -100,7 +105,8 @@ def test_rows_of_no_sequence_get_no_gradient_and_have_no_influence(kernels: str)
     inner.max_seqlens = problem.max_seqlens = (90, 90)
     found, expected = run(kernels, case, problem), check(kernels, case, inner, deterministic=True)
     assert torch.count_nonzero(found["out"][:3]) == torch.count_nonzero(found["grad_query"][:3]) == 0
-    assert torch.equal(found["out"][3:], expected["out"])
+    assert bool((found["lse"][:, :3] == -torch.inf).all())
+    assert torch.equal(found["out"][3:], expected["out"]) and torch.equal(found["lse"][:, 3:], expected["lse"])
     assert torch.equal(found["grad_query"][3:], expected["grad_query"])
     torch.testing.assert_close(found["grad_sinks"], expected["grad_sinks"])
     for name in ("grad_key", "grad_value"):

@@ -101,6 +101,7 @@ def test_tree() -> None:
     ):
         masks.tree([-1, -1, 0, -1, 2, -1, 4, -1, 6])
     assert masks.tree([]).shape == (1, 1, 0, 1, 2)
+    assert torch.equal(masks.tree(torch.tensor(parents)), found)
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)

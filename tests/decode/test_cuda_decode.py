@@ -172,6 +172,8 @@ def test_masked_values_have_no_influence(
     sees = (position - 20 <= at).expand(out.shape[:3])
     assert sees.any() and not sees.all()
     assert torch.equal(out[~sees], expected[~sees]) and torch.equal(lse, expected_lse)
+    if math.isnan(spoiled):
+        assert out[sees].isnan().any(dim=-1).all()
     assert not out[sees].isfinite().all(dim=-1).any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import random
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ import ranks
 from fastattn import InputError, reference
 from fastattn.distributed.blocks import PackedSpread
 from fastattn.distributed.gathering import reads_little
-from fastattn.distributed.packed import LAYOUTS, arrange, deal
+from fastattn.distributed.packed import LAYOUTS, PackedLayout, arrange, deal
 from fastattn.profiler.work import visible_pairs
 
 STRATEGIES = ("ring", "allgather", "ulysses")
@@ -134,6 +135,15 @@ def test_short_documents_on_many_ranks_are_as_many_rows(length: int, count: int,
 def test_documents_that_fit_stay_whole() -> None:
     dealt = deal([50] * 8, 8, "balanced", CAUSAL)
     assert all(len(parts) == 1 and parts[0].length == 50 for parts in dealt)
+
+
+def test_a_layout_can_be_pickled_after_its_first_use() -> None:
+    parts = tuple(deal([50] * 4, 2, "balanced", CAUSAL))
+    layout = PackedLayout((50,) * 4, parts)
+    spread = layout.spread(CAUSAL)
+    reading = spread.reading(0, 1)
+    assert pickle.loads(pickle.dumps(layout)).parts == parts
+    assert pickle.loads(pickle.dumps(spread)).reading(0, 1) == reading
 
 
 def test_what_lies_on_few_ranks_is_little_to_read() -> None:

@@ -138,9 +138,9 @@ def test_epilogues(activation: str, dtype: torch.dtype, kernels: Kernels) -> Non
 @on_cuda
 @each_dtype
 @each_granularity
-@pytest.mark.parametrize("m", [1, 40, 97])
+@pytest.mark.parametrize("m", [1, 40, 70, 97])
 def test_swiglu(m: int, granularity: str | int, dtype: torch.dtype, kernels: Kernels) -> None:
-    """A tile pairs gates with ups where their number is less than a tile's, equal, or more."""
+    """A tile pairs gates with ups where their number is less than a tile's, equal, or more. 70 tokens are two tiles."""
     for outputs, k in ((7, 128), (64, 256), (128, 256), (137, 384)):
         weight, scale = quantised(2 * outputs, k, granularity, seed=m, std=0.1)
         x, extra = normal(m, k, seed=1, dtype=dtype), epilogue("swiglu", m, 2 * outputs, dtype)

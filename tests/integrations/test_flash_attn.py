@@ -323,6 +323,9 @@ class TestKeywords:
             r"^softmax_scale: expected a number": lambda: flash_attn.flash_attn_func(q, k, v, softmax_scale="1"),
             r"^kv: ": lambda: flash_attn.flash_attn_kvpacked_func(q, kv.to(torch.int8)),
             r"^qkv: ": lambda: flash_attn.flash_attn_qkvpacked_func(kv[:, :, [0, 1, 1]].to(torch.int8)),
+            r"^max_seqlen: .* in cu_seqlens, got 2": lambda: flash_attn.flash_attn_varlen_qkvpacked_func(
+                kv[0][:, [0, 1, 1]], torch.tensor([0, 4], dtype=torch.int32), 2
+            ),
             r"^v: expected shape": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k, v[:, :2], cache_seqlens=0),
             r"^k_cache: expected 4 dimensions": lambda: flash_attn.flash_attn_with_kvcache(q, k[0], v),
             r"^cache_seqlens: expected an int": lambda: flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=1.5),

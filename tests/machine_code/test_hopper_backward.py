@@ -36,7 +36,7 @@ MOST_INSTRUCTIONS_WIDE = {
 }
 MAX_STACK_BYTES = 40  # per thread: producer values without a register, and values around the loop
 # With options, each step loads some addresses again, and warps with 24 registers look for the tiles in key ranges.
-MAX_STACK_BYTES_WITH_OPTIONS = 64
+MAX_STACK_BYTES_WITH_OPTIONS = {64: 56, 96: 64, 128: 64}
 MOST_LOCAL_WITH_OPTIONS = {64: 6, 96: 0, 128: 6}
 
 each_instance = pytest.mark.parametrize("instance", rows_of(KEY_VALUE), ids=str)
@@ -78,7 +78,7 @@ def test_the_loop_uses_no_local_memory(instance: tuple[int, str, bool]) -> None:
 def test_the_loop_with_options_uses_next_to_no_local_memory(instance: tuple[int, str, bool]) -> None:
     kernel = facts_of(KEY_VALUE, "sm_90a")[instance]
     assert kernel.local_in_loops <= MOST_LOCAL_WITH_OPTIONS[instance[0]]
-    assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS
+    assert kernel.stack_bytes <= MAX_STACK_BYTES_WITH_OPTIONS[instance[0]]
 
 
 @each_instance

@@ -151,9 +151,17 @@ def each_instance(*sources: str, without_options: bool = False) -> pytest.MarkDe
     instances = [
         (source, row) for source in sources for row in rows_of(source) if not (without_options and True in row)
     ]
-    return pytest.mark.parametrize(
-        ("source", "instance"), instances, ids=[f"{Path(source).stem}-{row}" for source, row in instances]
-    )
+    return pytest.mark.parametrize("kernel", instances, ids=[f"{Path(source).stem}-{row}" for source, row in instances])
+
+
+@pytest.fixture
+def source(kernel: tuple[str, Any]) -> str:
+    return kernel[0]
+
+
+@pytest.fixture
+def instance(kernel: tuple[str, Any]) -> Any:
+    return kernel[1]
 
 
 def products_of(kernel: KernelFacts) -> list[str]:

@@ -225,7 +225,8 @@ class PagePool:
         if len(missing) < num_layers:
             warn_at_users_line(
                 f"PagedKVCache: the tokens of a step were dropped, because layers {missing} of num_layers={num_layers} "
-                "never stored them; make the cache with as many layers as the model has, and call attend in each.",
+                "never stored them. If the model has fewer layers, make the cache with as many; a step that an "
+                "exception ended is dropped without this warning by its cancel().",
                 RuntimeWarning,
             )
 

@@ -111,12 +111,10 @@ def _advice_on_padding(name: str, dim: int, support: Support) -> str:
     """Returns how to make a cache with a head dim that the kernels take, because no cache is copied to be padded."""
     assert support.head_dims is not None
     padded = max(support.head_dims.start, -(-dim // support.head_dims.step) * support.head_dims.step)
-    if padded not in support.head_dims:
+    if dim < 1 or padded not in support.head_dims:
         return ""
-    if name == "value head dim":
-        return f"; no cache is copied to pad it: make it with {padded} dims, and pad the values with zeros"
-    way = f"make it with {padded} dims, pad query and keys with zeros, and pass scale={dim} ** -0.5"
-    return f"; no cache is copied to pad it: {way}"
+    scale = f", and pass scale={dim} ** -0.5 to attention" if name == "head dim" else ""
+    return f"; no cache is copied to pad it: make it with {padded} dims, pad what goes with it with zeros{scale}"
 
 
 def words_for(op: str, features: frozenset[str]) -> str:

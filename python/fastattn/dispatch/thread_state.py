@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from fastattn.checks import check_choice
 from fastattn.dispatch.request import Choice
 from fastattn.dispatch.support import BACKENDS
-from fastattn.dispatch.users_line import warn_at_users_line
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Explained(BaseException):
-    """Carries the choice out of a call about which ``explain`` was asked, in place of the call's result.
+    """An exception that carries the choice out of a call that ``explain`` explains instead of running it.
 
     ``explain`` takes any function that calls fastattn somewhere inside, such as a module. Only an exception can leave
     it before a kernel runs or a tensor changes.
@@ -47,42 +42,22 @@ class _ThreadState(threading.local):
 thread = _ThreadState()
 
 
-class use_backend:
-    """A context manager that forces ``"cuda"``, ``"triton"`` or ``"torch"`` for this thread's calls inside the block.
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Forces ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
 
-    It can decorate a function too. Without ``with`` it has no effect, and warns. A call that the backend cannot run
-    raises ``InputError`` with the reason. A backward pass uses the backend of its forward pass, wherever it runs. A
-    checkpoint runs the forward pass again, on a GPU in autograd's own thread. To force the backend there too, pass it
+    It can decorate a function too; called without ``with`` it does nothing. A call that the backend cannot run raises
+    ``InputError`` with the reason. A backward pass uses the backend of its forward pass, wherever it runs. A checkpoint
+    runs the forward pass again, on a GPU in autograd's own thread. To force the backend there too, pass it
     ``context_fn=lambda: (use_backend(backend), use_backend(backend))``.
     """
-
-    def __init__(self, backend: str) -> None:
-        check_choice("backend", backend, BACKENDS)
-        self._backend, self._is_unused = backend, True
-        self._before: list[str | None] = []
-
-    def __enter__(self) -> None:
-        self._is_unused = False
-        self._before.append(thread.forced)
-        thread.forced = self._backend
-
-    def __exit__(self, *error: object) -> None:
-        thread.forced = self._before.pop()
-
-    def __call__(self, function: _Function) -> _Function:
-        self._is_unused = False
-
-        @functools.wraps(function)
-        def forced(*args: Any, **kwargs: Any) -> Any:
-            with use_backend(self._backend):  # a new one for each call, as several threads may call
-                return function(*args, **kwargs)
-
-        return forced  # type: ignore[return-value]
-
-    def __del__(self) -> None:
-        if getattr(self, "_is_unused", False) and not sys.is_finalizing():
-            call = f'use_backend("{self._backend}")'
-            warn_at_users_line(f"{call} has no effect without a block: write `with {call}:` around calls", UserWarning)
+    check_choice("backend", backend, BACKENDS)
+    before = thread.forced
+    thread.forced = backend
+    try:
+        yield
+    finally:
+        thread.forced = before
 
 
 def asked() -> Asked:

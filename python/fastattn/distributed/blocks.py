@@ -25,7 +25,7 @@ def cached_in_first(function: _Function) -> _Function:
     @functools.wraps(function)
     def found(first: Any, *args: Any) -> Any:
         results = vars(first).setdefault("_cached", {})
-        call = (function, *args)
+        call = (function.__qualname__, *args)  # a name can be pickled
         if call not in results:
             results[call] = function(first, *args)
         return results[call]

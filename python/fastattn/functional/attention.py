@@ -317,7 +317,10 @@ def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
     """Warns once if ``bias [B, 1, 1, Sk]`` holds 0 and 1 alone, as a padding mask of floats does; it reads it back."""
     global _has_warned_of_mask
     is_for_keys = bias.is_floating_point() and tuple(bias.shape[1:3]) == (1, 1)
-    if _has_warned_of_mask or not is_for_keys or set(bias.detach().unique().tolist()) != {0.0, 1.0}:
+    if _has_warned_of_mask or not is_for_keys or bias.numel() == 0:
+        return
+    bias = bias.detach()
+    if float(bias.amax()) != 1 or not bool(((bias == 0) | (bias == 1)).all()):
         return
     _has_warned_of_mask = True
     warn_at_users_line(

@@ -126,7 +126,7 @@ def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
     cast = f"cast {given} to it, or " if t.k_cache.dtype in FLOATING else ""
     came = f"{t.k_cache.dtype}; {cast}make the caches with dtype={dtype}"
     expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, came)
-    check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,))
+    check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,), "; make both caches with the same dtype")
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
         if cache.dtype not in FEATURE_OF_CACHE:
             expect(scale is None, name, f"None beside a cache of {cache.dtype}, which has no scales", "a tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,7 +27,9 @@ def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
                 if not colon or name not in theirs:
                     raise
                 note = _TRANSPOSED if "[B, H" in text and _TRANSPOSED not in text else ""
-                text = text.replace(f"{name}.", f"{theirs[name]}.")
+                for ours, own in theirs.items():  # a word such as "value" is an argument only before an attribute
+                    end = r"\b" if "_" in ours or len(ours) == 1 else r"(?=\.\w)"
+                    text = re.sub(rf"\b{ours}{end}", own, text)
                 raise type(error)(f"{theirs[name]}: {text}{note}") from error
 
         return named  # type: ignore[return-value]

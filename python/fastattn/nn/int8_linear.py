@@ -200,7 +200,7 @@ class Int8Linear(nn.Linear):
             data = found[0] if found.dim() == 3 else found
             weight = Int8Weight(_aligned_copies.of(data), scale, self.granularity)
             return Int8Tensor.from_weight(weight, self.weight.dtype)
-        check_dtype("weight", found, FLOATING)
+        check_dtype("weight", found, FLOATING, "; load the weights as they were before another library quantised them")
         if found.shape != self.weight.shape:
             return found  # nn.Module reports the wrong shape
         return Int8Tensor.from_weight(quantize_int8(found, self.granularity), found.dtype)
