@@ -351,7 +351,7 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
         shards.shard(torch.zeros(5))
     with pytest.raises(InputError, match=f"query: expected the {shards.num_rows} rows of shards, got 1"):
         context_parallel_attention_varlen(*(tensor[:1] for tensor in own), shards)
-    with pytest.raises(InputError, match="shards: expected what shard_varlen returns, got list"):
+    with pytest.raises(InputError, match=r"shards: expected what shard_varlen\(cu_seqlens\) returns, got list"):
         context_parallel_attention_varlen(*own, [0, 5])
     with pytest.raises(InputError, match="alibi_slopes: expected"):
         context_parallel_attention_varlen(*own, shards, alibi_slopes=torch.ones(3))
