@@ -83,6 +83,14 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
         return "; keys and values may have fewer heads without it"
     if name == "key_padding_mask" and "bias" in known:
         return "; where it is True for padding, pass bias=~mask[:, None, None, :]"
+    if name == "block_mask" and "key_ranges" in known:
+        return "; pass key_ranges=fastattn.masks.from_block_mask(block_mask)"
+    if name == "score_mod":
+        return "; no function of scores is taken: use softcap, alibi_slopes or a bias"
+    if name == "return_attn_probs":
+        return "; probabilities are never formed, and return_lse=True returns the lse"
+    if name == "cu_seqlens_q":
+        return "; attention_varlen takes packed sequences"
     if name == "bias" and "key_ranges" in known:
         return "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"
     meant = _OTHER_NAMES.get(name)
@@ -255,7 +263,9 @@ def checked_device(device: Any) -> torch.device:
         return torch.get_default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:  # torch lists all kinds of devices, but not the argument's name
         why = f": {error}" if isinstance(device, int) else ""
-        raise InputError(f'device: expected a torch.device, or a name as "cuda", got {shown(device)}{why}') from None
+        raise InputError(
+            f'device: expected a torch.device, or a name such as "cuda", got {shown(device)}{why}'
+        ) from None
 
 
 def shown(value: Any) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import check_dtype, check_int, check_rank, check_tensor, expect
+from fastattn.checks import check_dtype, check_int, check_rank, check_tensor, expect, type_name
 from fastattn.functional.attention_checks import MOST_RANGES, check_window
 from fastattn.reference import mask_of_ranges
 
@@ -163,6 +163,9 @@ def from_block_mask(block_mask: Any) -> Tensor:
     Raises:
         InputError: a query sees more than four ranges of keys; the message names the first such query.
     """
+    if not hasattr(block_mask, "kv_num_blocks"):
+        expected = "a BlockMask, as torch.nn.attention.flex_attention.create_block_mask returns"
+        raise TypeError(f"block_mask: expected {expected}, got {type_name(block_mask)}; from_bool takes a bool mask")
     batch, heads, num_queries, num_keys = block_mask.shape
     block_m, block_n = block_mask.BLOCK_SIZE
     partly = _dense_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)

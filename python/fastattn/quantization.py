@@ -57,8 +57,8 @@ QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
 
 
 def are_given(scales: Tensor | None) -> bool:
-    """Returns whether ``scales`` of an fp8 cache are the caller's (None, one, or one per head): an append then reads
-    them and does not write them."""
+    """Returns whether the caller has fixed the scales of an fp8 cache: None (1), one number, or one per head. An append
+    divides by such scales; otherwise it computes and writes a scale for each token and head."""
     return scales is None or scales.dim() < 3
 
 

@@ -85,6 +85,12 @@ def test_window_and_global(window: tuple[int, int], num_global: int, causal: boo
     fastattn.attention(*tensors, key_ranges=found)  # checks on the CPU that ranges do not overlap
 
 
+def test_what_is_no_block_mask_is_refused() -> None:
+    for other in (torch.ones(2, 2, dtype=torch.bool), None):
+        with pytest.raises(TypeError, match="block_mask: expected a BlockMask"):
+            masks.from_block_mask(other)
+
+
 def test_tree() -> None:
     parents = [-1, 0, 1, 1, 3, 0, -1, 6]
     expected = torch.eye(8, dtype=torch.bool)

@@ -71,7 +71,7 @@ def padding_and_packing_are_refused(rank: int, mesh: DeviceMesh) -> None:
     llama = make_model("llama", "fastattn")
     with context_parallel(mesh):
         for refused in ({"attention_mask": padding}, {"position_ids": packed}):
-            with pytest.raises(InputError, match="attention_mask: expected none inside of .*, got padding, packed"):
+            with pytest.raises(InputError, match=r"attention_mask: expected none inside of .*, got padding, packed"):
                 llama(tokens, use_cache=False, **refused)
         with pytest.raises(InputError, match="sliding_window: expected causal layers that pass it"):
             make_model("modernbert", "fastattn")(tokens)

@@ -250,7 +250,7 @@ def check_fused_gate_up(rank: int, mesh: DeviceMesh) -> None:
     with pytest.raises(InputError, match="weight: expected an int8 weight that is sharded by rows"):
         fastattn.int8_linear(distribute_tensor(torch.ones(1, 64), mesh), model.down.weight)
     for layer in (nn.Linear(8, 2 * mesh.size() + 2), Int8Linear(8, 2 * mesh.size() + 1)):
-        with pytest.raises(InputError, match="weight: expected rows that 2 layers share evenly"):
+        with pytest.raises(InputError, match="weight: expected rows that are a multiple of 2 fused layers"):
             parallelize_module(layer, mesh, half)
     with pytest.raises(TypeError, match=r"module: expected an nn\.Linear"):
         parallelize_module(nn.Embedding(8, 8), mesh, half)

@@ -259,7 +259,8 @@ def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window:
 
 
 def _block_over(part: Part, keys: Part, window: Window) -> Block:
-    """Returns the block of ``part`` over the keys that it sees in ``keys``, whose ``rows`` index a tensor of keys."""
+    """Returns the block of the rows of ``part`` and the keys of ``keys`` that they see. ``keys.rows`` says where these
+    lie in a tensor; the ``keys`` of the block index the same tensor."""
     seen, first_row = keys_seen(part, keys, window), keys.rows.start
     rows = slice(first_row + seen.start, first_row + seen.stop)
     return Block(part.rows, rows, part.first, keys.first + seen.start, window, part.document)

@@ -177,7 +177,7 @@ def gathering_of(spread: AnySpread, group: dist.ProcessGroup) -> Gathering:
 
 @cached_in_first
 def reads_little(spread: AnySpread) -> bool:
-    """Returns whether every rank reads at most ``MOST_READ`` of the other ranks' keys."""
+    """Returns whether every rank reads at most the fraction ``MOST_READ`` of the other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
         """Returns an upper bound on the number of keys that these parts read from other ranks: the sum over the parts,

@@ -320,7 +320,7 @@ def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
     if _has_warned_of_mask or not is_for_keys or bias.numel() == 0:
         return
     bias = bias.detach()
-    if float(bias.amax()) != 1 or not bool(((bias == 0) | (bias == 1)).all()):
+    if bias.amin() != 0 or bias.amax() != 1 or not ((bias == 0) | (bias == 1)).all():
         return
     _has_warned_of_mask = True
     warn_at_users_line(

@@ -257,7 +257,7 @@ def _shapes(call: _SdpaCall) -> str:
 
 
 def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:
-    """Returns the broadcast batch dimensions (at least one), the query heads, and the KV heads that the kernel sees."""
+    """Returns the broadcast batch dims (at least one), the query heads, and the KV heads to pass to the kernel."""
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
     if not enable_gqa:

@@ -54,7 +54,8 @@ def _split_keys_flops(given: Any) -> int:
 
 
 def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
-    """Folds the mapped dimension into the heads, as ``attention_forward`` does."""
+    """Maps the operator for ``torch.vmap``: folds the mapped dimension of each tensor into its heads, runs once, and
+    takes it out of the results."""
     folded = {
         name: fold_into_heads(getattr(given, name), getattr(dims, name), size, HEADS_DIM[name])
         for name in HEADS_DIM.keys() & given._fields

@@ -48,7 +48,7 @@ def _attention_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple
 
 
 def _with_tile(kernel: str | None, request: Request) -> tuple[str, Any]:
-    """Returns the name and the tile of the CUDA C++ kernel that the library chose."""
+    """Returns ``kernel`` and its tile. Raises RuntimeError if it is None: the library was built without it."""
     if kernel is None:
         raise RuntimeError(
             f"fastattn's library was built without its {request.op.name} kernel for {request.dtype} and head dims "

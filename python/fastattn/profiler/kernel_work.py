@@ -99,7 +99,7 @@ def _native_slope_sums(call: OperatorCall) -> Work:
 
 
 def _backward_rows(call: OperatorCall) -> Work:
-    """Counts the kernel that recomputes the scores, and from them the lse (as two floats) and rowsum(dO O)."""
+    """Counts the work of recomputing the scores, and of writing the lse (two floats a row) and rowsum(dO * O)."""
     pairs, is_upper_bound = _pairs(call)
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = call.nbytes("grad_out", "out", "query", "key", "lse", "grad_lse", "bias")
@@ -170,7 +170,7 @@ def _merge_into(call: OperatorCall) -> Work:
 
 
 def _merge_backward(call: OperatorCall) -> Work:
-    """Counts reads of all tensors, and a written gradient for each merged one."""
+    """Counts reads of all tensors, and writes of four gradients: those of both outputs and of both lse."""
     return Work(0, call.nbytes() + call.nbytes("out_a", "lse_a", "out_b", "lse_b"))
 
 
