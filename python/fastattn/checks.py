@@ -66,6 +66,18 @@ _OTHER_NAMES = {
 }
 
 
+# Advice on keywords that have no other name here, in functions with the keyword that comes first; None: in all.
+_ADVICE = {
+    "enable_gqa": (None, "; keys and values may have fewer heads without it"),
+    "key_padding_mask": ("bias", "; where it is True for padding, pass bias=~mask[:, None, None, :]"),
+    "block_mask": ("key_ranges", "; pass key_ranges=fastattn.masks.from_block_mask(block_mask)"),
+    "score_mod": (None, "; no function of scores is taken: use softcap, alibi_slopes or a bias"),
+    "return_attn_probs": (None, "; probabilities are never formed, and return_lse=True returns the lse"),
+    "cu_seqlens_q": (None, "; attention_varlen takes packed sequences"),
+    "bias": ("key_ranges", "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
+}
+
+
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
     """Raises Python's ``TypeError`` for unknown keywords, and names the first that has another name here, else the
     first."""
@@ -79,20 +91,9 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
 
 def advice_on_keyword(name: str, known: Collection[str]) -> str:
     """Returns advice for an error about an unknown keyword: the ``known`` one that means the same or looks alike."""
-    if name == "enable_gqa":
-        return "; keys and values may have fewer heads without it"
-    if name == "key_padding_mask" and "bias" in known:
-        return "; where it is True for padding, pass bias=~mask[:, None, None, :]"
-    if name == "block_mask" and "key_ranges" in known:
-        return "; pass key_ranges=fastattn.masks.from_block_mask(block_mask)"
-    if name == "score_mod":
-        return "; no function of scores is taken: use softcap, alibi_slopes or a bias"
-    if name == "return_attn_probs":
-        return "; probabilities are never formed, and return_lse=True returns the lse"
-    if name == "cu_seqlens_q":
-        return "; attention_varlen takes packed sequences"
-    if name == "bias" and "key_ranges" in known:
-        return "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"
+    beside, advice = _ADVICE.get(name, (None, ""))
+    if advice and (beside is None or beside in known):
+        return advice
     meant = _OTHER_NAMES.get(name)
     note = ", and aligns to the bottom right" if name == "is_causal" else ""
     if meant in known:

@@ -312,6 +312,22 @@ def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
             function(**arguments, **{theirs: None})
 
 
+@pytest.mark.parametrize(
+    ("theirs", "advice"),
+    [
+        ("enable_gqa", "keys and values may have fewer heads without it"),
+        ("key_padding_mask", r"pass bias=~mask\[:, None, None, :\]"),
+        ("block_mask", r"pass key_ranges=fastattn\.masks\.from_block_mask\(block_mask\)"),
+        ("score_mod", "use softcap, alibi_slopes or a bias"),
+        ("return_attn_probs", "return_lse=True returns the lse"),
+        ("cu_seqlens_q", "attention_varlen takes packed sequences"),
+    ],
+)
+def test_what_attention_takes_in_another_form_is_said(theirs: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{theirs}'; .*{advice}$"):
+        A(**dense(), **{theirs: None})
+
+
 def test_of_several_unknown_keywords_one_with_another_name_here_is_named() -> None:
     with pytest.raises(TypeError, match=r"'is_causal'; it is called 'causal' here"):
         A(**dense(), windows=1, is_causal=True, softmax_scale=1.0)
