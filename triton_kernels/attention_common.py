@@ -247,10 +247,12 @@ def score_gradients(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, RANGES: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of the backward pass from q.k and dO.v, or from their transposes.
+    """Computes the probabilities and score gradients of one tile from q.k and dO.v, or from their transposes.
 
-    ``shift``, ``log2_sum``, ``delta`` are per row, shaped like ``row`` (`attention_backward_rows`). Returns (P after
-    dropout, without dropout's factor; dS, which is the bias's gradient; d loss / d (scale * q.k)).
+    ``shift``, ``log2_sum`` and ``delta`` have a value for each row, as `attention_backward_rows` computes them, and the
+    shape of ``row``. Returns three tiles: P, in which dropped elements are 0 and the others are not yet multiplied by
+    dropout's factor; dS, which is the bias's gradient; and the gradient of ``scale * q.k``, which is dS times the
+    derivative of softcap.
     """
     scores, visible, slope_of_cap = attention_scores(
         products, row, column, inputs, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED

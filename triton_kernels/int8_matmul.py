@@ -259,9 +259,10 @@ def int8_matmul(given: Any) -> Tensor:
     """Returns ``act(x @ dequantize(weight)^T + bias) + residual``, ``[..., N]``, for ``x [..., K]`` and int8 ``weight
     [N, K]``.
 
-    ``scale`` is fp32 ``[1, 1]``, ``[N, 1]`` or ``[N, K / group]`` with a group of 32, 64 or 128. ``activation`` is
-    none, relu, gelu, gelu_tanh, silu or swiglu (which returns ``[..., N / 2]``). ``bias [N]`` and ``residual``, like
-    the result, are in x's dtype. The caller has checked the arguments, which ``given`` has by name.
+    ``given`` is a record of the call, whose fields have these names and have been checked. ``scale`` is fp32, ``[1,
+    1]``, ``[N, 1]`` or, with groups of 32, 64 or 128 columns, ``[N, K / group]``. ``act`` is given.activation: none,
+    relu, gelu, gelu_tanh, silu or swiglu; with swiglu the result has N / 2 columns. ``bias`` has shape ``[N]`` and
+    ``residual`` that of the result; both have the dtype of x, as the result has.
     """
     if given.int8_activations:
         raise NotImplementedError("int8_activations: expected False, as only the CUDA C++ kernel takes them, got True")

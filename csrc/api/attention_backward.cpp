@@ -13,7 +13,7 @@
 #include "api/scores.h"
 #include "api/workspace.h"
 #include "attention/backward.h"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "host/device_facts.h"
 #include "scheduler/choose_row_splits.h"
 #include "scheduler/work_tile.h"

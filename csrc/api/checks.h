@@ -67,13 +67,14 @@ inline void check_device(const char* op, const char* name, const Tensor& tensor,
 
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
-          ", got ", dtype_text(tensor));
+          ", got ", dtype_text(tensor), ": pass ", name, ".to(query.dtype)");
     check_device(op, name, tensor, query);
 }
 
 inline void check_int32(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
                         const char* like_name = "query") {
-    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor));
+    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor), ": pass ",
+          name, ".int()");
     check_device(op, name, tensor, like, like_name);
 }
 

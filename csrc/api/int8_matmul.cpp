@@ -37,8 +37,8 @@ Activation activation_named(const char* op, const std::string& name) {
     return Activation::kNone;
 }
 
-void check_beside(const char* op, const char* name, const Tensor& tensor, const char* input_name, const Tensor& input,
-                  ScalarType dtype) {
+void check_dtype_and_device(const char* op, const char* name, const Tensor& tensor, const char* input_name,
+                            const Tensor& input, ScalarType dtype) {
     check(tensor.scalar_type() == dtype, op, name, " must be ", torch::headeronly::toString(dtype), ", got ",
           dtype_text(tensor));
     check_device(op, name, tensor, input, input_name);
@@ -135,8 +135,8 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     const int64_t width = weight.size(weight_dim);
     check(input.dim() >= 1 && input.size(input.dim() - 1) == width, op, input_name, " must have ", width,
           " columns like weight, got ", shape_text(input));
-    check_beside(op, "weight", weight, input_name, input, ScalarType::Char);
-    check_beside(op, "scale", scale, input_name, input, ScalarType::Float);
+    check_dtype_and_device(op, "weight", weight, input_name, input, ScalarType::Char);
+    check_dtype_and_device(op, "scale", scale, input_name, input, ScalarType::Float);
 }
 
 // Checks what kernels for int8 activations require beyond check_arguments().
@@ -234,11 +234,11 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     const std::vector<int64_t> sizes = with_columns(x, columns);
     if (bias.has_value()) {
         check_shape(kOp, "bias", *bias, {weight_rows});
-        check_beside(kOp, "bias", *bias, "x", x, x.scalar_type());
+        check_dtype_and_device(kOp, "bias", *bias, "x", x, x.scalar_type());
     }
     if (residual.has_value()) {
         check_sizes(kOp, "residual", *residual, sizes);
-        check_beside(kOp, "residual", *residual, "x", x, x.scalar_type());
+        check_dtype_and_device(kOp, "residual", *residual, "x", x, x.scalar_type());
     }
 
     Int8MatmulTensors tensors{x, weight, scale, torch::stable::new_empty(x, sizes), bias, residual};

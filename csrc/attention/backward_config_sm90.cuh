@@ -7,7 +7,7 @@
 
 #include "attention/backward.h"
 #include "attention/backward_work_sm90.cuh"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "attention/tiles_sm90.h"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -15,6 +15,7 @@
 #include "device/ring.cuh"
 #include "device/tma_tile.cuh"
 #include "device/transposed_scores.cuh"
+#include "device/variants.h"
 #include "device/warpgroup_gemm.cuh"
 #include "host/device_facts.h"
 #include "host/launch.h"
@@ -63,7 +64,9 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
     static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
     using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
 
-    // An adder adds the panels of each consumer: one of dQ in each step. key_panel() returns the i-th panel of dK and dV
+    static constexpr bool kAddsDqFromRegisters = FASTATTN_DQ_FROM_REGISTERS && !kOptions;
+
+    // An adder adds the panels of one consumer: one of dQ in each step. key_panel() returns the i-th panel of dK and dV
     // of a split key tile: for each of the consumer's blocks of keys those of dK, then those of dV.
     static constexpr int kAdders = Tile::kNumConsumers, kPanelsOfAdder = 1;
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
@@ -92,6 +95,7 @@ struct RowStep {
     uint32_t full_for = 0;
     float slope = 0.0f;  // of ALiBi
     const int2* ranges = nullptr;
+    float* query_sums = nullptr;  // with kAddsDqFromRegisters only: where dQ is added up
 };
 
 inline constexpr int kExchangeStages = 2;  // buffers of dS: see BackwardConsumerSm90::exchange()
@@ -106,7 +110,7 @@ struct alignas(1024) BackwardStorageSm90 {
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
     float sPanel[Config::kNumConsumers][kPanelElements];                              // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
-    RowStep steps[Config::kStages];  // with options only
+    RowStep steps[Config::kStages];  // with options or kAddsDqFromRegisters only
     int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
@@ -115,9 +119,9 @@ struct alignas(1024) BackwardStorageSm90 {
     // Completes when all warps have stored dS; even and odd steps have one each.
     uint64_t gradients_stored[Config::kExchanges][kExchangeStages];
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
-    uint64_t landed;                    // completes when rows have landed of which the producer zeroes the last
+    uint64_t rows_to_trim_landed;       // completes when rows have landed of which the producer zeroes the last
     KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
-    bool is_last[2];                    // for each stage of `work`: there are no more work tiles
+    bool is_end[2];                     // for each stage of `work`: it has no work tile, as none is left
 };
 
 // Ids of named barriers; 0 is that of __syncthreads().
@@ -134,7 +138,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
         for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
     }
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
-    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);
     ptx::fence_mbarrier_init();
 }
 

@@ -38,6 +38,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
                   "the host counts as the kernel does");
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
+    static constexpr bool kAddsDqFromRegisters = false;
     // One adder adds all panels. Those of a split key tile are those of dK, then those of dV.
     static constexpr int kAdders = 1, kPanelsOfAdder = kQueryPanels;
     static constexpr int kKeyPanels = 2 * kQueryPanels, kKeyPanelsOfAdder = kQueryPanels + kValuePanels;
@@ -67,9 +68,9 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     RingBarriers<Config::kPassStages> probabilities, gradients;
     RingBarriers<Config::kPanelStages> panels;
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
-    uint64_t landed;                    // completes when rows have landed of which the producer zeroes the last
+    uint64_t rows_to_trim_landed;       // completes when rows have landed of which the producer zeroes the last
     KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
-    bool is_last[2];                    // for each stage of `work`: there are no more work tiles
+    bool is_end[2];                     // for each stage of `work`: it has no work tile, as none is left
 };
 
 // Ids of named barriers; 0 is that of __syncthreads().
@@ -85,7 +86,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kH
     shared.gradients.init(kWarps, /*num_producers=*/kWarps);
     shared.panels.init(1, /*num_producers=*/kWarps);
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
-    ptx::mbarrier_init(shared_address(&shared.landed), 1);
+    ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);
     ptx::fence_mbarrier_init();
 }
 

@@ -101,7 +101,7 @@ struct BackwardLargeSm80 {
             return;
         }
         KeyGrid::template stage<kDataType>(sTile, rC, factor, role_warp, lane);
-        __syncwarp();  // waits until every lane has stored its numbers
+        __syncwarp();  // waits until every lane has stored its values
         const int32_t row = KeyGrid::first_row(role_warp);
         store_rows<Config::kWarpN, kHeadDim>(row_pointer(view, tile.batch, tile.key_head, first_in_memory + row),
                                              view.row_stride, tile.tile_keys - row, sTile + row * kRowElements, lane,

@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
     }
 
-    // Epilogue: stages dK and dV where K and V were, and stores them; or adds them to fp32.
+    // Epilogue: stages dK and dV where K and V were, and stores them; or, given sum_key, adds them from registers to
+    // gradients in fp32.
     ptx::cp_async_wait_group<0>();  // waits for K, if the last step has copied it again
     __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;

@@ -1,7 +1,7 @@
 // Attention backward for Hopper: dK, dV, and dQ in fp32 sums. FlashAttention-2 (Dao 2023, algorithm 2) with the roles
-// of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and claims one tile of kBlockN keys, or a split of its
-// query rows (row_splits.h), after the other. Two warpgroups consume, each for half of the keys; the third one
-// produces.
+// of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and claims work tiles: kBlockN keys and all query rows
+// that see them, or a split of these rows (row_splits.h). Two warpgroups consume, each for half of the keys; the third
+// one produces.
 //
 //   P = exp(scale·Q·Kᵀ - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
@@ -12,7 +12,7 @@
 //   panels       1       dQ of a consumer, dK and dV of split tiles      when the addition has read it
 //
 //   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …   (gaps: products of the other consumer)
-//   other pipes            dQ → P' →        dS' → |             …
+//   other pipes            dQ → P' →        dS' → |             …   (no prime: this step's; ', '': the next two steps')
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,7 @@
 #include "device/nonfinite.cuh"
 #include "device/ptx/fence.cuh"
 #include "device/ptx/named_barrier.cuh"
+#include "device/ptx/red.cuh"
 #include "device/ptx/setmaxnreg.cuh"
 #include "device/ptx/stmatrix.cuh"
 #include "device/shared_memory.h"
@@ -49,11 +50,17 @@ struct BackwardConsumerSm90 {
 
     BackwardStorageSm90<Config>& shared;
     int warpgroup, warp, lane;
+    bool dq_takes_panels;
     uint32_t num_steps = 0;  // steps that this consumer has finished
     uint32_t num_tiles = 0;  // key tiles that this consumer has begun
 
-    FASTATTN_DEVICE BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, int warpgroup, int warp, int lane)
-        : shared(shared), warpgroup(warpgroup), warp(warp), lane(lane) {}
+    FASTATTN_DEVICE BackwardConsumerSm90(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                         int warpgroup, int warp, int lane)
+        : shared(shared),
+          warpgroup(warpgroup),
+          warp(warp),
+          lane(lane),
+          dq_takes_panels(fastattn::dq_takes_panels<Config>(params)) {}
 
     // Returns this warp's first key in a block of 64, counted in the CTA's tile.
     FASTATTN_DEVICE int first_key(int block) const {
@@ -130,17 +137,27 @@ struct BackwardConsumerSm90 {
 
     // Passes 64 columns of a gradient to the warp that adds panels. num_before: the number of panels before; only its
     // parity counts.
-    template <int kFirstTile, bool kInLoop, int kNumTiles>
+    template <int kFirstTile, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
-        // With 64 dims, and with options, no register is left for values derived from the lane. Elsewhere computing
-        // them anew costs more.
-        constexpr bool kHidesLane = !kInLoop || Config::kKeyBlocks > 1 || Config::kOptions;
-        store_panel<kFirstTile, kHidesLane>(ring, &shared.sPanel[warpgroup], rC, warp, lane);
+        // Opaque: with options no register is left in the main loop for values derived from it.
+        const int own_lane = Config::kOptions ? ptx::opaque(lane) : lane;
+        store_panel<kFirstTile>(ring, &shared.sPanel[warpgroup], rC, warp, own_lane);
     }
 
-    FASTATTN_DEVICE void store_query_panel(const QueryPanel& rdQ) const {
-        store_own_panel<0, /*kInLoop=*/true>(rdQ, num_steps);
+    // Adds this consumer's panel of dQ to the sums, or passes it to the warp that does.
+    FASTATTN_DEVICE void add_dq(const QueryPanel& rdQ) const {
+        if (dq_takes_panels) {
+            store_own_panel<0>(rdQ, num_steps);
+            return;
+        }
+        float* sums = shared.steps[stage()].query_sums + warpgroup % Config::kQueryPanels * kPanelElements;
+        sums += (warp * kWarpSize + ptx::opaque(lane)) * 4;
+#pragma unroll
+        for (int block = 0; block < kPanelDims / kMmaN; ++block) {
+            ptx::red_add_v4_f32(rdQ[0][block], sums + block * kPanelBlockElements);
+        }
+        __syncwarp();  // waits until every lane has read the address: the step is released next
     }
 
     // Skips steps in which no row sees this consumer's keys. Completes the phases of their barriers; add_panels() then
@@ -150,11 +167,11 @@ struct BackwardConsumerSm90 {
         for (; count > 0; --count) {
             row_ring().wait_full();  // else the release could count for the stage's previous rows
             const Ring<1> ring(shared.panels[warpgroup], num_steps);
-            ring.wait_empty();
+            if (dq_takes_panels) ring.wait_empty();
             __syncwarp();  // waits until every lane has passed both barriers, which may complete again then
             if (lane == 0) {
                 ptx::mbarrier_arrive(exchange_barrier());
-                ring.arrive_full();
+                if (dq_takes_panels) ring.arrive_full();
             }
             release_rows();
         }
@@ -162,12 +179,11 @@ struct BackwardConsumerSm90 {
 
     // Passes on dK and dV of a block of keys of a split tile, after its last step.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
+        const uint32_t num_before = dq_takes_panels ? num_steps : 0;  // an even number of those of other key tiles
+        for_constant<Config::kQueryPanels>(
+            [&](auto panel) { store_own_panel<panel.value * kPanelDims / kMmaN>(rdK, num_before + panel.value); });
         for_constant<Config::kQueryPanels>([&](auto panel) {
-            store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(rdK, num_steps + panel.value);
-        });
-        for_constant<Config::kQueryPanels>([&](auto panel) {
-            store_own_panel<panel.value * kPanelDims / kMmaN, /*kInLoop=*/false>(
-                rdV, num_steps + Config::kQueryPanels + panel.value);
+            store_own_panel<panel.value * kPanelDims / kMmaN>(rdV, num_before + Config::kQueryPanels + panel.value);
         });
     }
 
@@ -226,7 +242,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
 
     // Consumers.
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    Consumer consumer(shared, warpgroup, warp, lane);
+    Consumer consumer(shared, params, warpgroup, warp, lane);
     const bool has_bias = kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
 
     // Inlined however long it is: ptxas would serialise wgmma in a function of its own.
@@ -239,7 +255,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
 #pragma unroll
                 for (int e = 0; e < 4; ++e) rdK[block][0][d][e] = rdV[block][0][d][e] = 0.0f;
             }
-            // Keeps the zeros from being written right before the first product, after its fence.
+            // Else the compiler could write the zeros after the first product's fence, and wgmma might miss them.
             ptx::written_by_wgmma(rdK[block]);
             ptx::written_by_wgmma(rdV[block]);
         }
@@ -335,7 +351,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                 BlockScores scores = block_scores(next.stage, keys.begin_head + num_heads - heads_left, row_tile,
                                                   /*is_first=*/false, ranges);
                 wait_gemm<1>(rdQ);  // leaves S in flight
-                consumer.store_query_panel(rdQ);
+                consumer.add_dq(rdQ);
                 scores.prepare();
                 wait_gemm<0>(rS);  // leaves no product in flight
                 consumer.release_rows();
@@ -345,7 +361,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
             consumer.start_gradient(rdK[kKeyBlocks - 1], rdS16, shared.sQ[consumer.stage()]);
             consumer.start_dq(rdQ, sKForDq);
             wait_gemm<0>(rdQ);  // leaves no product in flight
-            consumer.store_query_panel(rdQ);
+            consumer.add_dq(rdQ);
             consumer.release_rows();
         }
         if constexpr (Config::kSkipsHidden) consumer.skip(warp_uniform(keys.seen_steps(warpgroup).after));

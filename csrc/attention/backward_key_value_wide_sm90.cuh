@@ -236,12 +236,10 @@ struct BackwardKeyGradientSm90 {
         constexpr int kPanels = kIsDv ? Config::kValuePanels : Config::kQueryPanels;
         // Waits until the warpgroup before has stored its last panel.
         ptx::bar_sync(kIsDv ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
-        // Opaque: values derived from it would be computed before the loop, and kept in local memory.
-        const int lane = ptx::opaque(this->lane);
         for_constant<kPanels>([&](auto panel) {
             const Ring<Config::kPanelStages> ring(
                 shared.panels, num_steps * Config::kQueryPanels + num_key_panels + kBefore + panel.value);
-            store_panel<panel.value * kPanelDims / kMmaN, /*kHidesLane=*/false>(ring, shared.sPanel, rG, warp, lane);
+            store_panel<panel.value * kPanelDims / kMmaN>(ring, shared.sPanel, rG, warp, lane);
         });
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
         // dV is stored last, and no barrier follows it: the next tile's dQ depends on a P that this warpgroup has yet
@@ -317,7 +315,7 @@ struct BackwardQueryGradientSm90 {
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
                     // Waits until every warp's product has read the block of K that dQ overwrites.
                     if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
-                    store_panel<0, /*kHidesLane=*/false>(ring, shared.sPanel, rdQ, warp, lane);
+                    store_panel<0>(ring, shared.sPanel, rdQ, warp, lane);
                 }
             }
             key_ring.release(lane);
@@ -330,8 +328,8 @@ struct BackwardQueryGradientSm90 {
 };
 
 // Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
-// num_claimed are zero. Any lengths, packed or not. With options the warpgroup of dV applies masks,
-// bias and dropout. It marks what they hide or drop in the P that it passes on (kHiddenProbability).
+// num_claimed are zero. Any lengths, packed or not. With options the warpgroup of dV applies masks, bias and dropout.
+// It marks what they hide or drop in the P that it passes on (kHiddenProbability).
 template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
@@ -345,10 +343,11 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     start_backward(shared, params);
 
+    // Producer: one warp claims work tiles, one copies by TMA, and one adds panels to the sums.
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-        if (warp == 0) produce(shared, all_params, lane);
-        if (warp == 1) claim(shared, params, lane);
+        if (warp == 0) claim(shared, params, lane);
+        if (warp == 1) produce(shared, all_params, lane);
         if (warp == 2) add_panels(shared, params, shared.panels, shared.sPanel, /*adder=*/0, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();

@@ -7,7 +7,7 @@
 #include "attention/backward_config_sm90.cuh"
 #include "attention/backward_producer_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "device/fragment.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/fence.cuh"
@@ -20,7 +20,8 @@
 
 namespace fastattn {
 
-// Adds a panel to sums in global memory, and waits until it has been read from shared memory. Called by one thread.
+// Starts to add a panel to sums in global memory, and waits until it has been read from shared memory: it may then be
+// overwritten, but the addition may still be under way. Called by one thread.
 FASTATTN_DEVICE void start_to_add(float* sums, const float* sPanel) {
     ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPanel), kPanelElements * sizeof(float));
     ptx::cp_async_bulk_commit_group();
@@ -31,31 +32,28 @@ FASTATTN_DEVICE void start_to_add(float* sums, const float* sPanel) {
 // zeros past its last column.
 template <int kFirstTile, int kNumTiles>
 FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp, int lane) {
-    sPanel += accumulator_column(lane) * sizeof(float);
+    sPanel += (warp * kWarpSize + lane) * sizeof(float4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = warp * kMmaM + accumulator_row(lane) + 8 * half;
-#pragma unroll
-        for (int block = 0; block < kPanelDims / kMmaN; ++block) {
-            const bool exists = kFirstTile + block < kNumTiles;
-            const auto& tile = rC[0][exists ? kFirstTile + block : kNumTiles - 1];
-            ptx::st_shared_v2_f32(sPanel + panel_offset(row, block) * sizeof(float), exists ? tile[2 * half] : 0.0f,
-                                  exists ? tile[2 * half + 1] : 0.0f);
+    for (int block = 0; block < kPanelDims / kMmaN; ++block) {
+        const uint32_t own = sPanel + block * kPanelBlockElements * sizeof(float);
+        if (kFirstTile + block < kNumTiles) {
+            ptx::st_shared_v4_f32(own, rC[0][kFirstTile + block]);
+        } else {
+            const float zeros[4] = {};
+            ptx::st_shared_v4_f32(own, zeros);
         }
     }
 }
 
-// Passes 64 columns of a gradient, in a stage of sPanels, to the warp that adds panels. kHidesLane: makes the lane
-// opaque, because values derived from it would take registers in the main loop.
-template <int kFirstTile, bool kHidesLane, int kStages, int kNumTiles>
+// Passes 64 columns of a gradient, in a stage of sPanels, to the warp that adds panels.
+template <int kFirstTile, int kStages, int kNumTiles>
 FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
                                  const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     ring.wait_empty();
-    const int own_lane = kHidesLane ? ptx::opaque(lane) : lane;
-    store_panel_rows<kFirstTile>(shared_address(sPanels[ring.stage]), rC, warp, own_lane);
+    store_panel_rows<kFirstTile>(shared_address(sPanels[ring.stage]), rC, warp, lane);
     ptx::fence_proxy_async_shared();  // makes the panel visible to the bulk copy
-    __syncwarp();                     // waits until every lane has stored its numbers
-    if (own_lane == 0) ring.arrive_full();
+    __syncwarp();                     // waits until every lane has stored its values
+    if (lane == 0) ring.arrive_full();
 }
 
 // Stores dK or dV of a warp's 16 keys, times factor; or adds them to `sums`. first_key: the warp's first in the key
@@ -84,15 +82,21 @@ FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const Heads
     });
 }
 
-// Adds an adder's panels of dQ to the sums and, of a split key tile, its panels of dK and dV. With semaphores, dQ is
-// added from the first keys to the last, and dK and dV from the first split to the last: a CTA waits only for CTAs that
-// have claimed their work before it, and for itself. Called by one warp for each of Config::kAdders adders, with the
-// ring through which its panels come.
+// Returns whether dQ goes to its sums through panels. Otherwise consumers add it themselves.
+template <typename Config>
+FASTATTN_DEVICE bool dq_takes_panels(const AttentionBackwardParams& params) {
+    return !Config::kAddsDqFromRegisters || params.semaphores != nullptr;
+}
+
+// Adds one adder's panels: those of dQ in each step and, for a split key tile, those of dK and dV. With semaphores, dQ
+// is added from the first keys to the last, and dK and dV from the first split to the last: an adder waits only for
+// CTAs that have claimed their work before, and for adders of its own CTA. Called by one warp for each of
+// Config::kAdders adders, with the ring through which its panels come.
 template <typename Config, int kStages>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
                                 const RingBarriers<kStages>& barriers, const float (*sPanels)[kPanelElements],
                                 int adder, int lane) {
-    // Adders have different panels of dQ or, with a single one, add to it one after the other.
+    // Each adder has its own panels of dQ. If there is one panel only, the adders add to it one after the other.
     const int first_panel = adder * Config::kPanelsOfAdder % Config::kQueryPanels,
               adders_before = adder * Config::kPanelsOfAdder / Config::kQueryPanels;
     const bool in_order = params.semaphores != nullptr;
@@ -103,7 +107,7 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
     };
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
         keys.for_steps([&](int32_t head, int32_t row_tile, bool) {
-            if (lane != 0) return;
+            if (lane != 0 || !dq_takes_panels<Config>(params)) return;
             const int32_t num_before = in_order ? keys.num_before(head, row_tile) : 0;
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             float* sums = params.query_sums + (sums_tile * Config::kQueryPanels + first_panel) * kPanelElements;
@@ -131,7 +135,7 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
         }
         if (in_order) semaphore_release(semaphore);
     });
-    if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits for the copies, which read shared memory
+    if (lane == 0) ptx::cp_async_bulk_wait_group();  // waits until the last additions are complete
 }
 
 }  // namespace fastattn

@@ -20,7 +20,7 @@ template <typename Config, typename Take>
 FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
         ring.wait_full();
-        if (warp_uniform(shared.is_last[ring.stage]) != 0) return;
+        if (warp_uniform(shared.is_end[ring.stage]) != 0) return;
         take(shared.work_tiles[ring.stage]);
         __syncwarp();  // waits until every lane has read the work tile
         ring.release(lane);
@@ -40,24 +40,24 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
             ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);
             ring.wait_empty();
         }
-        bool is_last, exists;
+        bool is_end, exists;
         do {
             const uint32_t claimed = lane == 0 ? atomicAdd(params.num_claimed, 1) : 0;
             const RowSplit row_split = nth_row_split(params.row_splits, __shfl_sync(0xffffffff, claimed, 0));
             WorkTile found;
-            is_last = !order.find(found, params, row_split.tile, Config::kBlockN);
-            const bool finds = lane == 0 && !is_last && shared.work_tiles[ring.stage].find(params, row_split, found);
+            is_end = !order.find(found, params, row_split.tile, Config::kBlockN);
+            const bool finds = lane == 0 && !is_end && shared.work_tiles[ring.stage].find(params, row_split, found);
             exists = __any_sync(0xffffffff, finds);
             if (Config::kOptions && exists && params.scores.ranges.data != nullptr) {
                 __syncwarp();  // waits until lane 0 has written the work tile
                 shared.work_tiles[ring.stage].find_through_ranges(lane);
             }
-        } while (!is_last && !exists);
+        } while (!is_end && !exists);
         if (lane == 0) {
-            shared.is_last[ring.stage] = is_last;
+            shared.is_end[ring.stage] = is_end;
             ring.arrive_full();
         }
-        if (is_last) return;
+        if (is_end) return;
     }
 }
 
@@ -75,7 +75,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     Ring<1> key_ring(shared.keys);
     Ring<Config::kStages> row_ring(shared.rows);
-    uint32_t times_landed = 0;
+    uint32_t times_trimmed = 0;
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
         if (lane == 0) {
             const uint32_t barrier = key_ring.acquire(KeyTile::kBytes + ValueTile::kBytes);
@@ -92,7 +92,8 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
             constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
             if (lane == 0) {
                 row_ring.wait_empty_for_tma();
-                const uint32_t barrier = has_others ? shared_address(&shared.landed) : row_ring.full_barrier();
+                const uint32_t barrier =
+                    has_others ? shared_address(&shared.rows_to_trim_landed) : row_ring.full_barrier();
                 if constexpr (Config::kOptions) {
                     RowStep& step = shared.steps[stage];
                     step = {head, row_tile, ranges_hide_none ? ~0u : keys.full_for(row_tile),
@@ -101,12 +102,16 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
                         step.ranges = RowRanges(params.scores.ranges, keys.batch, head, keys.rows).of(first_row);
                     }
                 }
+                const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
+                if constexpr (Config::kAddsDqFromRegisters) {
+                    shared.steps[stage].query_sums =
+                        params.query_sums + block * (Config::kQueryPanels * kPanelElements);
+                }
                 ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
                 const int32_t first = keys.rows.begin + first_row;
                 RowTile::load(shared_address(shared.sQ[stage]), all_params.query, keys.batch, head, first, barrier);
                 GradOutTile::load(shared_address(shared.sdO[stage]), all_params.grad_out, keys.batch, head, first,
                                   barrier);
-                const int64_t block = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
                 ptx::cp_async_bulk_shared_global(shared_address(&shared.terms[stage]),
                                                  params.row_terms.data + block * (sizeof(Terms) / sizeof(float)),
                                                  sizeof(Terms), barrier);
@@ -116,8 +121,8 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
                               min(keys.num_keys - keys.first_key, Config::kBlockN), lane);
             }
             if (has_others) {
-                __syncwarp();  // waits until `landed` expects the bytes
-                ptx::mbarrier_wait_parity(shared_address(&shared.landed), times_landed++ % 2);
+                __syncwarp();  // waits until `rows_to_trim_landed` expects the bytes
+                ptx::mbarrier_wait_parity(shared_address(&shared.rows_to_trim_landed), times_trimmed++ % 2);
                 RowTile::zero_rows(shared.sQ[stage], num_rows, lane, kWarpSize);
                 GradOutTile::zero_rows(shared.sdO[stage], num_rows, lane, kWarpSize);
                 ptx::fence_proxy_async_shared();  // makes the zeros visible to wgmma

@@ -1,14 +1,14 @@
 // The end of the backward pass: dQ = scale · (the sums over all keys), rounded, or added to fp32.
 //
 // One CTA owns one row tile of one head. It reads the sums, which are in the order of accumulators
-// (attention/query_gradient.h), and turns them into rows through shared memory:
+// (attention/query_sums.h), and turns them into rows through shared memory:
 //
 //   sums in global memory → registers → scale, round → shared memory → rows of dQ
 #pragma once
 
 #include "attention/backward.h"
 #include "attention/backward_config_sm80.cuh"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "device/sequence.cuh"
 #include "device/tile_copy.cuh"
 #include "host/launch.h"

@@ -1,9 +1,10 @@
 // The end of the backward pass on Hopper: dQ = scale · (the sums over all keys), rounded, or added to fp32; and
 // likewise dK and dV of split key tiles.
 //
-// One CTA owns one row tile of one head or, after the row tiles, 64 keys of dK or dV. Memory bandwidth binds.
+// One CTA owns one row tile of one head. CTAs with higher indices own 64 keys of dK or dV each. Memory bandwidth binds.
 //
-//   panels (query_gradient.h), 16 bytes a lane → registers → scale, round → rows of the gradient, 8 bytes a lane
+//   panels (query_sums.h), 16 bytes a lane → registers → exchange pairs of columns with the neighbour → scale, round →
+//   rows of the gradient, 8 bytes a lane
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 #include "attention/backward.h"
 #include "attention/backward_config_wide_sm90.cuh"
 #include "attention/backward_work_sm90.cuh"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "attention/tiles_sm90.h"
 #include "device/finish_row.cuh"
 #include "device/fragment.cuh"
@@ -26,28 +27,49 @@ namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
-// Rounds factor · sums into `gradient`, or adds it to `total`. The gradient has 64 rows from first_in_memory on, of
-// which num_rows exist.
+// Rounds factor · sums into up to 64 rows of `gradient`, or adds it to `total` if that has data; gradient.head_dim
+// counts in both cases. num_rows: how many rows exist from first_in_memory on, maybe more than 64, or fewer than one.
 template <int kHeadDim, DataType kDataType>
 FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total, int32_t batch,
-                                 int32_t head, int64_t first_in_memory, int32_t num_rows, const float* sums,
+                                 int32_t head, int32_t first_in_memory, int32_t num_rows, const float* sums,
                                  float factor) {
-    constexpr int kQuad = 4, kQuadsPerRow = kPanelDims / kQuad;
-    constexpr int kElements = query_tile_elements(/*in_panels=*/true, kPanelRows, kHeadDim);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kElements / kQuad; i += kQueryThreadsSm90) {
-        const int panel = i / (kPanelElements / kQuad), row = i / kQuadsPerRow % kPanelRows;
-        const int panel_column = i % kQuadsPerRow * kQuad;
-        const int column = panel * kPanelDims + panel_column;
-        if (row >= num_rows || column >= gradient.head_dim) continue;
-        const float* numbers =
-            sums + panel * kPanelElements + panel_offset(row, panel_column / kMmaN) + panel_column % kMmaN;
-        const float4 quad = *reinterpret_cast<const float4*>(numbers);
-        if (total.data != nullptr) {
-            auto& four = *reinterpret_cast<float4*>(row_pointer(total, batch, head, first_in_memory + row) + column);
-            add_weighted(four, factor, quad);
-        } else {
-            store_rounded<kDataType>(row_pointer(gradient, batch, head, first_in_memory + row) + column, quad, factor);
+    if (num_rows <= 0) return;
+    constexpr int kQuad = 4, kPairsAtOnce = 2;  // so many loads of 32 bytes are in flight together
+    constexpr int kPairs = query_tile_elements(/*in_panels=*/true, kPanelRows, kHeadDim) / (2 * kPanelBlockElements);
+    constexpr int kPairsPerPass = kQueryThreadsSm90 / kWarpgroupSize;
+    static_assert(kPairs % (kPairsAtOnce * kPairsPerPass) == 0, "all lanes exchange in every pass");
+    const int thread = threadIdx.x % kWarpgroupSize, lane = thread % kWarpSize, warp_row = thread / kWarpSize * kMmaM;
+    const bool is_odd = lane % 2 != 0;
+    const auto exchange = [](float value) { return __shfl_xor_sync(0xffffffff, value, 1); };
+#pragma unroll 1
+    for (int pair = threadIdx.x / kWarpgroupSize; pair < kPairs; pair += kPairsAtOnce * kPairsPerPass) {
+        float4 left[kPairsAtOnce], right[kPairsAtOnce];  // of two adjacent blocks of 8 columns
+#pragma unroll
+        for (int i = 0; i < kPairsAtOnce; ++i) {
+            const float* own = sums + 2 * (pair + i * kPairsPerPass) * kPanelBlockElements + thread * kQuad;
+            left[i] = *reinterpret_cast<const float4*>(own);
+            right[i] = *reinterpret_cast<const float4*>(own + kPanelBlockElements);
+        }
+#pragma unroll
+        for (int i = 0; i < kPairsAtOnce; ++i) {
+            // A lane has two columns of two rows in each block. Neighbours swap one block: an even lane then has four
+            // columns of the left block, its odd neighbour four of the right, and each stores four at a time.
+            const float4 sent = is_odd ? left[i] : right[i];
+            const float4 received{exchange(sent.x), exchange(sent.y), exchange(sent.z), exchange(sent.w)};
+            const float4 first = is_odd ? received : left[i], second = is_odd ? right[i] : received;
+            const int column = (2 * (pair + i * kPairsPerPass) + is_odd) * kMmaN + lane % kLanesPerRow / 2 * kQuad;
+            const auto finish = [&](int32_t row, float4 quad) {
+                if (row >= num_rows || column >= gradient.head_dim) return;
+                if (total.data != nullptr) {
+                    float* gRow = row_pointer(total, batch, head, first_in_memory + row);
+                    add_weighted(*reinterpret_cast<float4*>(gRow + column), factor, quad);
+                } else {
+                    uint16_t* gRow = row_pointer(gradient, batch, head, first_in_memory + row);
+                    store_rounded<kDataType>(gRow + column, quad, factor);
+                }
+            };
+            finish(warp_row + accumulator_row(lane), {first.x, first.y, second.x, second.y});
+            finish(warp_row + accumulator_row(lane) + 8, {first.z, first.w, second.z, second.w});
         }
     }
 }
@@ -74,13 +96,14 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
         const int32_t first_row = tile * kBlockM;
         const int64_t sums_tile = first_query_tile(batch, params.query.rows, is_packed, rows.begin, kBlockM) + tile;
         finish_sums<kHeadDim, kDataType>(
-            params.grad_query, params.sum_query, batch, head, int64_t{rows.begin} + first_row, rows.length - first_row,
+            params.grad_query, params.sum_query, batch, head, rows.begin + first_row, rows.length - first_row,
             params.query_sums + (sums_tile * params.query.heads + head) * kElements, params.scores.scale);
         return;
     }
 
     constexpr int kBlocks = Config::kBlockN / kPanelRows;
     const uint32_t block = blockIdx.x - num_query_ctas, split_tile = block / (2 * kBlocks);
+    // Ranges of keys are ignored here: with them, key tiles are never split (scheduler/choose_row_splits.h).
     const KeyTileOrder order(params, Config::kBlockN, threadIdx.x % kWarpSize);
     WorkTile found;
     KeyWorkTile<Config> keys;
@@ -91,7 +114,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     const int32_t first_key = keys.first_key + block % kBlocks * kPanelRows;
     finish_sums<kHeadDim, kDataType>(
         is_value ? params.grad_value : params.grad_key, is_value ? params.sum_value : params.sum_key, keys.batch,
-        keys.head, int64_t{keys.sequence_begin} + first_key, keys.num_keys - first_key,
+        keys.head, keys.sequence_begin + first_key, keys.num_keys - first_key,
         params.key_sums + int64_t{block} * kElements, is_value ? params.scores.dropout_factor : params.scores.scale);
 }
 

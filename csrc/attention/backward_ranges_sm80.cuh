@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(kWarpSize)
     attention_backward_ranges_sm80(const __grid_constant__ AttentionBackwardParams params) {
     __shared__ RowTileRanges::Storage sRanges;
     const RowTileRanges rows(params, sRanges);
-    if (rows.numbers == nullptr) return;
+    if (rows.entries == nullptr) return;
     const int32_t num_tiles = ceil_div(rows.num_keys, params.seen_tiles.block_n), lane = threadIdx.x;
     for (int32_t first = 0; first < num_tiles; first += kWarpSize) {
         const SeenKeys keys = rows.look_at(first + lane);
         const uint32_t seen = __ballot_sync(0xffffffff, keys.some), full = __ballot_sync(0xffffffff, keys.all);
-        if (lane == 0) reinterpret_cast<uint2*>(rows.numbers)[first / kWarpSize] = {seen, full};
+        if (lane == 0) reinterpret_cast<uint2*>(rows.entries)[first / kWarpSize] = {seen, full};
     }
 }
 

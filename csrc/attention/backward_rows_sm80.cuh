@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention/backward.h"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "device/chunked_gemm.cuh"
 #include "device/fragment.cuh"
 #include "device/key_ranges.cuh"
@@ -112,7 +112,7 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
         scores.to_scores(rS, rB, warp_row, first_key, lane);
-        scores.hide(rS, warp_row, first_key, lane, ranges_of);
+        scores.mask(rS, warp_row, first_key, lane, ranges_of);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
         softmax.exponentiate(rS);

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention/backward.h"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "device/fragment.cuh"
 #include "device/reduce.cuh"
 #include "device/sequence.cuh"

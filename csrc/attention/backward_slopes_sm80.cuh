@@ -12,7 +12,7 @@
 #pragma once
 
 #include "attention/backward.h"
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "attention/score_gradients_sm80.cuh"
 #include "attention/seen_tiles.cuh"
 #include "device/chunked_gemm.cuh"
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
         gemm.multiply(rS, operands_of(params.query, params.key, key_tile), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(params.query, params.key, next_tile));
         scores.to_scores(rS, warp_row, first_key, lane);
-        scores.hide(rS, warp_row, first_key, lane, [&] { return RowRanges(options.ranges, batch, head, rows); });
+        scores.mask(rS, warp_row, first_key, lane, [&] { return RowRanges(options.ranges, batch, head, rows); });
         if (options.dropout_seed != nullptr) {
             const Dropout dropout(options, static_cast<uint32_t>(head_idx));
             dropout.drop(rDP, warp_row, first_key, lane);

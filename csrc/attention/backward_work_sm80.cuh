@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "attention/seen_tiles.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/sequence.cuh"

@@ -1,10 +1,10 @@
-// The work tiles of the backward kernels for Hopper: their keys, the query rows that see them, and the order in which
-// CTAs claim them.
+// The work tiles of the backward kernels for Hopper: their keys, the query rows that see them, and their order. claim()
+// in backward_producer_sm90.cuh takes them.
 #pragma once
 
 #include <cstdint>
 
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "attention/seen_tiles.cuh"
 #include "device/fragment.cuh"
 #include "device/sequence.cuh"

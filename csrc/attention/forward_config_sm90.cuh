@@ -66,7 +66,7 @@ struct CtaWorkTile {
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t tile_idx = key_tiles.tile(num_left);
         if constexpr (kTakesRanges) {
-            if (list.numbers != nullptr) return list.checked_tile(tile_idx, params.seen_tiles.num_key_tiles - 1);
+            if (list.entries != nullptr) return list.checked_tile(tile_idx, params.seen_tiles.num_key_tiles - 1);
         }
         return tile_idx;
     }

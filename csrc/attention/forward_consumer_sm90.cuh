@@ -119,9 +119,10 @@ struct ForwardConsumerSm90 {
         value_ring.wait(shared.finite_value);
     }
 
-    // Adds the NaN and infinity that make_finite() zeroed in V to the rows that see their keys: sees(row, key). Reads
-    // them from global memory. An infinity stays infinite whatever its weight (see device/nonfinite.cuh). Adding again
-    // what P·V has added already changes nothing.
+    // Adds the NaN and infinity that make_finite() zeroed in V to O, in the rows that see their keys: sees(row, key).
+    // Finds them in global memory, between the first and the last key that has some. It may also find values that were
+    // not zeroed: P·V has added these, and adding a NaN or an infinity twice changes nothing. Their weights do not
+    // matter either (see device/nonfinite.cuh).
     template <typename Sees>
     FASTATTN_DEVICE void add_nonfinite_values(const AttentionForwardParams& params, const CtaWorkTile& tile,
                                               float (&rO)[1][kTilesD][4], Sees&& sees) const {
@@ -185,7 +186,7 @@ struct ForwardConsumerSm90 {
         }
     }
 
-    // Combines the partials of split tiles wherever this CTA is the last to bring one. Called by all consumers after
+    // Combines the partials of split tiles wherever this CTA is the last to arrive. Called by all consumers after
     // the last work tile. `factor` multiplies the output.
     FASTATTN_DEVICE void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
         using TileCombiner = Combiner<PartialRowsOfTile, ConsumerThreads>;

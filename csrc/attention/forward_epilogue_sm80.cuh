@@ -36,7 +36,7 @@ FASTATTN_DEVICE void store_rounded_rows(const AttentionForwardParams& params, co
     constexpr int kBlockM = Config::kBlockM, kWarpM = Config::kWarpM, kHeadDim = Config::kHeadDim;
     softmax.finish(rO, factor);
     stage_rows<kDataType>(sO, rO, lane);
-    __syncwarp();  // waits until every lane has staged its numbers
+    __syncwarp();  // waits until every lane has staged its values
     const int32_t first_row = tile.idx * kBlockM + warp * kWarpM;
     uint16_t* gO = row_pointer(params.out, tile.batch, tile.head, rows.begin + first_row);
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, rows.length - first_row, sO, lane, params.out.head_dim);

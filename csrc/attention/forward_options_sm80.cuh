@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         const HeadScores scores(options, slope, ptx::opaque(tile.batch), tile.head, rows.length, keys.length);
         scores.to_scores(rS, warp_row, first_key, lane);
         const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
-        if (is_masked) scores.template hide</*kMayHaveRanges=*/!kPaged>(rS, warp_row, first_key, lane, row_ranges);
+        if (is_masked) scores.template mask</*kMayHaveRanges=*/!kPaged>(rS, warp_row, first_key, lane, row_ranges);
         if (some_absent) mask_absent(rS, table, first_key, lane);
         const auto max = maxima_of_lane(rS);
         if (params.max_logits != nullptr) shared.largest_scores.update(max);

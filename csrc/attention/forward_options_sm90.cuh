@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             bias.add_to(rS, first_key);
             if (is_masked) {
                 const uint32_t present = missing.present_in_order(first_key, lane);
-                hide_unseen(rS, lane, [&](int, int, int row) {
+                mask_scores(rS, lane, [&](int, int, int row) {
                     return present & scores.template own_columns<kTilesN>(own_row + row, first_key, lane, [&] {
                         return RowRanges(options.ranges, rows.batch, rows.head, rows.queries);
                     });
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
                 const auto max = maxima_of_lane(rS);
                 if (params.max_logits != nullptr) shared.largest_scores.update(max);
                 const bool grows = softmax.is_outgrown_by(max);
-                RowNumbers<1> factor{{{1.0f, 1.0f}}};
+                RowValues<1> factor{{{1.0f, 1.0f}}};
                 if (grows) factor = softmax.follow(max);
                 softmax.exponentiate(rS);
                 if (options.dropout_seed != nullptr) dropout.drop(rS, own_row, first_key, lane);

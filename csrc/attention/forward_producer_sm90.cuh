@@ -30,8 +30,8 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
         const uint32_t heads = work_tile_heads(all_params.attention, schedule);
         steps = cta_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule.cluster_size()),
                           clusters_in_grid(schedule.cluster_size()), lane, [&](uint32_t entry) {
-                              const RowsOfCta rows(all_params.attention, schedule, entry * heads, /*in_line=*/true, 0,
-                                                   Config::kBlockM);
+                              const RowsOfCta rows(all_params.attention, schedule, entry * heads,
+                                                   /*in_split_order=*/true, 0, Config::kBlockM);
                               return rows.cluster_has_rows() ? max(rows.key_tiles(Config::kBlockN).num_tiles(), 1) : 0;
                           });
     }
@@ -42,9 +42,9 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     shared.num_split = 0;
 }
 
-// Returns the cluster's next unsplit work tile. Clusters claim work tiles, as these differ in length.
-// CTA 0 claims for both CTAs and sends CTA 1 the index. ring: the stage of `work` that the work tile gets. Called by
-// one thread of the producer, when the copies of the last keys of a work tile have been issued.
+// Claims the cluster's next unsplit work tile and returns its index. Work tiles differ in length, so none is dealt in
+// advance. CTA 0 claims for both CTAs and sends CTA 1 the index. ring: the stage of `work` that will hold the work
+// tile. Called by one thread of the producer, once it has issued the copies of the current work tile's last keys.
 template <typename Config>
 FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
                                          const AttentionForwardParamsSm90& all_params, int rank, const Ring<2>& ring) {

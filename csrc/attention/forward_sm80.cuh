@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
         if constexpr (kMasked) {
-            hide_unseen(rS, own_lane,
+            mask_scores(rS, own_lane,
                         [&](int, int, int row) { return own_columns_of(seen_by[row], first_key, own_lane); });
         }
         const auto max = maxima_of_lane(rS);

@@ -1,8 +1,8 @@
 // Attention forward for Hopper: O = softmax(scale · Q·Kᵀ + mask) · V, and the lse. FlashAttention-2 (Dao 2023,
-// algorithm 1) with the roles and overlaps of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and takes one
-// work tile of kBlockM rows after the other: rows of a head, or of all heads that read a key head. If work tiles are
-// few, CTAs split their keys (key_splits.h). One warpgroup produces and gives registers to the others. Each of these
-// consumes, for 64 rows.
+// algorithm 1) with the roles and overlaps of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and takes work
+// tiles of kBlockM rows: rows of one head, or of all heads that share a key head. If work tiles are few, CTAs split
+// their keys (key_splits.h). One warpgroup produces and gives registers to the others, each of which consumes: it
+// computes 64 rows of O.
 //
 //   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
 //   work   2        says which rows                   after its output
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         const auto mask = [&](int32_t num_left, int32_t first_bit) {
             if (num_left <= num_left_unmasked) return;
-            mask_own_columns(rS, seen, missing.present(first_bit, lane), first_bit);
+            mask_warpgroup_scores(rS, seen, missing.present(first_bit, lane), first_bit);
         };
         // Gives rows their first softmax reference. They get their first scores in the first tile or in a masked one.
         const auto start_softmax = [&] {
             const bool wants_maxima = params.max_logits != nullptr;
-            if (!softmax.lacks_references(/*anyway=*/wants_maxima)) return;
+            if (!wants_maxima && !softmax.lacks_references()) return;
             const auto max = maxima_of_lane(rS);
             if (wants_maxima) shared.largest_scores.update(max);
             softmax.start(max);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         // in registers then. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType, FASTATTN_EXP2_ON_FMA>(rNextP, rS);
-            RowNumbers<1> factor{{{1.0f, 1.0f}}};
+            RowValues<1> factor{{{1.0f, 1.0f}}};
             bool is_outgrown;
             const auto follow_sums = [&] {
                 is_outgrown = softmax.is_outgrown_by_sums(sums);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.update(max);
             const bool grows = softmax.is_outgrown_by(max);
-            RowNumbers<1> factor{{{1.0f, 1.0f}}};
+            RowValues<1> factor{{{1.0f, 1.0f}}};
             if (grows) factor = softmax.follow(max);
             softmax.exponentiate(rS);
             consumer.wait_pv(rO);  // leaves no product in flight

@@ -38,12 +38,12 @@ struct QueryTile {
 };
 
 // Returns the row tile of a work tile. The last row tiles of all heads come first: under a causal mask they take
-// longest. in_line: tile_idx counts in the order of key_splits.h, without groups of heads.
+// longest. in_split_order: tile_idx counts in the order of key_splits.h, without groups of heads.
 FASTATTN_DEVICE QueryTile query_tile(const AttentionForwardParams& params, int32_t block_m, uint32_t tile_idx,
-                                     bool in_line) {
+                                     bool in_split_order) {
     const int32_t num_tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
     const WorkTile tile =
-        work_tile(tile_idx, params.query.batch, heads, in_line ? heads : params.heads_per_group, num_tiles);
+        work_tile(tile_idx, params.query.batch, heads, in_split_order ? heads : params.heads_per_group, num_tiles);
     return {tile.batch, tile.head, num_tiles - 1 - tile.position};
 }
 

@@ -97,16 +97,16 @@ struct RowsOfCta {
     Sequence queries, keys;              // counted without packed heads
     Window window;
 
-    // in_line: tile_idx counts in the order of key_splits.h, without groups of heads.
+    // in_split_order: tile_idx counts in the order of key_splits.h, without groups of heads.
     FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule,
-                              uint32_t tile_idx, bool in_line, int rank, int32_t block_m)
+                              uint32_t tile_idx, bool in_split_order, int rank, int32_t block_m)
         : log2_packed(schedule.log2_packed) {
         const int32_t rows_per_cluster = block_m * schedule.tiles_per_cluster;
         const int32_t num_positions = ceil_div(params.query.rows << log2_packed, rows_per_cluster);
         const int32_t num_heads = work_tile_heads(params, schedule), heads_apart = params.query.heads / num_heads;
         const WorkTile tile =
             work_tile(tile_idx, params.query.batch, num_heads,
-                      in_line ? num_heads : max(params.heads_per_group / heads_apart, 1), num_positions);
+                      in_split_order ? num_heads : max(params.heads_per_group / heads_apart, 1), num_positions);
         batch = tile.batch;
         head = tile.head * heads_apart + (schedule.heads_per_cluster > 1 ? rank : 0);
         kv_head = head / (params.query.heads / params.key.heads);
@@ -163,7 +163,7 @@ struct RowsOfCta {
     FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
         if constexpr (kTakesRanges) {
             const KeyTileList list = tile_list(params);
-            if (list.numbers != nullptr) return KeyTiles::of_list(list);
+            if (list.entries != nullptr) return KeyTiles::of_list(list);
         }
         return key_tiles(block_n);
     }

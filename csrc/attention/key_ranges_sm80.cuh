@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kWarpSize)
     attention_key_ranges_sm80(const __grid_constant__ AttentionForwardParams params) {
     __shared__ RowTileRanges::Storage sRanges;
     const RowTileRanges rows(params, sRanges);
-    if (rows.numbers == nullptr) return;
-    const KeyTileList list{rows.numbers};
+    if (rows.entries == nullptr) return;
+    const KeyTileList list{rows.entries};
     const int32_t num_tiles = ceil_div(rows.num_keys, params.seen_tiles.block_n), lane = threadIdx.x;
     int32_t count = 0;
 #pragma unroll 1

@@ -16,13 +16,13 @@ struct Steps {
     FASTATTN_DEVICE int32_t count() const { return begin - end; }
 };
 
-// The key tiles that a row tile sees through its ranges of keys: its numbers in SeenTiles. Full tiles come first.
+// The key tiles that a row tile sees through its ranges of keys: its entries in SeenTiles. Full tiles come first.
 struct KeyTileList {
-    int32_t* numbers;  // null: there are no ranges, or no rows
+    int32_t* entries;  // null: there are no ranges, or no rows
 
-    FASTATTN_DEVICE int32_t& num_full() const { return numbers[0]; }
-    FASTATTN_DEVICE int32_t& num_tiles() const { return numbers[1]; }
-    FASTATTN_DEVICE int32_t& tile(int32_t idx) const { return numbers[2 + idx]; }
+    FASTATTN_DEVICE int32_t& num_full() const { return entries[0]; }
+    FASTATTN_DEVICE int32_t& num_tiles() const { return entries[1]; }
+    FASTATTN_DEVICE int32_t& tile(int32_t idx) const { return entries[2 + idx]; }
 
     // Returns a tile that exists: with wrong cu_seqlens the list may hold any number, and then last_tile is returned.
     FASTATTN_DEVICE int32_t checked_tile(int32_t idx, int32_t last_tile) const {

@@ -162,7 +162,7 @@ struct MissingPages {
     // Returns how many of the last tiles that the CTA visits need no mask.
     FASTATTN_DEVICE int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
-    // Returns the present columns of a masked tile, in the form that mask_own_columns() takes.
+    // Returns the present columns of a masked tile, in the form that mask_warpgroup_scores() takes.
     FASTATTN_DEVICE uint32_t present(int32_t first_bit, int lane) const {
         if (!is_any()) return 0xffffffff;
         using Bits = ColumnBits<Config::kTilesN>;

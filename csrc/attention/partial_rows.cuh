@@ -97,7 +97,7 @@ struct LateThreadsOfCta : AllThreadsOfCta {
 };
 
 // Writes the output if the tile is not split. Otherwise stores a partial, and combines partials wherever this CTA is
-// the last to bring one. Called by all threads; each warp has kWarpM rows. sTile: shared memory that is free by now.
+// the last to arrive. Called by all threads; each warp has kWarpM rows. sTile: shared memory that is free by now.
 template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
 FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split, float (&rO)[kTilesM][kTilesD][4],
                                               Softmax& softmax, Tile& sTile) {

@@ -22,7 +22,7 @@ class RowTileRanges {
     using Storage = KeyRange[kMostRowsWithRanges * kMostRanges];  // [rows, num], in shared memory
 
     int32_t num_keys;
-    int32_t* numbers = nullptr;  // the row tile's numbers in SeenTiles; null: the tile has no rows
+    int32_t* entries = nullptr;  // the row tile's entries in SeenTiles; null: the tile has no rows
 
     template <typename Params>
     FASTATTN_DEVICE RowTileRanges(const Params& params, Storage& sRanges) : sRanges_(sRanges) {
@@ -33,7 +33,7 @@ class RowTileRanges {
         const int32_t first_row = tile * tiles.block_m;
         const Sequence rows = sequence_of(params.packed.cu_seqlens_q, batch, params.packed.total_q, params.query.rows);
         if (first_row >= rows.length) return;
-        numbers = tiles.of(batch, head, tile, rows.begin);
+        entries = tiles.of(batch, head, tile, rows.begin);
         num_keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows).length;
         block_n_ = tiles.block_n;
         ranges_of_row_ = ranges.num;

@@ -9,8 +9,9 @@ namespace fastattn {
 template <int kHeadDim, int kValueDim>
 struct ForwardTileSm90;
 
-// Three consumers share one copy of K and V and cover each other's waits: with 64 dims a softmax takes as long as the
-// products. Two consumers with 128 keys would load half as much again from the L2 cache.
+// Three consumers share one copy of K and V: two, with 64 rows each, would load half as much again from the L2 cache.
+// With 64 dims the softmax of a step takes as long as its products, so that each consumer needs others to fill the
+// tensor cores meanwhile.
 template <>
 struct ForwardTileSm90<64, 64> {
     static constexpr int kNumConsumers = 3;
@@ -34,8 +35,8 @@ struct ForwardTileSm90<96, 96> {
     static constexpr bool kMasksInPlace = false;
 };
 
-// From these dims on CTAs form clusters of two, and each copies half of a key tile into both: half as many bytes leave
-// the L2 cache.
+// Where kTilesToPairUnderMask is not 0, CTAs may form clusters of two (forward_schedule_sm90()), and each copies half
+// of a key tile into both: half as many bytes leave the L2 cache.
 template <>
 struct ForwardTileSm90<128, 128> {
     static constexpr int kNumConsumers = 2;

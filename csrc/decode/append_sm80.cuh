@@ -43,7 +43,7 @@ FASTATTN_DEVICE void append_chunk(const HeadsView<const uint16_t>& tokens, const
         const HeadScale given = head.given_scale();
         const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kHeadDim / kChunkElements>(bits, given);
         if (!is_stored) return;
-        reinterpret_cast<uint2*>(head.row(location))[chunk] = quantised.numbers;
+        reinterpret_cast<uint2*>(head.row(location))[chunk] = quantised.bytes;
         if (chunk == 0 && !given.is_given) *head.scale(location) = quantised.scale;
     } else if (is_stored) {
         reinterpret_cast<uint4*>(head.row(location))[chunk] = bits;

@@ -34,7 +34,7 @@ FASTATTN_DEVICE void load_new_tokens(const WarpTile<kHeadDim, kRows>& tile, cons
 
 // A chunk of a row in 8 bits, and the scale of its row.
 struct QuantisedChunk {
-    uint2 numbers;
+    uint2 bytes;
     float scale;
 };
 
@@ -102,10 +102,10 @@ FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint
         const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kLanesOfRow>(bits, given);
         if (!row_is_new) continue;
         using Layout = Swizzle<kHeadDim / 2>;
-        reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = quantised.numbers;
+        reinterpret_cast<uint2*>(sTile + Layout::offset(row, chunk / 2))[chunk % 2] = quantised.bytes;
         if (chunk == 0) sScales[row] = quantised.scale;
         if (gTileRow == nullptr) continue;
-        if (has_dims) reinterpret_cast<uint2*>(gTileRow)[chunk] = quantised.numbers;
+        if (has_dims) reinterpret_cast<uint2*>(gTileRow)[chunk] = quantised.bytes;
         if (chunk == 0 && !given.is_given) *gTileScale = quantised.scale;
     }
 }

@@ -51,11 +51,12 @@ class RingLoader {
         next_page_ = page_of(first_key);
     }
 
-    // Starts to load K of the next step, which starts at first_key.
+    // Starts to load K of the step whose keys start at first_key. Looks up the page of the step after it, so that the
+    // next call does not wait for the table.
     FASTATTN_DEVICE void load_keys(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
-            next_page_ = page_of(first_key + Config::kBlockN);  // in time for the next step
+            next_page_ = page_of(first_key + Config::kBlockN);
             tokens_ = tokens_in(page, first_key);
             if (lane_ == 0) ring_.present[stage] = tokens_.present;
             const Head cache(params_.k_cache, ring_.head.kv_head);
@@ -123,7 +124,7 @@ class RingLoader {
         float* gScale = nullptr;
         if constexpr (Config::k8Bit) {
             if (cache_head.has_unit_scales()) {
-                // Other lanes store the scales of new tokens below.
+                // quantise_new_tokens() below stores the scales of new tokens.
                 if (lane_ < kWarpN && (new_keys >> lane_ & 1) == 0) sScales[lane_] = 1.0f;
             } else {
                 if (is_present) gScale = cache_head.scale(own);

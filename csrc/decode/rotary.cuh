@@ -1,4 +1,5 @@
-// Applies RoPE to 16-byte chunks of a row: Su et al., "RoFormer" (2021), section 3.4.2.
+// Applies RoPE to 16-byte chunks of a row: Su et al., "RoFormer" (2021), section 3.4.2. Decoding rotates its queries
+// (query_tile.cuh), and decoding and appending rotate new keys (new_tokens.cuh).
 #pragma once
 
 #include <cstdint>

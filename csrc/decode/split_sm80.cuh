@@ -1,6 +1,6 @@
 // Flash-decoding (Dao et al. 2023): attention of a few queries over a long KV cache, and the append of new tokens.
 //
-//   S = mask(ALiBi(softcap(scale * rotate(Q) K^T)))     P = exp(S - lse)     O = P V
+//   S = mask(ALiBi(softcap(scale * rotate(Q) Kᵀ)))     P = exp(S - lse)     O = P V
 //
 // A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), one work tile after the other. The rows
 // of a tile are all query heads of a KV head times the queries, so each key is loaded once for all of them. The warps

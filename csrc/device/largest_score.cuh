@@ -28,7 +28,7 @@ struct LargestScores {
 
     // Called by the whole warp with the maxima of a tile; ignores NaN.
     template <int kTilesM>
-    FASTATTN_DEVICE void update(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE void update(const RowValues<kTilesM>& max_of_lane) {
         OfWarp& own = own_warp();
         const int lane = ptx::tid_x() % kWarpSize;
         float largest = -kInfinity;

@@ -1,5 +1,10 @@
-// Masks the accumulators of S = Q·Kᵀ.
+// Masks the accumulators of S = Q·Kᵀ: for causal masks, windows, ranges of keys, lengths and missing pages alike. The
+// plain forward kernel for Hopper calls mask_warpgroup_scores(), other kernels mask_scores(); Hopper's backward kernels
+// mask Sᵀ (device/transposed_scores.cuh). Which keys a row sees is found elsewhere: Window in device/sequence.cuh
+// (causal is a window that ends at the row's own position), RowRanges in device/key_ranges.cuh.
 #pragma once
+
+#include <cstdint>
 
 #include "device/fragment.cuh"
 #include "device/ptx/opaque.cuh"
@@ -11,7 +16,7 @@ namespace fastattn {
 // Sets the scores of keys that a row does not see to -inf, whatever they were. seen(m, half, row) returns the bits of
 // the keys that a row of the warp sees, as own_columns_of() has them.
 template <int kTilesM, int kTilesN, typename Seen>
-FASTATTN_DEVICE void hide_unseen(float (&rS)[kTilesM][kTilesN][4], int lane, Seen&& seen) {
+FASTATTN_DEVICE void mask_scores(float (&rS)[kTilesM][kTilesN][4], int lane, Seen&& seen) {
     static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
         // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
@@ -27,8 +32,9 @@ FASTATTN_DEVICE void hide_unseen(float (&rS)[kTilesM][kTilesN][4], int lane, See
     });
 }
 
-// Maps a lane's columns of a tile of keys to bits of a word, a fourth of them in each byte. One instruction sets
-// predicates from the lower seven bits of a byte: in most tiles, from all bits that a byte has.
+// Maps a lane's columns of a tile of keys to bits of a word: the first quarter of them to byte 0, the next to byte 1,
+// and so on. One instruction (R2P) sets seven predicates from the lower bits of a byte. Only tiles of 128 keys have an
+// eighth column in a byte, which needs another instruction.
 template <int kTilesN>
 struct ColumnBits {
     static constexpr int kPerByte = kTilesN / 2;
@@ -68,11 +74,11 @@ struct SeenColumns {
     }
 };
 
-// Does what hide_unseen() does, for a warpgroup's rows and with fewer instructions for each tile. `present` has the
-// bits of the columns that any row may see. first_bit: of the tile.
+// Does what mask_scores() does, for a warpgroup's rows and with fewer instructions for each tile. `present` has the
+// bits of the columns that any row may see. first_bit: the tile's first bit (ColumnBits), counted from key 0.
 template <int kTilesN>
-FASTATTN_DEVICE void mask_own_columns(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen, uint32_t present,
-                                      int32_t first_bit) {
+FASTATTN_DEVICE void mask_warpgroup_scores(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen,
+                                           uint32_t present, int32_t first_bit) {
     // Returns the bits of the tile from `begin` on. A shift by 32 or more leaves none.
     const auto bits_from = [&](int32_t begin) { return __funnelshift_lc(0, 0xffffffff, max(begin - first_bit, 0)); };
 #pragma unroll

@@ -4,7 +4,8 @@
 // Why this is right:
 // - Finding them. Each thread looks at the chunks that it has copied itself, after its own wait for these copies: no
 //   barrier is needed before that. All chunks together are the tile, and one vote tells all threads that use it. In
-//   Hopper's forward kernel, a warp of the producer looks at the whole tile instead (keep_values_finite()).
+//   Hopper's forward kernel, a warp of the producer looks at the whole tile instead (keep_values_finite() in
+//   attention/forward_producer_sm90.cuh).
 // - Rows that do not see a key get 0 times a finite number from it: 0.
 // - Rows that see it. With weights P >= 0, only the numbers of a column that are not finite decide whether its sum is
 //   NaN or infinite. Adding each of them with the weight 1 gives the same, with one exception: an infinity whose weight

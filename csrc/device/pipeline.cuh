@@ -1,4 +1,5 @@
-// A loop whose loads, by cp.async, run ahead of its products by all stages of shared memory but one.
+// A loop of products whose loads, by cp.async, run kNumStages - 1 steps ahead. Each step has a stage of shared memory;
+// the one that was multiplied last is loaded next.
 #pragma once
 
 #include <cstdint>

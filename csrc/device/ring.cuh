@@ -107,13 +107,13 @@ struct Ring {
     // Producer: returns the barrier for the bytes of a stage, for copies started without acquire().
     FASTATTN_DEVICE uint32_t full_barrier() const { return full(); }
 
-    // Waits until all threads have arrived at this stage of `beside`.
-    FASTATTN_DEVICE void wait(const StageBarriers<kStages>& beside) const {
-        ptx::mbarrier_wait_parity(shared_address(&beside.done[stage]), phase);
+    // Waits until all threads have arrived at this stage of `barriers`.
+    FASTATTN_DEVICE void wait(const StageBarriers<kStages>& barriers) const {
+        ptx::mbarrier_wait_parity(shared_address(&barriers.done[stage]), phase);
     }
 
-    FASTATTN_DEVICE void arrive(const StageBarriers<kStages>& beside) const {
-        ptx::mbarrier_arrive(shared_address(&beside.done[stage]));
+    FASTATTN_DEVICE void arrive(const StageBarriers<kStages>& barriers) const {
+        ptx::mbarrier_arrive(shared_address(&barriers.done[stage]));
     }
 
     // Consumer: waits until the tile has landed.

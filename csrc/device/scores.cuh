@@ -117,7 +117,7 @@ struct HeadScores {
         });
     }
 
-    // Turns Q·Kᵀ into scores in nats. They still need the bias, and hide() for keys that a row does not see.
+    // Turns Q·Kᵀ into scores in nats. They still need the bias, and mask() for keys that a row does not see.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_unbiased_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                             int lane) const {
@@ -153,15 +153,15 @@ struct HeadScores {
 
     // Sets the scores of keys that a row does not see to -inf.
     template <bool kMayHaveRanges = true, int kTilesM, int kTilesN, typename RangesOf>
-    FASTATTN_DEVICE void hide(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
+    FASTATTN_DEVICE void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
                               RangesOf&& ranges_of) const {
-        hide_unseen(rS, lane, [&](int, int, int row) {
+        mask_scores(rS, lane, [&](int, int, int row) {
             return own_columns<kTilesN, kMayHaveRanges>(first_row + row, first_key, lane, ranges_of);
         });
     }
 
     // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It loads the bias late, for lack
-    // of registers. The caller hides what a row does not see, and all keys of a row that does not exist: its scores may
+    // of registers. The caller masks what a row does not see, and all keys of a row that does not exist: its scores may
     // be NaN, which would get into the keys' gradients.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],

@@ -18,7 +18,8 @@ struct Sequence {
     int32_t begin, length;
 };
 
-// Returns sequence `batch`: all rows of a dense tensor. Offsets on the device may be anything: they are clamped.
+// Returns sequence `batch`, of at most `most` rows; without cu_seqlens (a dense tensor) it has exactly so many. The
+// host does not check offsets in device memory, so they are clamped.
 FASTATTN_HOST_DEVICE Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
     if (cu_seqlens == nullptr) return {0, most};
     const int32_t begin = min(max(cu_seqlens[batch], 0), total);

@@ -31,14 +31,14 @@ FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum, b
     return ptx::ex2_approx_ftz_f32(is_hidden ? -kInfinity : exponent);
 }
 
-// A number for each row that a lane has elements of. Indices [m][half]: an m16 tile has an upper and a lower row.
+// A value for each row that a lane has elements of. Indices [m][half]: an m16 tile has an upper and a lower row.
 template <int kTilesM>
-struct RowNumbers {
+struct RowValues {
     float of[kTilesM][2];
 };
 
 template <int kTilesM, int kTilesD>
-FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowNumbers<kTilesM>& factor) {
+FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowValues<kTilesM>& factor) {
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -51,8 +51,8 @@ FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowNumbers<
 
 // Returns the maxima of a lane's own columns, not of whole rows. NaN counts only where there is nothing else.
 template <int kTilesM, int kTilesN>
-FASTATTN_DEVICE RowNumbers<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
-    RowNumbers<kTilesM> max;
+FASTATTN_DEVICE RowValues<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
+    RowValues<kTilesM> max;
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -116,7 +116,7 @@ struct OnlineSoftmax {
 
     // Returns whether some row of the warp needs another reference, the same to all lanes. Only then do the lanes have
     // to combine their maxima.
-    FASTATTN_DEVICE bool is_outgrown_by(const RowNumbers<kTilesM>& max_of_lane) const {
+    FASTATTN_DEVICE bool is_outgrown_by(const RowValues<kTilesM>& max_of_lane) const {
         bool grows = false;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -128,16 +128,16 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    // Returns whether some row of the warp has had no score yet, or `anyway`. All lanes get the same.
-    FASTATTN_DEVICE bool lacks_references(bool anyway) const {
-        bool lacks = anyway;
+    // Returns whether some row of the warp has had no score yet. All lanes get the same.
+    FASTATTN_DEVICE bool lacks_references() const {
+        bool lacks = false;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) lacks |= reference[m][0] == kLowest || reference[m][1] == kLowest;
         return __any_sync(0xffffffff, lacks);
     }
 
     // Gives the rows that lack a reference the first one. O is 0 in them and needs no rescaling.
-    FASTATTN_DEVICE void start(const RowNumbers<kTilesM>& max_of_lane) {
+    FASTATTN_DEVICE void start(const RowValues<kTilesM>& max_of_lane) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -151,8 +151,8 @@ struct OnlineSoftmax {
     }
 
     // Moves the references up to the maxima, and scales the sums of P to them. Returns the factors that O needs.
-    FASTATTN_DEVICE RowNumbers<kTilesM> follow(const RowNumbers<kTilesM>& max_of_lane) {
-        RowNumbers<kTilesM> factor;
+    FASTATTN_DEVICE RowValues<kTilesM> follow(const RowValues<kTilesM>& max_of_lane) {
+        RowValues<kTilesM> factor;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -169,7 +169,7 @@ struct OnlineSoftmax {
     // Turns rS, whose maxima the references have followed, into P, and adds P to the sums. P keeps S's NaN.
     template <int kTilesN>
     FASTATTN_DEVICE void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
-        RowNumbers<kTilesM> tile_sum;  // apart from row_sum, which then needs no registers in the loop
+        RowValues<kTilesM> tile_sum;  // apart from row_sum, which then needs no registers in the loop
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
 #pragma unroll
@@ -189,10 +189,10 @@ struct OnlineSoftmax {
     // Writes P to rP with the present references, keeps S, and returns the sums of P. P is valid only if
     // is_outgrown_by_sums() says false of them. kOnFma: one exponential in so many is exp2_on_fma(); 0: none.
     template <DataType kDataType, int kOnFma, int kTilesN>
-    FASTATTN_DEVICE RowNumbers<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
-                                                        const float (&rS)[1][kTilesN][4]) const {
+    FASTATTN_DEVICE RowValues<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
+                                                       const float (&rS)[1][kTilesN][4]) const {
         static_assert(kTilesM == 1, "rP is the operand A of one row of tiles");
-        RowNumbers<kTilesM> tile_sum;
+        RowValues<kTilesM> tile_sum;
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
@@ -215,7 +215,7 @@ struct OnlineSoftmax {
 
     // Returns whether a lane's probabilities, judged by their sums, may be too large for 16 bits or for the sums. NaN
     // counts as too large. All lanes of the warp get the same.
-    FASTATTN_DEVICE bool is_outgrown_by_sums(const RowNumbers<kTilesM>& tile_sum) const {
+    FASTATTN_DEVICE bool is_outgrown_by_sums(const RowValues<kTilesM>& tile_sum) const {
         constexpr float kLargestSum = 16384.0f;
         bool grows = false;
 #pragma unroll
@@ -225,7 +225,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    FASTATTN_DEVICE void add(const RowNumbers<kTilesM>& tile_sum) {
+    FASTATTN_DEVICE void add(const RowValues<kTilesM>& tile_sum) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -240,7 +240,7 @@ struct OnlineSoftmax {
     // Divides rO by the sums, times `factor`, and sets row_lse. A row without a key gets 0 and -inf.
     template <int kTilesD>
     FASTATTN_DEVICE void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
-        RowNumbers<kTilesM> quotient;
+        RowValues<kTilesM> quotient;
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll

@@ -34,12 +34,12 @@ struct TileStream {
     // Starts to copy a tile of which the first num_rows rows, and their first num_bytes bytes, exist. The rest becomes
     // zero, and is not read. The next tile lies `advance` bytes further on.
     FASTATTN_DEVICE void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
-        load_beside(stage, num_rows, num_bytes, 0);
+        load_at_distance(stage, num_rows, num_bytes, 0);
         global += advance;
     }
 
     // Does the same for a tile `distance` bytes from this one, which stays the next one to load.
-    FASTATTN_DEVICE void load_beside(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
+    FASTATTN_DEVICE void load_at_distance(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
         const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
         const char* source = global + distance;
 #pragma unroll

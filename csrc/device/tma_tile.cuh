@@ -11,8 +11,9 @@
 
 namespace fastattn {
 
-// Returns the columns of the widest block that divides `columns`. A product whose N is the columns reads whole blocks:
-// matrices consist of whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a block.
+// Returns the columns of a tile's blocks: 64, or 32 where 64 does not divide `columns`. Columns must fill the blocks: a
+// product whose N is the columns reads whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a
+// block, and would also compute the padding.
 constexpr int widest_block_columns(int columns) {
     return columns % 64 == 0 ? 64 : 32;
 }

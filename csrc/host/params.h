@@ -99,8 +99,8 @@ FASTATTN_HOST_DEVICE constexpr Number first_packed_tile(Number batch, Number beg
     return begin / block_m + batch;
 }
 
-// Which tiles of keys each tile of rows sees through its ranges, as `pitch` numbers. The kernel that writes the numbers
-// defines them (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). Strides count numbers.
+// Which tiles of keys each tile of rows sees through its ranges, as `pitch` entries. The kernel that writes the entries
+// defines them (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). Strides count entries.
 struct SeenTiles {
     int32_t* data;
     int32_t block_m, block_n, num_key_tiles, pitch;
@@ -110,7 +110,7 @@ struct SeenTiles {
     // Returns the pitch for attention/backward_ranges_sm80.cuh: two words for every 32 tiles of keys, and two more.
     static int32_t pitch_of_bits(int32_t num_key_tiles) { return 2 * (num_key_tiles / 32 + 1); }
 
-    // Returns the first number of a tile of rows. `tile` counts in its sequence, which starts at first_row of the
+    // Returns the first entry of a tile of rows. `tile` counts in its sequence, which starts at first_row of the
     // packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
         const int64_t idx = tile + (is_packed ? first_packed_tile(batch, first_row, block_m) : 0);
@@ -130,7 +130,8 @@ struct ScoreParams {
     float scale;    // of Q·Kᵀ, of any sign
     float softcap;  // 0: none
     float scale_over_softcap;
-    int32_t window_left, window_right;  // keys that a row sees before and after its position; kUnbounded: all
+    // How many keys a row sees before and after its position; kUnbounded: all. A causal mask is window_right = 0.
+    int32_t window_left, window_right;
     // Row i stands at key i + query_offset.
     int32_t query_offset = kLastRowAtLastKey;
     BiasView bias;
@@ -185,7 +186,7 @@ struct SlopesGradientView {
 };
 
 // The terms of query rows for Hopper's backward kernels, in blocks of block_m rows of a head. Blocks have the order of
-// the tiles of dQ's sums (attention/query_gradient.h). A block has shift * log2(e) of all its rows, then -delta of all.
+// the tiles of dQ's sums (attention/query_sums.h). A block has shift * log2(e) of all its rows, then -delta of all.
 // With options it has shift itself, then -delta, then log2_sum. Rows that do not exist have shift +inf and delta 0.
 struct RowTermsView {
     float* data;  // null: the kernels need none
@@ -226,13 +227,13 @@ struct AttentionBackwardParams {
     RowsView log2_sum;      // data is null unless the bias is additive: see backward_rows_sm80.cuh
     // Holds query_sums, key_sums and all counters. The kernel `rows` zeroes it for key_value.
     WorkspaceMemory to_zero;
-    float* query_sums;  // sums of dQ: see attention/query_gradient.h
+    float* query_sums;  // sums of dQ: see attention/query_sums.h
     // semaphores: one for each tile of rows of a head (scheduler/semaphore.cuh); null: dQ is added up in any order.
     // num_claimed: how many work tiles (tiles of keys, or splits of them) CTAs have claimed. Hopper's kernels use it
     // always, others with semaphores.
     int32_t *semaphores, *num_claimed;
     RowTermsView row_terms;  // Hopper's kernels alone use the fields from here to `packed`
-    // Sums of dK and dV of split tiles (attention/query_gradient.h), and their semaphores.
+    // Sums of dK and dV of split tiles (attention/query_sums.h), and their semaphores.
     RowSplits row_splits;
     float* key_sums;
     int32_t* key_semaphores;
@@ -241,7 +242,7 @@ struct AttentionBackwardParams {
     SeenTiles seen_tiles;            // with scores.ranges
     BiasGradientView grad_bias;      // data is null where it is not wanted
     SlopesGradientView grad_slopes;  // likewise
-    // Workspace of grad_slopes, [tiles of kSlopesBlockM rows, heads], numbered as in attention/query_gradient.h.
+    // Workspace of grad_slopes, [tiles of kSlopesBlockM rows, heads], numbered as in attention/query_sums.h.
     float* slope_sums;
     float* grad_sinks;        // [heads], or null
     int32_t heads_per_group;  // key heads whose tiles are scheduled together, see scheduler/work_tile.h

@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
             const int32_t left = K - step * kBlockK;
             const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // rows to the second half, or the ups
             const int32_t first_row = ptx::opaque(first_n), second_row = first_row + to_second;
-            load_w.load_beside(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
-                               to_second * weight.row_stride);
+            load_w.load_at_distance(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
+                                    to_second * weight.row_stride);
             load_w.load(shared_address(stage.sW), N - first_row, left, kBlockK);
             load_x.load(shared_address(stage.sX), M - first_m, left * 2, kBlockK * 2);
             if (!is_grouped) return;

@@ -61,7 +61,8 @@ FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
     return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);
 }
 
-// Returns the bits of round(quotient). Their lowest byte is an int8 number for quotients from -127.5 to 127.5.
+// Rounds to an integer, nearest even, by adding 1.5 * 2^23, and returns the bits of the sum. Their lowest byte is the
+// integer as int8 where -128.5 <= quotient < 127.5.
 FASTATTN_DEVICE uint32_t rounded_bits(float quotient) {
     constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
     return __float_as_uint(quotient + kAmongIntegers);

@@ -15,11 +15,11 @@ inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 // Shared memory for the stages of a CTA: kCtasPerSm CTAs fit in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
-// Four warps, each with 32 of the tile's 128 columns of N and all of its rows of M: one warp alone loads and
-// dequantises a weight. With kBlockM of 128 a thread has 128 accumulators, and a warp issues 64 HMMA and 20 loads of 16
-// bytes a lane for 32 of K. With few rows the bytes of the weights bind: they are loaded in rows of 128 bytes, and 64
-// KB are in flight to an SM. Where the tensor cores bind, a tile's time is proportional to kBlockM. There is a tile for
-// every multiple of 16, so that at most 15 rows' time is lost.
+// Each of four warps has 32 of the tile's 128 columns of N and all of its rows of M, so that a weight is loaded and
+// dequantised by one warp only. With kBlockM of 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
+// HMMA and 20 loads of 16 bytes a lane. With few rows, loading the weights takes longest: rows of a stage have 128
+// bytes, and 64 KB are in flight to an SM. With many, the tensor cores do: a tile's time is proportional to kBlockM.
+// There is a tile for every multiple of 16, so that at most 15 rows' time is lost.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;

@@ -1,9 +1,10 @@
 // Computes the gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY in shared memory for a matmul.
 //
-// The CTAs of all columns of result tiles have the same dY, one step after the other. They divide the steps: the CTA of
-// column c takes c, c + columns, … . It adds up a step's tokens on the tensor cores, as a product with ones. If there
-// are several tiles of tokens, each leaves its sums. The last CTA to finish its tile in a column adds up the sums of
-// the column's steps in the order of the tokens, so that bits repeat.
+// The bias's gradient comes with the input's gradient dX = dY · W, whose CTAs step through N. All CTAs of a row of
+// result tiles load the same dY, so they divide the steps: the CTA in column c adds up the tokens of steps c,
+// c + columns, … on the tensor cores, as a product with ones. If there are several rows of result tiles, each CTA
+// leaves its sums in memory. The last CTA of a column to do so adds them up, in the order of the tokens, so that bits
+// repeat.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@
 
 namespace fastattn {
 
-// The steps of a work tile that a CTA, in one of `columns` columns of CTAs, adds up, and where it leaves the sums.
+// The steps whose tokens a CTA adds up while it computes a work tile, and where it leaves the sums. The CTA is in
+// column `column` of `columns`.
 struct TokenSumWork {
     const TokenSumsView& view;
     int32_t m_tile, column, columns;
@@ -29,7 +31,7 @@ struct TokenSumWork {
         next_step = column + ceil_div(max(begin_step - column, 0), columns) * columns;
     }
 
-    // Returns whether the CTA adds this step up. Called for one step after the other.
+    // Returns whether the CTA adds up the tokens of this step. Call it once for each step, in order.
     FASTATTN_DEVICE bool takes(int32_t step) {
         if (step != next_step) return false;
         next_step += columns;

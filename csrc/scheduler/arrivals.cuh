@@ -43,10 +43,11 @@ FASTATTN_DEVICE void open_arrivals(uint64_t* arrivals, uint64_t launch_id) {
     }
 }
 
-// Counts `brought` more arrivals of `all`, at most 2^kLaunchCountBits. Returns true to the CTA that completes them.
-FASTATTN_DEVICE bool arrives_last(uint64_t* arrivals, int32_t all, int32_t brought = 1) {
-    const uint64_t found = ptx::atom_add_acq_rel_b64(arrivals, brought);
-    const bool is_last = (found & kLaunchCountMask) + brought == static_cast<uint64_t>(all);
+// Counts `num_arriving` more of `all` arrivals, at most 2^kLaunchCountBits. Returns true to the CTA that completes
+// them.
+FASTATTN_DEVICE bool arrives_last(uint64_t* arrivals, int32_t all, int32_t num_arriving = 1) {
+    const uint64_t found = ptx::atom_add_acq_rel_b64(arrivals, num_arriving);
+    const bool is_last = (found & kLaunchCountMask) + num_arriving == static_cast<uint64_t>(all);
     if (is_last) *arrivals = 0;
     return is_last;
 }

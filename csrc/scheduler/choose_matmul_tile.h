@@ -1,4 +1,7 @@
-// Chooses the tile and the schedule of a matmul (stream_k.h), by a formula for how long each takes.
+// Chooses the tile and the schedule of an int8 matmul (stream_k.h), by a formula for how long each takes. So a tile is
+// not a function of the tokens alone: on an A100, 48 tokens in 16 bits with K = 4096 take the tile of 48 rows from
+// N = 4096 on, and the tile of 32 with N = 1024. int8_kernel() in api/kernel_choice.h asks, and may choose cuBLAS
+// instead. instances.json lists the tiles; for tokens in int8 there are fewer.
 #pragma once
 
 #include <algorithm>

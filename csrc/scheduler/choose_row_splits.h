@@ -66,9 +66,9 @@ inline double steps_until_done(const RowSplitProblem& problem, const std::vector
                                  split_begin(seen_by, row_split, tile_splits.over_rows);
             const double begin = done.top();
             done.pop();
-            const double beside = tile_splits.num() > 1 ? kStepsPerSplit : kStepsPerTile;
-            done.push(begin + problem.group / tile_splits.over_heads * rows + beside);
-            last = std::max(last, begin + problem.group / tile_splits.over_heads * rows + beside);
+            const double extra_steps = tile_splits.num() > 1 ? kStepsPerSplit : kStepsPerTile;
+            done.push(begin + problem.group / tile_splits.over_heads * rows + extra_steps);
+            last = std::max(last, begin + problem.group / tile_splits.over_heads * rows + extra_steps);
         }
     }
     return last;

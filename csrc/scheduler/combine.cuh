@@ -1,11 +1,11 @@
 // Combines the partials of a work tile whose keys several CTAs have split, in the launch that made them and in the
 // order of partial_tree.h.
 //
-// CTAs combine 2^kLog2Nodes adjacent nodes at once. The CTA that is the last to bring one of them combines all into one
-// node. It brings this one to the next round, until one node is left: the tile's result. A second kernel would cost its
-// launch even where a batch fills the GPU and hardly a tile is split. A single CTA would have to read everything: 2 MB
-// where one sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512 bytes), 8 MB for 132 partials of
-// attention's tiles.
+// In each round, 2^kLog2Nodes adjacent nodes have one parent. The CTA whose node is the last of them to be stored
+// combines them, and goes on to the next round with the parent, until one node is left: the tile's result. A second
+// kernel would cost its launch even where a batch fills the GPU and hardly a tile is split. A single CTA would have to
+// read everything: 2 MB where one sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512 bytes), 8 MB
+// for 132 partials of attention's tiles.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ struct Combiner {
     const TilePartials& partials;
     const PartialRange own;  // the partials that this CTA has made
 
-    // Brings this CTA's nodes, and goes on to the next round as long as it is the last to bring.
+    // Arrives with this CTA's nodes, and goes on to the next round as long as it is the last to arrive.
     FASTATTN_DEVICE void run() const {
         PartialRange nodes = own;  // the nodes of this round that this CTA has; they are always adjacent
         int32_t num_nodes = partials.count;
@@ -72,9 +72,9 @@ struct Combiner {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
             PartialRange complete{first + 1, last};  // its nodes of the next round: all between the ends, so far
 #pragma unroll 1
-            // Only the first parent and the last may have nodes of other CTAs.
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
-                if (!bring(round, parent, nodes, num_nodes)) continue;
+                // Only the first parent and the last may have nodes of other CTAs: those between are skipped.
+                if (!arrive_and_combine(round, parent, nodes, num_nodes)) continue;
                 complete = {min(complete.begin, parent), max(complete.end, parent + 1)};
             }
             if (num_nodes <= kNodes) return;
@@ -87,22 +87,23 @@ struct Combiner {
   private:
     // Counts this CTA's nodes among a parent's kNodes as arrived, and combines them all if it comes last. Returns
     // whether this CTA then has the parent.
-    FASTATTN_DEVICE bool bring(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
+    FASTATTN_DEVICE bool arrive_and_combine(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
-        const int32_t brought = min(nodes.end, end_node) - max(nodes.begin, first_node);
+        const int32_t num_arriving = min(nodes.end, end_node) - max(nodes.begin, first_node);
         const int shift = round * Rows::kLog2Nodes;
         const int32_t first_partial = first_node << shift, end_partial = min(end_node << shift, partials.count);
-        if (count == 1 || (own.begin <= first_partial && end_partial <= own.end))
+        if (count == 1 || (own.begin <= first_partial && end_partial <= own.end)) {
             return true;  // the parent is one node already
+        }
         // In each round, at most one parent begins in a CTA's partials and ends beyond them: CTA and round identify its
         // counter.
         uint64_t* counter =
             rows.slots().workspace.arrivals + int64_t{partials.cta_of(first_partial)} * kCombineRounds + round;
-        const bool counts = Threads::index() == 0 && brought < count;
+        const bool counts = Threads::index() == 0 && num_arriving < count;
         if (counts) open_arrivals(counter, rows.slots().workspace.launch_id);  // while stores are in flight
-        Threads::sync();  // waits until every thread has left what this CTA brings, and is done with `shared`
-        const bool is_last = counts ? arrives_last(counter, count, brought) : brought == count;
+        Threads::sync();  // waits until every thread has stored its part of the nodes, and is done with `shared`
+        const bool is_last = counts ? arrives_last(counter, count, num_arriving) : num_arriving == count;
         if (!Threads::sync_or(is_last)) return false;
         find_nodes(first_partial, shift, count);
         combine(/*is_result=*/num_nodes <= kNodes);
@@ -141,8 +142,8 @@ struct Combiner {
             for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
             for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         }
-        // Waits until all sums are in shared memory: from here on, the first node's sums in the workspace may be
-        // overwritten. Its values are overwritten by the thread that has read them.
+        // Waits until all sums are in shared memory: the result may be stored in the first node's slot (combine()), and
+        // overwrites its sums. Each thread overwrites only values that it has read itself.
         Threads::sync();
     }
 

@@ -71,7 +71,7 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
 
 // Returns how many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials.
 // That pays where tiles have one split, because nothing is combined. It also pays where they have more than
-// min_splits_per_cta, but no more than one trip brings.
+// min_splits_per_cta, but no more than are combined in one trip.
 FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
     const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
@@ -80,7 +80,8 @@ FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule
     return balanced > least ? balanced : least;
 }
 
-// The splits [first, first + count) of a tile that a CTA goes through at once, and those of their keys that exist.
+// The adjacent splits [first, first + count) of one tile that a CTA attends to in one loop, and the keys of theirs that
+// exist. They make one partial.
 struct SplitRun {
     int32_t tile_idx, first, count;
     int32_t begin_key, end_key;

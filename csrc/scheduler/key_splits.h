@@ -93,8 +93,8 @@ struct KeySplit {
 };
 
 #ifdef __CUDACC__
-// Sums a count over all entries. Each lane of a warp sums adjacent entries. An entry is the work tiles of adjacent
-// heads, which all have equally many steps.
+// Sums count_of(entry) over all entries in one warp: each lane sums adjacent entries. An entry is one tile of rows of
+// one sequence in all heads, whose work tiles have equally many steps.
 struct EntryScan {
     uint32_t first;     // entry of this lane
     int64_t own, upto;  // the sum of this lane's entries, and of all up to its last

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "attention/query_gradient.h"
+#include "attention/query_sums.h"
 #include "host/host_device.h"
 #include "host/params.h"
 

@@ -72,9 +72,10 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
 // add about 6 TB/s.
 inline constexpr int32_t kCtasOfOrderedHead = 4;
 
-// Returns the key heads of a group where num_sms persistent CTAs claim tiles of block_n keys. If a head has few tiles,
-// CTAs work on several heads at a time, and fewer are idle at the end if the long tiles of all these heads come first.
-// With ordered addition, CTAs wait less for each other the more heads they work on.
+// Returns how many key heads form a group (work_tile()) where num_sms persistent CTAs claim tiles of block_n keys. A
+// group has about two tiles for each CTA, or more if L2 holds more heads. All its long tiles come first, so that only
+// short ones are left when CTAs run out of work. With ordered addition, CTAs wait less for each other the more heads
+// they work on.
 inline int32_t claimed_key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                            int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool is_ordered) {
     const int64_t all_heads = int64_t{key.batch} * key.heads;

@@ -1,4 +1,4 @@
-// Computes y = exp2_on_fma(x): the kernel of test_exp2_on_fma.py.
+// Computes y = exp2_on_fma(x): the kernel of test_variants.py.
 #include <cstdint>
 
 #include "device/exp2_on_fma.cuh"

@@ -22,17 +22,17 @@ KEY_VALUE = "attention/instances/backward_key_value_sm90.cu"  # True: with optio
 WIDE = "attention/instances/backward_key_value_wide_sm90.cu"
 KEY_BLOCKS = {64: 2, 96: 1, 128: 1}  # blocks of 64 keys per warpgroup
 # Limits of a full step, per warpgroup and 64 rows by 64 keys. FlashAttention-3 has 352 with 64 dims, 405 with 128.
-MOST_INSTRUCTIONS = {64: 380, 96: 455, 128: 475}
+MOST_INSTRUCTIONS = {64: 345, 96: 430, 128: 455}
 # The same in kernels with options, for a call that has none: the cost of asking for them.
-MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 590, 96: 720, 128: 750}
+MOST_INSTRUCTIONS_WITH_OPTIONS = {64: 575, 96: 655, 128: 675}
 # Limits above 128 dims, for the warpgroups of dV, dK and dQ together. True: with options, which a call lacks.
 MOST_INSTRUCTIONS_WIDE = {
-    (192, 128, False): 710,
-    (192, 192, False): 730,
-    (256, 256, False): 765,
-    (192, 128, True): 960,
-    (192, 192, True): 985,
-    (256, 256, True): 1040,
+    (192, 128, False): 645,
+    (192, 192, False): 665,
+    (256, 256, False): 740,
+    (192, 128, True): 915,
+    (192, 192, True): 940,
+    (256, 256, True): 1030,
 }
 MAX_STACK_BYTES = 40  # per thread: producer values without a register, and values around the loop
 # With options, each step loads some addresses again, and warps with 24 registers look for the tiles in key ranges.

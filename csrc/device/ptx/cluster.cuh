@@ -21,7 +21,7 @@ __device__ __forceinline__ void barrier_cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Returns the address, in the CTA with this rank, of what this CTA has at address `shared`.
+// Returns the cluster address of the place in CTA `rank`'s shared memory that `shared` is in this CTA's.
 __device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));

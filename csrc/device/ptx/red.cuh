@@ -10,6 +10,13 @@ __device__ __forceinline__ void red_add_f32(float value, float* global) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
 }
 
+// Adds four adjacent floats, each by itself. Needs sm_90.
+__device__ __forceinline__ void red_add_v4_f32(const float (&values)[4], float* global) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(values[0]),
+                 "f"(values[1]), "f"(values[2]), "f"(values[3])
+                 : "memory");
+}
+
 // Adds. A thread that acquires the sum sees what this thread has done, or has seen done, before.
 __device__ __forceinline__ void red_release_add_s32(int32_t* global, int32_t value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(value) : "memory");

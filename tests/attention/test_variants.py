@@ -1,8 +1,9 @@
-"""Tests exponentials on the FMA pipe: their numbers on the emulator, and the build that has them in a kernel."""
+"""Tests the variants of csrc/device/variants.h: the numbers of exponentials on the FMA pipe, and each build's code."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from emulator import Module, static_facts
 from emulator.nvcc_compile import compiled, nvcc
-from emulator.static_facts import exponentials_beside_products
+from emulator.static_facts import KernelFacts, exponentials_beside_products
 
 pytestmark = pytest.mark.skipif(nvcc() is None, reason="no nvcc: see setup.py")
 
@@ -40,6 +41,13 @@ def test_powers_past_a_floats_are_nothing_or_its_largest_and_nan_stays() -> None
     assert math.isnan(powers(torch.tensor([math.nan])))
 
 
+def built(instance: str, *defines: str) -> Iterable[KernelFacts]:
+    """Returns the machine code of an instance's kernels for sm_90a."""
+    flags = ["-cubin", "-arch=sm_90a", "-std=c++20", *FLAGS, *(f"-D{each}" for each in defines)]
+    cubin = compiled(CSRC / "attention" / "instances" / instance, "cubin", flags, [CSRC])
+    return static_facts.of_cubin(cubin.read_bytes()).values()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, exponentials, is_late",
@@ -48,11 +56,18 @@ def test_powers_past_a_floats_are_nothing_or_its_largest_and_nan_stays() -> None
 )
 def test_a_build_for_measurements_has_the_variant(variant: str, exponentials: int, is_late: bool) -> None:
     """The usual build has 96 exponentials in two steps, beside a product: test_hopper_kernels.py."""
-    defines = [f"-D{each}" for each in ("FASTATTN_HEAD_DIM=64", "FASTATTN_VALUE_DIM=64", variant)]
-    flags = ["-cubin", "-arch=sm_90a", "-std=c++20", *FLAGS, *defines]
-    cubin = compiled(CSRC / "attention" / "instances" / "forward_sm90.cu", "cubin", flags, [CSRC])
-    for kernel in static_facts.of_cubin(cubin.read_bytes()).values():
+    for kernel in built("forward_sm90.cu", "FASTATTN_HEAD_DIM=64", "FASTATTN_VALUE_DIM=64", variant):
         full = kernel.shortest_round(max(kernel.main_loops, key=min))
         assert full.count("MUFU.EX2") == exponentials
         assert (exponentials_beside_products(full) >= 0.9 * exponentials) == is_late
+        assert kernel.local_in_loops == 0
+
+
+@pytest.mark.slow
+def test_a_build_for_measurements_adds_dq_from_registers() -> None:
+    """In the usual build no consumer adds anything: test_hopper_backward.py."""
+    defines = ("FASTATTN_HEAD_DIM=128", "FASTATTN_OPTIONS=false", "FASTATTN_DQ_FROM_REGISTERS=1")
+    for kernel in built("backward_key_value_sm90.cu", *defines):
+        additions = [opcode for opcode in kernel.instructions if opcode.startswith("REDG.E.ADD.F32x4")]
+        assert len(additions) == 2 * 64 // 8  # in the loop and after it, 64 columns of dQ in blocks of 8
         assert kernel.local_in_loops == 0
