@@ -16,6 +16,7 @@ from flash_formulas import flash_attention, rotated
 BATCH, CAPACITY, HEADS, KV_HEADS, DIM = 3, 10, 4, 2, 8
 LENGTHS = torch.tensor([5, 0, 7], dtype=torch.int32)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SCALES = torch.tensor([[0.5, 1.25], [2.0, 0.75], [1.0, 3.0]])
 ANGLES = torch.outer(torch.arange(16.0, dtype=torch.float64), torch.tensor([1.0, 0.1], dtype=torch.float64))
 
 
@@ -163,6 +164,59 @@ def test_tensors_that_want_gradients_get_none() -> None:
     assert not flash_attn_with_kvcache(q, filled, filled).requires_grad
 
 
+def fp8(*shape: int, seed: int) -> Tensor:
+    return random(*shape, seed=seed).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_descales_multiply_fp8_numbers(paged: bool) -> None:
+    q, new = fp8(BATCH, 2, HEADS, DIM, seed=1), [fp8(BATCH, 2, KV_HEADS, DIM, seed=seed) for seed in (2, 3)]
+    pages = [fp8(BATCH, CAPACITY, KV_HEADS, DIM, seed=seed) for seed in (4, 5)]
+    descales = {"q_descale": SCALES.flip(0), "k_descale": SCALES, "v_descale": SCALES.flip(1)}
+
+    def in_full(numbers: Tensor, name: str) -> Tensor:
+        descale = descales[name][:, None, :, None].double()
+        return numbers.double() * descale.repeat_interleave(numbers.shape[2] // KV_HEADS, dim=2)
+
+    names = ("k_descale", "v_descale")
+    k, v = (with_new(in_full(page, n), in_full(own, n)) for page, own, n in zip(pages, new, names, strict=True))
+    wanted, wanted_lse = wanted_of(in_full(q, "q_descale"), k, v, causal=True, softcap=2.0)
+
+    order = torch.tensor([2, 0, 1])  # the page of each sequence
+    table = {"block_table": order[:, None].int()} if paged else {}
+    caches = [page[order.argsort()].clone() if paged else page.clone() for page in pages]
+    options = {"causal": True, "softcap": 2.0, "return_softmax_lse": True, **table}
+    out, lse = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=LENGTHS, **options, **descales)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=2**-6, atol=2**-5)
+    for cached, own in zip(caches, new, strict=True):  # new tokens are stored as they came
+        rows = cached[order] if paged else cached
+        for sequence, length in enumerate(LENGTHS.tolist()):
+            assert torch.equal(rows[sequence, length : length + 2].float(), own[sequence].float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_descale": SCALES[:, :1]}, r"^k_descale: expected shape \[B, Hk\] = \[3, 2\], got \[3, 1\]"),
+        ({"k_descale": SCALES.double()}, "^k_descale: expected torch.float32, got torch.float64"),
+        ({"q_descale": SCALES, "q": random(3, 1, 4, 8).bfloat16()}, "^q_descale: expected None, as q is not fp8"),
+        ({"k_descale": SCALES, "q": fp8(3, 1, 3, 8, seed=0)}, "^q: expected a multiple of the 2 heads of k_cache"),
+        (
+            {"k": random(3, 1, 2, 8).bfloat16(), "v": fp8(3, 1, 2, 8, seed=0), "k_descale": SCALES},
+            r"^k: expected float8_e4m3fn beside k_descale, .*; divide by k_descale and cast with \.to\(torch\.float8",
+        ),
+    ],
+    ids=["shape", "dtype", "q", "heads", "new keys"],
+)
+def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    filled = fp8(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
+    call = {"q": fp8(BATCH, 1, HEADS, DIM, seed=2), "cache_seqlens": LENGTHS, **changes}
+    with pytest.raises(fastattn.InputError, match=message):
+        flash_attn_with_kvcache(k_cache=filled, v_cache=filled, **call)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -172,7 +226,8 @@ def test_tensors_that_want_gradients_get_none() -> None:
         ({"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_batch_idx: expected None beside a"),
         ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),
-        ({"q_descale": LENGTHS}, "^q_descale: expected None .* fp8 is not served"),
+        ({"q_descale": SCALES}, "^q_descale: expected None, as q is not fp8, got a tensor"),
+        ({"v_descale": SCALES}, "^v_descale: expected None, as k_cache and v_cache are not fp8, got a tensor"),
         (
             {"block_table": torch.tensor([[2], [-1], [0]]).int()},
             "^block_table: expected pages .*-1 as page 0 of sequence",
@@ -181,7 +236,7 @@ def test_tensors_that_want_gradients_get_none() -> None:
         ({"cache_batch_idx": LENGTHS}, "^cache_batch_idx: expected rows from 0 to 2, got 5 for sequence 0"),
         (
             {"cache_leftpad": LENGTHS, "cache_seqlens": LENGTHS.flip(0)},
-            "^cache_leftpad: expected 0 to 5, the tokens in the row, got 7 for sequence 2",
+            "^cache_leftpad: expected at least 0 and at most 5, the tokens in the row, got 7 for sequence 2",
         ),
         ({"cache_leftpad": LENGTHS, "cache_seqlens": LENGTHS + 4}, "^cache_seqlens: expected at most 10.* got 11"),
         (

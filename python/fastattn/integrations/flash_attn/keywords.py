@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fastattn.checks import refuse_keywords
 from fastattn.errors import InputError
 
 # Keywords that steer how flash-attn's kernels are launched, and change no result.
 _MEANINGLESS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors")
 
+DESCALES = ("q_descale", "k_descale", "v_descale")  # fp32 [B, Hk]: fp8 numbers times these are q, k and v
+
 _REFUSED = {
     "attention_chunk": "chunked local attention is not served; fastattn.attention takes key_ranges (fastattn.masks)",
     "qv": "a second query against the values is not served; concatenate it to q, and the values to k",
-    "q_descale": "fp8 is not served; pass 16-bit tensors",
-    "k_descale": "fp8 is not served; pass 16-bit tensors",
-    "v_descale": "fp8 is not served; pass 16-bit tensors",
+    **dict.fromkeys(DESCALES, "flash_attn_with_kvcache alone serves fp8; pass 16-bit tensors here"),
     "score_mod": "changes of scores by a function are not served; fastattn.attention takes a bias",
     "mask_mod": "functions as masks are not served; fastattn.attention takes key_ranges (fastattn.masks) or a bias",
     "cu_seqlens_q": "ragged queries over a cache are not served here; call flash_attn_varlen_func with a block_table",
@@ -33,6 +35,9 @@ class Keywords(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     block_table: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 _MEANINGS = {
@@ -41,10 +46,11 @@ _MEANINGS = {
     "seqused_q": "seqused_q",
     "seqused_k": "seqused_k",
     "page_table": "block_table",
+    **{name: name for name in DESCALES},
 }
 
 
-def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ...]) -> Keywords:
+def read_keywords(function: Callable[..., Any], given: dict[str, Any], *, served: tuple[str, ...]) -> Keywords:
     """Translates the keywords ``given``; ``served`` lists the fields of `Keywords` that ``function`` supports.
 
     Raises:
@@ -55,16 +61,14 @@ def read_keywords(function: str, given: dict[str, Any], *, served: tuple[str, ..
     for name, value in given.items():
         meaning = _MEANINGS.get(name)
         if name not in _MEANINGLESS and name not in _REFUSED and meaning is None:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; help({function}) lists them")
+            refuse_keywords(function, [name])
         if value is None or value is False or (isinstance(value, (int, float)) and value == 0) or name in _MEANINGLESS:
             continue
-        if name in _REFUSED:
-            raise InputError(f"{name}: expected None in {function}, got a value; {_REFUSED[name]}")
+        if name in _REFUSED and name not in served:
+            raise InputError(f"{name}: expected None in {function.__name__}, got a value; {_REFUSED[name]}")
         assert meaning is not None
         if meaning not in served:
-            raise InputError(
-                f"{name}: expected None in {function}, which has no packed sequences or pages, got a value; "
-                "flash_attn_varlen_func takes it"
-            )
+            ways = "flash_attn_varlen_func takes it, and flash_attn_with_kvcache takes lengths as cache_seqlens"
+            raise InputError(f"{name}: expected None in {function.__name__}, got a value; {ways}")
         found[meaning] = value
     return Keywords(**found)

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.checks import check_int, check_rank, check_tensor, contents_are_checked, expect
+from fastattn.checks import (
+    check_dtype,
+    check_int,
+    check_rank,
+    check_shape,
+    check_tensor,
+    contents_are_checked,
+    expect,
+    numbers_below,
+)
 from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.integrations.argument_names import errors_name
@@ -18,7 +27,7 @@ from fastattn.integrations.flash_attn.conventions import (
     to_flash_lse,
     without_idle_bounds,
 )
-from fastattn.integrations.flash_attn.keywords import read_keywords
+from fastattn.integrations.flash_attn.keywords import DESCALES, read_keywords
 from fastattn.rotary import rotary_at
 
 
@@ -50,10 +59,10 @@ def flash_attn_with_kvcache(
     """Appends ``k`` and ``v`` to a cache in place, then attends over it. It is not differentiable.
 
     Args:
-        q: ``[B, Sq, H, D]``.
+        q: ``[B, Sq, H, D]``; beside an fp8 cache it may be fp8, and is then computed with in bfloat16.
         k_cache, v_cache: ``[B, capacity, Hk, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hk, D]`` of
-            any size.
-        k, v: new tokens, ``[B, S_new, Hk, D]``.
+            any size. They have the dtype of ``q``, or ``torch.float8_e4m3fn``.
+        k, v: new tokens, ``[B, S_new, Hk, D]``. Those in fp8 are stored as they are.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: they rotate the query and the new keys, token ``j`` by
             position ``cache_seqlens + j``.
         cache_seqlens: an int, or int32 ``[B]``: the number of tokens before this call; by default the cache is full.
@@ -61,14 +70,17 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 ``[B]``: the index in its cache row at which each sequence begins. Windows and ALiBi count
             from there, rotary positions from the beginning of the row.
         s_aux: attention sinks, ``[H]``.
+        q_descale, k_descale, v_descale: fp32 ``[B, Hk]``, by which the numbers of each sequence and KV head are
+            multiplied: those of an fp8 ``q``, and of fp8 caches with the new tokens. None means 1.
 
     Returns:
-        ``[B, Sq, H, Dv]``, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
+        ``[B, Sq, H, Dv]``, in bfloat16 if ``q`` is fp8, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
 
     Raises:
         InputError, TypeError: an argument is wrong, as far as the host can tell.
     """
-    keywords = read_keywords("flash_attn_with_kvcache", {"s_aux": s_aux, **newer}, served=("sinks", "block_table"))
+    served = ("sinks", "block_table", *DESCALES)
+    keywords = read_keywords(flash_attn_with_kvcache, {"s_aux": s_aux, **newer}, served=served)
     if keywords.block_table is not None:
         block_table = keywords.block_table
     if (rotary_cos is not None or rotary_sin is not None) and k is None:
@@ -91,9 +103,18 @@ def flash_attn_with_kvcache(
         check_tensor(name, tensor)
         check_rank(name, tensor, layout)
     batch, num_queries = q.shape[:2]
+    for name in DESCALES:
+        _check_descale(name, getattr(keywords, name), q if name == "q_descale" else k_cache, (batch, k_cache.shape[2]))
+    if q.dtype == k_cache.dtype == torch.float8_e4m3fn:
+        q = q.to(torch.bfloat16)
     query = q.detach().transpose(1, 2)
+    for descale in (keywords.q_descale, keywords.k_descale):  # scores are products of q and k
+        query = _scaled("q", query, descale)
     key_pages, value_pages = (cache.detach().transpose(1, 2) for cache in (k_cache, v_cache))
-    k_new, v_new = (None if new is None else new.detach().transpose(1, 2) for new in (k, v))
+    k_new, v_new = (
+        None if new is None else _as_appended(name, new.detach(), getattr(keywords, f"{name}_descale"), query.dtype)
+        for name, new in (("k", k), ("v", v))
+    )
     num_new = 0 if k_new is None else k_new.shape[2]
     capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     if not isinstance(cache_seqlens, Tensor):
@@ -142,11 +163,41 @@ def flash_attn_with_kvcache(
             return_lse=True,
             num_splits=max(num_splits, 0),
         )
-        out = out.transpose(1, 2).contiguous()
+        out = _scaled("q", out, keywords.v_descale).transpose(1, 2).contiguous()
         if not return_softmax_lse:
             return out
         alibi = alibi_of_dense(alibi_slopes, window, num_queries, cache_seqlens + num_new, capacity)
         return out, to_flash_lse(lse, alibi)
+
+
+def _check_descale(name: str, descale: Tensor | None, scaled: Tensor, shape: tuple[int, ...]) -> None:
+    if descale is None:
+        return
+    check_tensor(name, descale)
+    which = "q is" if name == "q_descale" else "k_cache and v_cache are"
+    expect(scaled.dtype == torch.float8_e4m3fn, name, f"None, as {which} not fp8", "a tensor")
+    check_dtype(name, descale, (torch.float32,))
+    check_shape(name, descale, shape, "[B, Hk]")
+
+
+def _scaled(name: str, x: Tensor, descale: Tensor | None) -> Tensor:
+    """Returns ``x [B, H, S, D]`` times the ``descale [B, Hk]`` of each head's group."""
+    if descale is None:
+        return x
+    heads, kv_heads = x.shape[1], descale.shape[1]
+    expect(kv_heads > 0 and heads % kv_heads == 0, name, f"a multiple of the {kv_heads} heads of k_cache", heads)
+    of_heads = descale.repeat_interleave(heads // kv_heads, dim=1)
+    return (x * of_heads[:, :, None, None]).to(x.dtype)
+
+
+def _as_appended(name: str, new: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns new tokens as ``[B, Hk, S_new, D]`` in the query's dtype. That holds fp8 numbers, so none is rounded."""
+    if new.dtype == torch.float8_e4m3fn:
+        new = new.to(dtype)
+    elif descale is not None:
+        advice = f"divide by {name}_descale and cast with .to(torch.float8_e4m3fn)"
+        raise InputError(f"{name}: expected float8_e4m3fn beside {name}_descale, got {new.dtype}; {advice}")
+    return new.transpose(1, 2)
 
 
 def _check_rows(
@@ -155,12 +206,13 @@ def _check_rows(
     """Checks ``cache_batch_idx`` and ``cache_leftpad`` under their own names, before a block table replaces both."""
     rows, capacity = k_cache.shape[:2]
     for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
-        expect(0 <= row < rows, "cache_batch_idx", f"rows from 0 to {rows - 1}", f"{row} for sequence {sequence}")
+        expect(0 <= row < rows, "cache_batch_idx", numbers_below(rows, "rows"), f"{row} for sequence {sequence}")
     if leftpad is None:
         return
     for sequence, (first, length) in enumerate(zip(leftpad.tolist(), cache_seqlens.tolist(), strict=False)):
         where = f"for sequence {sequence}"
-        expect(0 <= first <= length, "cache_leftpad", f"0 to {length}, the tokens in the row", f"{first} {where}")
+        expected = f"at least 0 and at most {length}, the tokens in the row"
+        expect(0 <= first <= length, "cache_leftpad", expected, f"{first} {where}")
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
         expect(length + num_new <= capacity, "cache_seqlens", room, f"{length} {where}; make the cache larger")
 
