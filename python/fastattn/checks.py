@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,10 +27,14 @@ def expect(condition: bool, name: str, expected: str, came: object) -> None:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
 
-# Arguments that users may pass as lists → the dtype of the tensor that is needed.
-_DTYPES_OF_LISTS = {
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"), "int32"),
-    **dict.fromkeys(("alibi_slopes", "sinks"), "float32"),
+# Arguments that users may pass as lists or arrays → how torch.tensor makes the tensor that is needed.
+_MADE_WITH = {
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table", "key_ranges"),
+        ", dtype=torch.int32, device=query.device",
+    ),
+    **dict.fromkeys(("alibi_slopes", "sinks"), ", dtype=torch.float32, device=query.device"),
+    "slot_mapping": ", dtype=torch.int64, device=k_new.device",
 }
 
 
@@ -37,45 +42,67 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, Tensor):
-        advice = ""
-        if isinstance(value, (list, tuple)):
-            dtype = f", dtype=torch.{_DTYPES_OF_LISTS[name]}, device=query.device" if name in _DTYPES_OF_LISTS else ""
-            has_tensors = any(isinstance(element, Tensor) for element in value)
-            advice = f"; pass torch.stack({name})" if has_tensors else f"; pass torch.tensor({name}{dtype})"
-        elif type_name(value) == "numpy.ndarray":
+        advice, is_array = "", type_name(value) == "numpy.ndarray"
+        if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
+            advice = f"; pass torch.stack({name})"
+        elif isinstance(value, (list, tuple)) or (is_array and name in _MADE_WITH):
+            advice = f"; pass torch.tensor({name}{_MADE_WITH.get(name, '')})"
+        elif is_array:
             advice = f"; pass torch.from_numpy({name})"
+        elif name == "cache_seqlens" and isinstance(value, Integral):
+            advice = f"; for equal lengths pass torch.full(query.shape[:1], {value}{_MADE_WITH[name]})"
         raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {shown(value)}{advice}")
 
 
-# Names of attention's arguments in other libraries → the names here.
-_OTHER_NAMES = {
-    "is_causal": "causal",
-    "attn_mask": "bias",
-    "attention_mask": "bias",
-    "mask": "bias",
-    "softmax_scale": "scale",
-    "window_size": "window",
-    "sliding_window": "window",
-    "dropout": "dropout_p",
-    "logits_soft_cap": "softcap",
-    "s_aux": "sinks",
-    "return_softmax_lse": "return_lse",
-    "page_table": "block_table",
-    "k": "k_new",
-    "v": "v_new",
-}
+# Each line has the names of one argument, in fastattn's functions and in other libraries.
+_SAME_ARGUMENT = """
+    causal is_causal
+    bias attn_mask attention_mask mask
+    scale softmax_scale sm_scale
+    window window_size sliding_window
+    dropout_p dropout
+    softcap logits_soft_cap
+    sinks s_aux learnable_sink
+    return_lse return_softmax_lse
+    block_table page_table
+    cache_seqlens seqused_k seq_lens seqlens context_lens
+    k_new k
+    v_new v
+    num_layers num_hidden_layers n_layers
+    batch batch_size max_batch_size
+    kv_heads num_kv_heads num_key_value_heads n_kv_heads
+    head_dim head_size
+    num_pages num_blocks
+    page_size block_size
+    quantized kv_cache_dtype
+    granularity group_size
+"""
+_NAMES_OF = {name: line.split() for line in _SAME_ARGUMENT.splitlines() for name in line.split()}
 
-
-# Advice on keywords that have no other name here, in functions with the keyword that comes first; None: in all.
-_ADVICE = {
-    "enable_gqa": (None, "; keys and values may have fewer heads without it"),
-    "key_padding_mask": ("bias", "; where it is True for padding, pass bias=~mask[:, None, None, :]"),
-    "block_mask": ("key_ranges", "; pass key_ranges=fastattn.masks.from_block_mask(block_mask)"),
-    "score_mod": (None, "; no function of scores is taken: use softcap, alibi_slopes or a bias"),
-    "return_attn_probs": (None, "; probabilities are never formed, and return_lse=True returns the lse"),
-    "cu_seqlens_q": (None, "; attention_varlen takes packed sequences"),
-    "bias": ("key_ranges", "; packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
-}
+# Keywords that have no other name here; a keyword of the functions for which the advice holds (None: all); the advice.
+_ADVICE = (
+    ("enable_gqa", None, "keys and values may have fewer heads without it"),
+    ("key_padding_mask", "bias", "where it is True for padding, pass bias=~mask[:, None, None, :]"),
+    ("block_mask", "key_ranges", "pass key_ranges=fastattn.masks.from_block_mask(block_mask)"),
+    ("score_mod", "softcap", "no function of scores is taken: use softcap, alibi_slopes or a bias"),
+    ("return_attn_probs", None, "probabilities are never formed, and return_lse=True returns the lse"),
+    ("cu_seqlens_q", None, "attention_varlen takes packed sequences"),
+    ("bias", "key_ranges", "packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
+    (
+        "window window_size sliding_window softcap alibi_slopes sinks key_ranges dropout_seed return_lse deterministic",
+        "enable_gqa",
+        "fastattn.attention takes it",
+    ),
+    ("num_heads", "kv_heads", "pass the number of heads of keys and values as kv_heads"),
+    ("batch batch_size max_batch_size", "num_pages", "sequences come and go: add() makes one"),
+    ("capacity max_seq_len max_length max_cache_len", "num_pages", "num_pages * page_size tokens fit in all"),
+    ("max_seq_len max_length max_seqlen max_cache_len", "max_capacity", "max_capacity is how many tokens fit at most"),
+    (
+        "modules_to_not_convert llm_int8_skip_modules",
+        "filter",
+        'pass filter=lambda name, module: "lm_head" not in name',
+    ),
+)
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
@@ -84,20 +111,20 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
     first, *others = unknown
     parameters = inspect.signature(function).parameters.items()
     known = [name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    name = next((name for name in (first, *others) if _OTHER_NAMES.get(name) in known), first)
+    name = next((name for name in (first, *others) if not set(known).isdisjoint(_NAMES_OF.get(name, ()))), first)
     advice = advice_on_keyword(name, known) or f"; help({function.__name__}) lists its arguments"
     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{advice}")
 
 
 def advice_on_keyword(name: str, known: Collection[str]) -> str:
     """Returns advice for an error about an unknown keyword: the ``known`` one that means the same or looks alike."""
-    beside, advice = _ADVICE.get(name, (None, ""))
-    if advice and (beside is None or beside in known):
-        return advice
-    meant = _OTHER_NAMES.get(name)
-    note = ", and aligns to the bottom right" if name == "is_causal" else ""
-    if meant in known:
-        return f"; it is called {meant!r} here{note}"
+    for names, beside, advice in _ADVICE:
+        if name in names.split() and (beside is None or beside in known):
+            return f"; {advice}"
+    note = {"is_causal": ", and aligns to the bottom right", "causal": ", and aligns to the top left"}.get(name, "")
+    for meant in _NAMES_OF.get(name, ()):
+        if meant in known:
+            return f"; it is called {meant!r} here{note}"
     same_initial = [other for other in known if other[:1] == name[:1]]  # else k_scale would suggest scale
     similar = difflib.get_close_matches(name, same_initial, n=1, cutoff=0.8)
     return f"; did you mean {similar[0]!r}?" if similar else ""
@@ -120,7 +147,9 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype], advice
     if allowed == (torch.bool,) and tensor.is_floating_point():
         advice = f"; pass {name}.bool() if 1 means True, or {name} == 0 if it was made to be added to scores"
     elif advice is None:
-        advice = f"; cast it with {name}.to({torch.float32 if torch.float32 in allowed else allowed[0]})"
+        is_fp8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1  # kernels take bfloat16, and not float32
+        wide = torch.bfloat16 if is_fp8 else torch.float32
+        advice = f"; cast it with {name}.to({wide if wide in allowed else allowed[0]})"
     expect(tensor.dtype in allowed, name, " or ".join(str(dtype) for dtype in allowed), f"{tensor.dtype}{advice}")
 
 
@@ -210,6 +239,13 @@ def mapped_size(*tensors: Any) -> int:
             if functorch.is_batchedtensor(wrapped):
                 size_of_level[functorch.maybe_get_level(wrapped)] = tensor.shape[functorch.maybe_get_bdim(wrapped)]
     return math.prod(size_of_level.values())
+
+
+def numbers_below(count: int, nouns: str) -> str:
+    """Returns words for the valid numbers of ``count`` things: ``nouns`` from 0 to ``count - 1``, for an error."""
+    if count > 1:
+        return f"{nouns} from 0 to {count - 1}"
+    return "0, the only one" if count else f"no {nouns}, as there are none"
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

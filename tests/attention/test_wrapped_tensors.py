@@ -188,8 +188,8 @@ def test_compiled_the_drop_in_leaves_jagged_tensors_to_torch() -> None:
     assert torch.equal(out.transpose(1, 2).values(), wanted.transpose(1, 2).values())
 
 
-def strided() -> Tensor:
-    return torch.nested.nested_tensor([torch.randn(2, rows, 16, device=DEVICE) for rows in (3, 5)])
+def strided(heads: int = 2) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(heads, rows, 16, device=DEVICE) for rows in (3, 5)])
 
 
 @needs_nested
@@ -217,8 +217,25 @@ def holes() -> Tensor:
 
 # name: (function, arguments, options, words of the message)
 REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any], tuple[str, ...]]] = {
-    "jagged, not transposed": (A, lambda: (jagged(2).transpose(1, 2),) * 3, {}, ("query", "transpose", "[B, j, *, *]")),
-    "jagged query, dense key": (A, lambda: (jagged(2), DENSE, DENSE), {}, ("key", "jagged", "dense tensor")),
+    "jagged, not transposed": (
+        A,
+        lambda: (jagged(2).transpose(1, 2),) * 3,
+        {},
+        ("query", "[B, j, *, *]; pass query.transpose(1, 2)"),
+    ),
+    "jagged, heads not split": (
+        A,
+        lambda: (jagged(2).transpose(1, 2).flatten(2),) * 3,
+        {},
+        ("query", "[B, j, *]; pass query.unflatten(-1, (heads, -1)).transpose(1, 2)"),
+    ),
+    "jagged query, dense key": (
+        A,
+        lambda: (jagged(2), DENSE, DENSE),
+        {},
+        ("key", "jagged", "dense tensor [3, 2, 5, 16]; pass torch.nested.as_nested_tensor([x.transpose(0, 1) for x in"),
+    ),
+    "jagged query, list of keys": (A, lambda: (jagged(2), [DENSE], DENSE), {}, ("key", "got list")),
     "dense query, jagged key": (A, lambda: (DENSE, jagged(2), jagged(2)), {}, ("key", "a dense tensor", "jagged")),
     "jagged with holes": (A, lambda: (holes(),) * 3, {}, ("query", "without holes", "contiguous()")),
     "jagged, other batch": (A, lambda: (jagged(2), *(jagged(2, (3, 5)),) * 2), {}, ("key", "batch size", "3", "2")),
@@ -230,7 +247,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict
     ),
     "jagged with a bias": (A, lambda: (jagged(2),) * 3, {"bias": torch.zeros(1, 1, 5, 5)}, ("bias", "None", "jagged")),
     "jagged heads": (A, lambda: (jagged(2), jagged(3), jagged(3)), {}, ("query", "multiple of the 3 KV heads")),
-    "strided and causal": (A, lambda: (strided(),) * 3, {"causal": True}, ("query", "jagged", "strided")),
+    "strided and causal": (
+        A,
+        lambda: (strided(),) * 3,
+        {"causal": True},
+        ("query", "jagged", "strided", "pass torch.nested.as_nested_tensor([x.transpose(0, 1) for x in query.unb"),
+    ),
+    "strided, of other heads": (A, lambda: (strided(), strided(3), strided(3)), {}, ("query", "as_nested_tensor(")),
+    "strided and jagged": (A, lambda: (strided(), jagged(2), jagged(2)), {}, ("key", "three strided ones, or three")),
     "strided with the lse": (A, lambda: (strided(),) * 3, {"return_lse": True}, ("query", "jagged", "strided")),
     "strided and dense": (A, lambda: (strided(), DENSE, DENSE), {}, ("key", "strided nested", "dense")),
     "packed, jagged": (V, lambda: (jagged(2),) * 3 + (OFFSETS,) * 2 + (5, 5), {}, ("query", "jagged", "values()")),
@@ -247,6 +271,18 @@ def test_what_nested_tensors_cannot_do_is_named(what: str) -> None:
         function(*arguments(), **options)
     for word in words:
         assert word in str(raised.value), f"{word!r} is missing in: {raised.value}"
+
+
+@needs_nested
+def test_what_the_errors_advise_works() -> None:
+    whole, query = jagged(2), strided()
+    heads_in_one = whole.transpose(1, 2).flatten(2)
+    with fastattn.use_backend("torch"):
+        split = heads_in_one.unflatten(-1, (2, -1)).transpose(1, 2)
+        assert torch.equal(A(split, split, split).values(), A(whole, whole, whole).values())
+        rows = [x.transpose(0, 1) for x in query.unbind()]
+        query = torch.nested.as_nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+        assert [out.shape[-2] for out in A(query, query, query, causal=True).unbind()] == [3, 5]
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -279,6 +280,24 @@ def test_reorder_refuses_sequences_that_are_not_there() -> None:
         cache_of().reorder(torch.tensor([0, 5, 1]))
 
 
+def test_a_range_of_one_is_said_in_words() -> None:
+    cache = fastattn.KVCache(1, 1, 2, 16)
+    with pytest.raises(InputError, match=r"sequences: expected 0, the only one, got \[1\]"):
+        cache.reorder(torch.tensor([1]))
+    with pytest.raises(InputError, match="layer: expected 0, the only one, got 1"):
+        cache.arguments(1)
+
+
+@pytest.mark.parametrize("lengths", [numpy.array([3, 1, 2]), [numpy.int64(3), 1, numpy.int32(2)], iter((3, 1, 2))])
+def test_lengths_may_be_numpys(lengths: Any) -> None:
+    cache = cache_of()
+    feed(cache, 0, 4)
+    cache.truncate(lengths)
+    assert cache.lengths() == [3, 1, 2]
+    cache.truncate(numpy.uint8(1))
+    assert cache.lengths() == [1, 1, 1]
+
+
 def test_append_is_attend_without_a_query() -> None:
     cache = cache_of(quantized=True)
     other = cache_of(quantized=True)
@@ -378,7 +397,8 @@ INPUT_ERRORS: Misuse = {
     "k_new rank": (C.attend, attend(k_new=torch.zeros(3, 2, 16)), ("k_new", "[B, Hkv, S_new, D]", "[3, 2, 16]")),
     "v_new rows": (C.attend, attend(v_new=torch.zeros(3, 2, 2, 8)), ("v_new", "[3, 2, 1, 8]", "[3, 2, 2, 8]")),
     "truncate count": (C.truncate, {"lengths": [1, 2]}, ("lengths", "3 ints", "[1, 2]")),
-    "truncate negative": (C.truncate, {"lengths": [1, 2, -1]}, ("lengths", "at least 0", "-1")),
+    "truncate negative": (C.truncate, {"lengths": [1, 2, -1]}, ("lengths[2]: ", "at least 0", "-1")),
+    "truncate all to a negative": (C.truncate, {"lengths": -1}, ("lengths: ", "at least 0", "-1")),
     "truncate shape": (C.truncate, {"lengths": torch.zeros(2).int()}, ("lengths", "[3]", "[2]")),
     "truncate dtype": (C.truncate, {"lengths": torch.zeros(3)}, ("lengths", "int32", "float32")),
     "replayed": (C.note_replayed, {"num_new": -1}, ("num_new", "at least 0", "-1")),
@@ -393,7 +413,17 @@ TYPE_ERRORS: Misuse = {
     "layer type": (C.attend, attend(layer="0"), ("layer", "int", "str")),
     "query type": (C.attend, attend(query=None), ("query", "torch.Tensor", "NoneType")),
     "k_new type": (C.attend, attend(k_new=None), ("k_new", "torch.Tensor", "NoneType")),
-    "truncate type": (C.truncate, {"lengths": "all"}, ("lengths", "int", "str")),
+    "truncate type": (C.truncate, {"lengths": "all"}, ("lengths: ", "a list of ints or a tensor", "str 'all'")),
+    "truncate to fractions": (C.truncate, {"lengths": numpy.zeros(3)}, ("lengths[0]: ", "an int", "0.0")),
+    "truncate by a list of tensors": (
+        C.truncate,
+        {"lengths": [torch.tensor(1)] * 3},
+        ("lengths[0]: ", "an int", "pass lengths[0].item()"),
+    ),
+    "batch_size": (cache_of, {"batch_size": 2}, ("KVCache() got", "'batch_size'; it is called 'batch' here")),
+    "num_heads": (cache_of, {"num_heads": 2}, ("'num_heads'", "keys and values as kv_heads")),
+    "max_seq_len": (cache_of, {"max_seq_len": 9}, ("'max_seq_len'", "max_capacity is how many tokens fit at most")),
+    "kv_cache_dtype": (cache_of, {"kv_cache_dtype": "fp8"}, ("it is called 'quantized' here",)),
     "reserve": (C.reserve, {"capacity": 1.5}, ("capacity", "int", "float")),
     "reorder type": (C.reorder, {"sequences": [0, 1, 2]}, ("sequences", "torch.Tensor", "list")),
 }

@@ -358,7 +358,7 @@ INPUT_ERRORS: Misuse = {
     "fork negative": (C.fork, {"sequence": S, "length": -1}, ("length", "at least 0", "-1")),
     "free of nothing": (C.free, {"sequence": 9}, ("sequence", "[0]", "9")),
     "truncate longer": (C.truncate, {"sequence": S, "length": 2}, ("length", "at most the 1 tokens", "2")),
-    "step of nothing": (C.step, {"sequences": [S, 9], "num_new": 1}, ("sequence", "[0]", "9")),
+    "step of nothing": (C.step, {"sequences": [S, 9], "num_new": 1}, ("sequences: ", "[0]", "9")),
     "step twice": (C.step, {"sequences": [S, S], "num_new": 1}, ("sequences", "once", "[0, 0]")),
     "step negative": (C.step, {"sequences": [S], "num_new": -1}, ("num_new", "at least 0", "-1")),
     "step of a tensor": (
@@ -375,7 +375,7 @@ INPUT_ERRORS: Misuse = {
     ),
     "chunk of one count of numpy": (C.chunk, {"sequences": [S], "num_new": numpy.int64(1)}, ("num_new", "a list", "1")),
     "query dtype": (STEP.attend, attend(query=queries(1, 1).half()), ("dtype", "dtype=torch.float16")),
-    "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, ("sequence", "[0]", "9")),
+    "chunk of nothing": (C.chunk, {"sequences": [9], "num_new": [1]}, ("sequences: ", "[0]", "9")),
     "chunk twice": (C.chunk, {"sequences": [S, S], "num_new": [1, 1]}, ("sequences", "once", "[0, 0]")),
     "chunk counts": (
         C.chunk,
@@ -395,6 +395,10 @@ INPUT_ERRORS: Misuse = {
 TYPE_ERRORS: Misuse = {
     "num_pages": (cache_of, {"num_pages": 1.0}, ("num_pages", "int", "float")),
     "quantized": (cache_of, {"quantized": 1}, ("quantized", "bool", "int")),
+    "block_size": (cache_of, {"block_size": 4}, ("PagedKVCache() got", "it is called 'page_size' here")),
+    "batch_size": (cache_of, {"batch_size": 4}, ("'batch_size'", "add() makes one")),
+    "capacity": (cache_of, {"capacity": 99}, ("'capacity'", "num_pages * page_size tokens")),
+    "step of a name": (C.step, {"sequences": ["a"], "num_new": 1}, ("sequences: ", "int", "str")),
     "fork type": (C.fork, {"sequence": "a"}, ("sequence", "int", "str")),
     "step of None": (C.step, {"sequences": None, "num_new": 1}, ("sequences", "a list", "NoneType")),
     "chunk of no counts": (C.chunk, {"sequences": [S], "num_new": None}, ("num_new", "a list", "NoneType")),

@@ -314,6 +314,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         "slot_mapping: expected torch.int64 or torch.int32, got torch.int16",
     ),
+    "slots as a list": (
+        lambda: spoiled(slot_mapping=list(range(21))),
+        TypeError,
+        r"slot_mapping: .* got list; pass torch\.tensor\(slot_mapping, dtype=torch\.int64, device=k_new\.device\)",
+    ),
     "device": (
         lambda: spoiled(slot_mapping=zeros(21, dtype=torch.int64, device="meta")),
         ValueError,

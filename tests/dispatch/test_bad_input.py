@@ -136,7 +136,22 @@ INPUT_ERRORS: Misuse = {
     "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), ("alibi_slopes", "[Hq] = [4]", "[3]")),
     "slopes dtype": (A, dense(alibi_slopes=torch.zeros(4).int()), ("alibi_slopes", "float32", "int32")),
     "sinks shape": (A, dense(sinks=torch.zeros(2)), ("sinks", "[Hq] = [4]", "[2]")),
-    "packed query rank": (V, packed(query=torch.zeros(1, 9, 4, 16)), ("query", "[total_q, Hq, D]", "4")),
+    "packed query rank": (
+        V,
+        packed(query=torch.zeros(1, 9, 4, 16)),
+        ("query", "[total_q, Hq, D]", "4", "of [B, S, H, D] pass query.flatten(0, 1)"),
+    ),
+    "packed key rank": (V, packed(key=torch.zeros(1, 9, 2, 16)), ("key", "pass key.flatten(0, 1)")),
+    "query in fp8": (
+        A,
+        dense(query=torch.zeros(2, 4, 5, 16).to(torch.float8_e4m3fn)),
+        ("query", "float8_e4m3fn; cast it with query.to(torch.bfloat16)"),
+    ),
+    "one length for all": (
+        fastattn.attention_with_kv_cache,
+        cached(cache_seqlens=torch.tensor(3, dtype=torch.int32)),
+        ("cache_seqlens", "[B] = [2], got []; for equal lengths pass cache_seqlens.repeat(2)"),
+    ),
     "offsets dtype": (
         V,
         packed(cu_seqlens_k=torch.tensor([0, 3, 9])),
@@ -176,6 +191,22 @@ TYPE_ERRORS: Misuse = {
         V,
         packed(cu_seqlens_q=[0, 3, 9]),
         ("cu_seqlens_q", "torch.Tensor", "list; pass torch.tensor(cu_seqlens_q, dtype=torch.int32"),
+    ),
+    "offsets of numpy": (
+        V,
+        packed(cu_seqlens_q=numpy.array([0, 3, 9])),
+        ("cu_seqlens_q", "numpy.ndarray; pass torch.tensor(cu_seqlens_q, dtype=torch.int32, device=query.device)"),
+    ),
+    "query of numpy": (A, dense(query=numpy.zeros(3)), ("query", "numpy.ndarray; pass torch.from_numpy(query)")),
+    "ranges as a list": (
+        A,
+        dense(key_ranges=[[0, 1]]),
+        ("key_ranges", "list; pass torch.tensor(key_ranges, dtype=torch.int32, device=query.device)"),
+    ),
+    "a number as lengths": (
+        fastattn.attention_with_kv_cache,
+        cached(cache_seqlens=4),
+        ("cache_seqlens", "int 4", "pass torch.full(query.shape[:1], 4, dtype=torch.int32, device=query.device)"),
     ),
     "bias of packed": (V, packed(bias=torch.zeros(1)), ("bias", "packed sequences take key_ranges")),
     "offsets missing": (V, packed(cu_seqlens_k=None), ("cu_seqlens_k", "torch.Tensor", "NoneType")),
@@ -242,17 +273,22 @@ def for_kernels(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: converted(part) for name, part in arguments.items()}
 
 
-def test_a_padding_mask_in_floats_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_in_floats_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastattn.functional.attention, "_has_warned_of_mask", False)
     mask = torch.ones(2, 1, 1, 7)
     mask[1, ..., 4:] = 0.0
+    causal = torch.ones(1, 1, 5, 7).tril()
     monkeypatch.setattr(fastattn.checks, "is_emulated", lambda: False)  # masks of an emulated GPU are not read
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for taken in (mask.bool(), mask - 1, torch.ones_like(mask), torch.zeros_like(mask), mask.expand(2, 4, 5, 7)):
             A(**dense(bias=taken))
+        A(**dense(bias=causal.log()))
     with pytest.warns(UserWarning, match=r"bias \[2, 1, 1, 7\] .* added to the scores .* bias=mask\.bool\(\)"):
         A(**dense(bias=mask))
+    monkeypatch.setattr(fastattn.functional.attention, "_has_warned_of_mask", False)
+    with pytest.warns(UserWarning, match=r"bias \[1, 1, 5, 7\] .* 1 where a query sees a key, pass bias=mask\.bool"):
+        A(**dense(bias=causal))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         A(**dense(bias=mask))
@@ -310,6 +346,34 @@ def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
         words = f"unexpected keyword argument '{theirs}'; {advice}"
         with pytest.raises(TypeError, match=words):
             function(**arguments, **{theirs: None})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "advice"),
+    [
+        ("causal", "it is called 'is_causal' here, and aligns to the top left"),
+        ("bias", "it is called 'attn_mask' here"),
+        ("attention_mask", "it is called 'attn_mask' here"),
+        ("softmax_scale", "it is called 'scale' here"),
+        ("window", r"fastattn\.attention takes it"),
+        ("sinks", r"fastattn\.attention takes it"),
+        ("colour", r"help\(scaled_dot_product_attention\) lists its arguments"),
+    ],
+)
+def test_the_drop_in_names_what_it_calls_otherwise(theirs: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{theirs}'; {advice}$"):
+        fastattn.scaled_dot_product_attention(**dense(), **{theirs: None})
+
+
+@pytest.mark.parametrize("theirs", ["seqused_k", "seq_lens", "context_lens"])
+def test_lengths_of_a_cache_by_another_name(theirs: str) -> None:
+    arguments = cached()
+    lengths = arguments["cache_seqlens"]
+    with pytest.raises(TypeError, match=f"'{theirs}'; it is called 'cache_seqlens' here"):
+        fastattn.attention_with_kv_cache(**arguments, **{theirs: lengths})
+    del arguments["cache_seqlens"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'cache_seqlens'"):
+        fastattn.attention_with_kv_cache(**arguments, **{theirs: lengths})
 
 
 @pytest.mark.parametrize(

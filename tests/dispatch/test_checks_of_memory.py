@@ -55,7 +55,7 @@ CACHE = torch.zeros(2, 1, 4, 4)
 def decode(lengths: Tensor, **changes: Any) -> Tensor:
     new = torch.ones(2, 1, 1, 4)
     caches = {"k_cache": CACHE, "v_cache": CACHE, "k_new": new, "v_new": new}
-    return fastattn.attention_with_kv_cache(new, cache_seqlens=lengths, **caches, **changes)
+    return fastattn.attention_with_kv_cache(new, cache_seqlens=lengths, **(caches | changes))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,26 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
         (decode, ints(3, 4), "^cache_seqlens: expected at most 3.* got 4 for sequence 1"),
         (decode, ints(-1, 3), "^cache_seqlens: expected lengths of at least 0, got -1"),
         (lambda table: decode(ints(1, 3), block_table=table), ints([0], [2]), "^block_table: .* got 2 as page 0"),
+        (
+            lambda table: decode(ints(1, 3), block_table=table, k_cache=CACHE[:1], v_cache=CACHE[:1]),
+            ints([0], [2]),
+            "^block_table: expected 0, the only one, got 2 as page 0",
+        ),
+        (
+            lambda table: decode(ints(1, 3), block_table=table, k_cache=CACHE[:0], v_cache=CACHE[:0]),
+            ints([0], [2]),
+            "^block_table: expected no pages, as there are none, got 0 as page 0",
+        ),
+        (
+            lambda lengths: decode(lengths, k_cache=CACHE[:, :, :0], v_cache=CACHE[:, :, :0]),
+            ints(0, 0),
+            "^k_cache: expected a capacity of at least 1, the tokens of k_new, got 0",
+        ),
+        (
+            lambda offsets: varlen(offsets, **dict.fromkeys(("query", "key", "value"), torch.ones(1, 5, 4))),
+            ints(0, 2, 5),
+            r"^cu_seqlens_q: .* got 5; if heads come before rows, pass query\.transpose\(0, 1\) and so on",
+        ),
     ],
     ids=[
         "order",
@@ -85,6 +105,10 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
         "capacity",
         "negative",
         "table of a cache",
+        "table of a cache of one page",
+        "table of a cache without pages",
+        "no room",
+        "heads before rows",
     ],
 )
 def test_wrong_places_in_cpu_memory_raise(call: Any, values: Tensor, message: str) -> None:

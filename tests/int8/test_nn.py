@@ -457,8 +457,33 @@ def test_a_group_that_does_not_fit_leaves_the_model_alone() -> None:
     assert len(quantize_model(model, 64, filter=lambda name, _: name == "fits").layers) == 1
 
 
+def test_a_weight_that_is_not_int8_is_named() -> None:
+    layer = Int8Linear(4, 3, input_precision="int8")
+    layer.weight = nn.Parameter(rows(3, 4))
+    advice = r"make the layer with Int8Linear\.from_weight\(fastattn\.quantize_int8\(layer\.weight\), layer\.bias\)"
+    for attribute in ("int8_weight", "weight_scale"):
+        with pytest.raises(InputError, match=f"weight: expected an Int8Tensor, got a Parameter of .*; {advice}"):
+            getattr(layer, attribute)
+    with pytest.raises(InputError, match="input_precision: expected '16bit' for a weight that is sharded or not int8"):
+        layer(rows(2, 4))
+    again = Int8Linear.from_weight(fastattn.quantize_int8(layer.weight), layer.bias)
+    assert again.int8_weight.data.dtype == torch.int8
+
+
 # name: (function, arguments, error type, words of the message: argument, expected, came)
 TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "layers to leave out": (
+        quantize_model,
+        {"model": Block(), "modules_to_not_convert": ["lm_head"]},
+        TypeError,
+        ("quantize_model() got", "'modules_to_not_convert'; pass filter=lambda name, module:"),
+    ),
+    "group_size": (
+        quantize_model,
+        {"model": Block(), "group_size": 32},
+        TypeError,
+        ("'group_size'; it is called 'granularity' here",),
+    ),
     "model type": (quantize_model, {"model": "bert"}, TypeError, ("model", "nn.Module", "str")),
     "model is the layer": (quantize_model, {"model": nn.Linear(4, 4)}, InputError, ("model", "Linear", "from_linear")),
     "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "got one: Int8Linear")),

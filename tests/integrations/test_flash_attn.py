@@ -308,8 +308,10 @@ class TestKeywords:
 
     def test_what_needs_packed_sequences_is_refused_without(self) -> None:
         q = random(1, 3, HEADS, DIM)
-        with pytest.raises(fastattn.InputError, match=r"^seqused_k: expected None in flash_attn_func"):
-            flash_attn.flash_attn_func(q, q, q, seqused_k=torch.ones(1, dtype=torch.int32))
+        for function in (flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache):
+            words = rf"^seqused_k: expected None in {function.__name__}, .*with_kvcache takes lengths as cache_seqlens"
+            with pytest.raises(fastattn.InputError, match=words):
+                function(q, q, q, seqused_k=torch.ones(1, dtype=torch.int32))
 
     def test_errors_name_arguments_as_flash_attn_does(self) -> None:
         q, kv = random(2, 3, HEADS, DIM), random(2, 4, 2, HEADS, DIM)
@@ -336,8 +338,12 @@ class TestKeywords:
 
     def test_a_typing_error_is_one(self) -> None:
         q = random(1, 3, HEADS, DIM)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'casual'; did you mean 'causal'"):
             flash_attn.flash_attn_func(q, q, q, casual=True)
+        for ours, theirs in (("is_causal", "causal"), ("window", "window_size"), ("scale", "softmax_scale")):
+            for function in (flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache):
+                with pytest.raises(TypeError, match=rf"^{function.__name__}.* it is called '{theirs}' here"):
+                    function(q, q, q, **{ours: None})
         with pytest.raises(fastattn.InputError, match=r"^window_size: expected \(left, right\)"):
             flash_attn.flash_attn_func(q, q, q, window_size=3)
 

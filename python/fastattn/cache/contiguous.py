@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
@@ -19,6 +20,8 @@ from fastattn.checks import (
     check_tensor,
     contents_are_checked,
     expect,
+    numbers_below,
+    refuse_keywords,
     shown,
 )
 from fastattn.errors import CacheFull
@@ -72,7 +75,10 @@ class KVCache(StepCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         quantized: bool | str | torch.dtype = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_keywords(KVCache, unknown)
         check_int("num_layers", num_layers, minimum=1)
         check_int("batch", batch, minimum=0)
         if max_capacity is not None:
@@ -181,10 +187,13 @@ class KVCache(StepCache):
             bounds = lengths.clamp(0, _MOST_TOKENS)
             longest = _MOST_TOKENS
         else:
-            if not isinstance(lengths, (Integral, list, tuple)):
+            if isinstance(lengths, Integral):
+                per_sequence = [check_int("lengths", lengths, minimum=0)] * self.batch
+            elif isinstance(lengths, Iterable) and not isinstance(lengths, str):
+                per_sequence = [check_int(f"lengths[{i}]", length, minimum=0) for i, length in enumerate(lengths)]
+            else:
                 raise TypeError(f"lengths: expected an int, a list of ints or a tensor, got {shown(lengths)}")
-            per_sequence = [lengths] * self.batch if isinstance(lengths, Integral) else list(lengths)
-            in_range = [min(check_int("lengths", length, minimum=0), _MOST_TOKENS) for length in per_sequence]
+            in_range = [min(length, _MOST_TOKENS) for length in per_sequence]
             expect(len(in_range) == self.batch, "lengths", f"{self.batch} ints, one per sequence", in_range)
             bounds = torch.tensor(in_range, dtype=torch.int32).to(self._lengths.device)
             longest = max(in_range, default=0)
@@ -218,7 +227,7 @@ class KVCache(StepCache):
         check_dtype("sequences", sequences, (torch.int32, torch.int64))
         check_same_device("sequences", sequences, self._lengths.device)
         if contents_are_checked(sequences):
-            chosen, expected = sequences.tolist(), f"indices from 0 to {self.batch - 1}"
+            chosen, expected = sequences.tolist(), numbers_below(self.batch, "indices")
             expect(all(0 <= each < self.batch for each in chosen), "sequences", expected, chosen)
         sequences = sequences.clamp(0, max(self.batch - 1, 0))  # no other index is read, whatever the device holds
         lengths = self._lengths.index_select(1, sequences)
@@ -233,7 +242,7 @@ class KVCache(StepCache):
 
     def _check_layer(self, layer: int) -> None:
         check_int("layer", layer)
-        expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
+        expect(0 <= layer < self.num_layers, "layer", numbers_below(self.num_layers, "a layer"), layer)
 
     def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
         """Returns the layer's memory if ``tokens`` tokens per sequence fit, else larger memory with the same contents.

@@ -11,12 +11,24 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from fastattn.cache.pages import PageDemand, PagePool, Reservation
 from fastattn.cache.protocol import AttendOptions, StepCache
 from fastattn.cache.storage import CacheLayout, LayerStorage
 from fastattn.call import AttentionCall
-from fastattn.checks import check_bool, check_dtype, check_int, check_rank, check_shape, check_tensor, expect, type_name
+from fastattn.checks import (
+    check_bool,
+    check_dtype,
+    check_int,
+    check_rank,
+    check_shape,
+    check_tensor,
+    expect,
+    numbers_below,
+    refuse_keywords,
+    type_name,
+)
 from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.autocast import autocast_dtype, autocast_to
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
@@ -87,7 +99,10 @@ class PagedKVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         quantized: bool | str | torch.dtype = False,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_keywords(PagedKVCache, unknown)
         check_int("num_layers", num_layers, minimum=1)
         check_int("num_pages", num_pages, minimum=1)
         check_int("page_size", page_size, minimum=1)
@@ -203,7 +218,7 @@ class PagedKVCache:
     def arguments(self, layer: int) -> dict[str, Any]:
         """Returns a layer's pages and scales as arguments of ``attention_with_kv_cache``."""
         check_int("layer", layer)
-        expect(0 <= layer < self.num_layers, "layer", f"a number from 0 to {self.num_layers - 1}", layer)
+        expect(0 <= layer < self.num_layers, "layer", numbers_below(self.num_layers, "a layer"), layer)
         return self._layers[layer].arguments()
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -100,16 +100,16 @@ class PagePool:
         self._open: list[Reservation] = []
         self._next_name = 0
 
-    def find(self, name: int) -> PageList:
-        """Returns a sequence, after counting its tokens that every layer has stored."""
+    def find(self, name: int, argument: str = "sequence") -> PageList:
+        """Returns a sequence, after counting its tokens that every layer has stored. Errors name ``argument``."""
         self.settle()
-        check_int("sequence", name)
+        check_int(argument, name)
         found = self.sequences.get(name)
         if found is None:
             known = "one that add() has made"
             if self.sequences:
                 known = f"one of {list(self.sequences)}, or a new one from add()"
-            raise InputError(f"sequence: expected {known}, got {name}")
+            raise InputError(f"{argument}: expected {known}, got {name}")
         return found
 
     def settle(self) -> None:
@@ -152,7 +152,7 @@ class PagePool:
         Raises CacheFull, InputError.
         """
         self.settle()
-        sequences = [self.find(name) for name in names]
+        sequences = [self.find(name, "sequences") for name in names]
         came = f"{list(names)}; fork() gives a copy a number of its own"
         expect(len(set(names)) == len(sequences), "sequences", "each sequence once", came)
         writers = [s for s, count in zip(sequences, num_new, strict=True) if count]

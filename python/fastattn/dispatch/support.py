@@ -30,7 +30,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "dropout": "dropout",
         "slope gradients": "the gradient of ALiBi slopes",
         "key ranges": "ranges of visible keys (key_ranges)",
-        "paged key ranges": "ranges of visible keys over pages",
+        "paged key ranges": "key_ranges over paged keys and values",
         "max logit": "the largest score of each head (return_max_logit)",
     },
     "decode": {
@@ -55,16 +55,16 @@ FEATURES: dict[str, dict[str, str]] = {
     },
     "merge": {
         "gradients": "gradients (of outputs and lse)",
-        "varlen": "packed rows",
+        "varlen": "packed sequences",
     },
     "int8_matmul": {
         "gradients": "gradients (of the input, bias and residual)",
-        "group scales": "scales per group along K",
+        "group scales": "scales per group (granularity=32, 64 or 128)",
         "bias": "a bias",
-        "activation": "a fused activation",
-        "swiglu": "SwiGLU over a fused gate-up weight",
-        "residual": "a fused residual",
-        "int8 activations": "int8 activations",
+        "activation": "an activation function",
+        "swiglu": 'SwiGLU (activation="swiglu")',
+        "residual": "a residual",
+        "int8 activations": 'int8 activations (input_precision="int8")',
     },
 }
 
@@ -121,7 +121,7 @@ class Support:
         return self.most_dims_with_gradients or self.head_dims[-1]
 
     def head_dims_text(self) -> str:
-        """Returns ``multiples of 8 from 16 to 256``, for example, or ``up to 256, padded to multiples of 8``."""
+        """Returns ``multiples of 8 from 16 to 256``, for example, or ``up to 256, padded to a multiple of 8``."""
         if self.head_dims is None:
             return "any"
         first, step, last = self.head_dims[0], self.head_dims.step, str(self.head_dims[-1])
@@ -129,7 +129,7 @@ class Support:
             last += f" ({self.most_dims_with_gradients} with gradients)"
         if not self.pads:
             return f"multiples of {step} from {first} to {last}"
-        return f"up to {last}, padded to multiples of {step}" + (f" from {first}" if first > step else "")
+        return f"up to {last}, padded to a multiple of {step}" + (f", at least {first}" if first > step else "")
 
     def dtypes_text(self) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -165,11 +165,16 @@ OLDEST_ARCH = min(support.min_arch for backends in SUPPORT.values() for support 
 
 def support_table() -> str:
     """Returns the README's support table in Markdown: each operation's features, and those that a backend lacks."""
-    lines = ["| | CUDA C++ | Triton | PyTorch |", "|---|---|---|---|"]
+    lines = [
+        'Cells list options, dtypes and head dims. "Everything" is spelt out below the table; "–" means no kernel.',
+        "",
+        "| | CUDA C++ | Triton | PyTorch |",
+        "|---|---|---|---|",
+    ]
     for op in FEATURES:
         cells = [_support_cell(op, SUPPORT[op].get(backend)) for backend in KERNEL_BACKENDS]
         has_head_dims = any(support.head_dims is not None for support in SUPPORT[op].values())
-        in_torch = "everything; float16, bfloat16, float32, float64" + ("; any head dim" if has_head_dims else "")
+        in_torch = "everything; float16, bfloat16, float32, float64" + ("; head dims: any" if has_head_dims else "")
         lines.append(f"| {FUNCTIONS[op]} | {' | '.join(cells)} | {in_torch} |")
     lines.append("")
     for op, features in FEATURES.items():
@@ -185,5 +190,5 @@ def _support_cell(op: str, support: Support | None) -> str:
     missing = [words for feature, words in FEATURES[op].items() if feature not in support.features]
     *first, last = missing or [""]
     what = f"everything, except {', '.join(first)}{', and ' if first else ''}{last}" if missing else "everything"
-    dims = "" if support.head_dims is None else f"; head dims {support.head_dims_text()}"
+    dims = "" if support.head_dims is None else f"; head dims: {support.head_dims_text()}"
     return f"{what}; {support.dtypes_text()}{dims}"

@@ -41,13 +41,13 @@ def append_to_cache(
             They may be views of one tensor.
         slot_mapping: int64 or int32 ``[tokens]``. A token is skipped if its slot is negative (padding) or does not
             exist. If two tokens have the same slot, its contents are undefined.
-        k_scale, v_scale: float32, the caches' shape without the last dim; the call writes them. An int8 cache stores
-            each token's head as ``round(x / scale)``, to nearest even, with ``scale = max|x| / 127``, or 1 for zeros,
-            as ``attention_with_kv_cache`` does when it appends. An fp8 cache stores ``x / scale``, to nearest even,
-            with ``scale = max|x| / 448``; the scale of a head that is not finite is NaN. An fp8 cache also takes given
-            scales for all tokens, float32 ``[Hkv]``, ``[1]`` or ``[]``, which the call reads and does not write; None
-            means 1. With given scales, magnitudes above 448 after the division, and infinity, become 448; NaN stays
-            NaN.
+        k_scale, v_scale: the scales of an 8-bit cache, float32, of the cache's shape without the last dim. The call
+            computes a scale for each head of a token, writes it, and stores ``x / scale``, rounded to nearest even, as
+            ``attention_with_kv_cache`` does when it appends. The scale is ``max|x| / 127`` for int8, ``max|x| / 448``
+            for fp8, and 1 for a head of zeros. In an fp8 cache, a head that is not finite has the scale NaN.
+            An fp8 cache also takes scales that you give for all tokens: float32 ``[Hkv]``, ``[1]`` or ``[]``, or None,
+            which means 1. The call reads them and does not write them. If ``x / scale`` is then beyond 448 or -448,
+            it becomes 448 or -448, infinity included; NaN stays NaN.
 
     Raises:
         InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also a slot that is

@@ -120,7 +120,8 @@ def attention(
 
     Args:
         query: ``[B, Hq, Sq, D]``; key: ``[B, Hkv, Sk, D]``; value: ``[B, Hkv, Sk, Dv]``; all of one floating dtype.
-            Query head ``h`` reads KV head ``h // (Hq // Hkv)``.
+            Query head ``h`` reads KV head ``h // (Hq // Hkv)``. Of ``[B, S, H, D]`` pass ``x.transpose(1, 2)``:
+            shapes alone seldom show that heads and rows are swapped, so the call would mix heads without an error.
         causal: query ``i``, at position ``i + Sk - Sq``, sees the keys up to its own position.
         window: ``(left, right)``: how many keys before and after its position a query sees; -1 is unbounded.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
@@ -314,18 +315,20 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
 
 
 def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
-    """Warns once if ``bias [B, 1, 1, Sk]`` holds 0 and 1 alone, as a padding mask of floats does; it reads it back."""
+    """Warns once if ``bias``, the same for all heads, holds 0 and 1 alone, as a mask of floats does; it reads it."""
     global _has_warned_of_mask
-    is_for_keys = bias.is_floating_point() and tuple(bias.shape[1:3]) == (1, 1)
-    if _has_warned_of_mask or not is_for_keys or bias.numel() == 0:
+    if _has_warned_of_mask or not bias.is_floating_point() or bias.shape[1] != 1 or bias.numel() == 0:
         return
     bias = bias.detach()
+    first_row = bias[0, 0, 0]  # mostly settles it, without a read of the whole bias
+    if not ((first_row == 0) | (first_row == 1)).all():
+        return
     if bias.amin() != 0 or bias.amax() != 1 or not ((bias == 0) | (bias == 1)).all():
         return
     _has_warned_of_mask = True
     warn_at_users_line(
         f"attention: the bias {list(bias.shape)} holds only 0.0 and 1.0, which are added to the scores and mask "
-        "nothing; of a padding mask that is 1 for tokens, pass bias=mask.bool().",
+        "nothing; of a mask that is 1 where a query sees a key, pass bias=mask.bool().",
         UserWarning,
     )
 
@@ -387,8 +390,8 @@ def _check_contents(call: AttentionCall) -> None:
     """Checks the offsets and the block table of packed sequences, which it reads back."""
     query, key, table = call.query, call.key, call.block_table
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
-    check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
-    check_offsets("cu_seqlens_k", call.cu_seqlens_k, None if table is not None else key.shape[0], call.max_seqlen_k)
+    check_offsets("cu_seqlens_q", call.cu_seqlens_q, query, call.max_seqlen_q)
+    check_offsets("cu_seqlens_k", call.cu_seqlens_k, None if table is not None else key, call.max_seqlen_k)
     if table is not None:
         lengths, capacity = call.cu_seqlens_k.diff(), table.shape[1] * key.shape[2]
         longest = max(lengths.tolist(), default=0)

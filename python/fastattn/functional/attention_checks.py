@@ -23,6 +23,7 @@ from fastattn.checks import (
     check_tensor,
     device_checks_are_on,
     expect,
+    numbers_below,
     refuse_wrapped,
 )
 from fastattn.dispatch.request import Request
@@ -54,6 +55,9 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
         advice = ""
         if not call.is_packed and query.dim() == 3:
             advice = "; of one sequence [H, S, D] pass query[None], key[None] and value[None]"
+        elif call.is_packed and tensor.dim() == 4:
+            ways = f"{name}.flatten(0, 1), of [B, H, S, D] {name}.transpose(1, 2).flatten(0, 1)"
+            advice = f"; of [B, S, H, D] pass {ways}"
         check_rank(name, tensor, layout, advice)
         came = f"{tensor.dtype}; cast it with {name}.to({query.dtype})"
         expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", came)
@@ -216,7 +220,8 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
     if bool(overlap.any()):
         row = overlap.nonzero()[0].tolist()[:-1]
         raise InputError(
-            f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} at key_ranges{row}"
+            f"key_ranges: expected ranges that do not overlap, got {ranges[tuple(row)].tolist()} at key_ranges{row}; "
+            "join such ranges to one, or end the first where the second begins"
         )
 
 
@@ -240,11 +245,11 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
     if bool(wrong.any()):
         sequence, page = wrong.nonzero()[0].tolist()
         came = f"{int(block_table[sequence, page])} as page {page} of sequence {sequence}"
-        expect(False, "block_table", f"pages from 0 to {num_pages - 1}", came)
+        expect(False, "block_table", numbers_below(num_pages, "pages"), came)
 
 
-def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int) -> None:
-    """Checks that offsets stay within ``total`` packed rows (None: keys in pages), and lengths within ``max_seqlen``.
+def check_offsets(name: str, offsets: Tensor, packed: Tensor | None, max_seqlen: int) -> None:
+    """Checks that offsets stay within the rows of ``packed`` (None: keys in pages), and lengths within ``max_seqlen``.
 
     It reads the offsets back, so call it only if `contents_are_checked`. Rows that belong to no sequence, such as the
     end of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.
@@ -252,15 +257,18 @@ def check_offsets(name: str, offsets: Tensor, total: int | None, max_seqlen: int
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]
     advice = "; of lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
-    are_lengths = values[0] > 0 and sum(values) == total
+    are_lengths = packed is not None and values[0] > 0 and sum(values) == packed.shape[0]
     expect(not are_lengths, name, "offsets, which begin with 0", f"{values}{advice}")
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)
-    if total is not None:
+    if packed is not None:
+        total, last = packed.shape[0], values[-1]
+        swap = "; if heads come before rows, pass query.transpose(0, 1) and so on"
+        came = f"{last}{swap if last == packed.shape[1] != total else ''}"
         if device_checks_are_on():
             expect(values[0] == 0, name, "0 as the first offset", f"{values[0]}{advice}")
-            expect(values[-1] == total, name, f"{total} (the number of rows) as the last offset", values[-1])
+            expect(last == total, name, f"{total} (the number of rows) as the last offset", came)
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])
         rows = f"at most {total} (dim 0 of the packed [total, H, D])"
-        expect(values[-1] <= total, name, f"{rows} as the last offset", values[-1])
+        expect(last <= total, name, f"{rows} as the last offset", came)
     longest, max_name = max(lengths, default=0), name.replace("cu", "max").replace("seqlens", "seqlen")
     expect(longest <= max_seqlen, max_name, f"at least {longest}, the longest sequence in {name}", max_seqlen)

@@ -106,14 +106,17 @@ def attend_locally(
 ) -> _Results:
     """Runs ``attend`` on each rank over its shards, and returns one or several DTensor that are sharded like the query.
 
+    A rank computes the batch entries and heads of its shard of the query. If the query is sharded along another
+    dimension, or unevenly, every rank computes all of them.
+
     Args:
-        tensors: query, key and value, which must be DTensor, then the other arguments of the call: DTensor, or plain
-            tensors that are the same on each rank. Each rank gets the shard for its batch entries and heads. Gradients
-            of plain tensors are gathered or summed over all ranks.
-        dims: the dims of each tensor.
-        dims_of_results: the dims of each result.
-        may_shard: False gives each rank all batch entries and heads, for options that depend on their numbers. So does
-            a query that is sharded along other dims, or unevenly.
+        tensors: query, key and value, which must be DTensor, then the other arguments of the call. Each of these is a
+            DTensor, or a plain tensor that is the same on each rank; the gradient of a plain tensor is gathered or
+            summed over all ranks. ``attend`` gets the part of each tensor that belongs to the rank.
+        dims: says for each tensor which of its dimensions are batch and heads.
+        dims_of_results: says the same for each result.
+        may_shard: if False, every rank computes all batch entries and heads. Options whose effect depends on the index
+            of an entry or a head, such as dropout, need this.
 
     Raises:
         InputError: one of the first three is no DTensor, or they are on several meshes.

@@ -64,7 +64,8 @@ def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
     for name, tensor in named.items():
         if tensor is not None:
             check_same_device(name, tensor, query.device)
-    check_shape("cache_seqlens", call.cache_seqlens, (batch,), "[B]")
+    advice = f"; for equal lengths pass cache_seqlens.repeat({batch})" if call.cache_seqlens.dim() == 0 else ""
+    check_shape("cache_seqlens", call.cache_seqlens, (batch,), "[B]", advice)
     check_dtype("cache_seqlens", call.cache_seqlens, (torch.int32,))
     _check_caches(call)
     _check_append(call)
@@ -268,6 +269,8 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 def check_contents(t: DecodeCall) -> None:
     """Checks lengths and the block table. It reads them back, so call it only if `contents_are_checked`."""
     num_new, capacity = t.num_new, t.capacity
+    has_room = num_new <= capacity or t.query.shape[0] == 0
+    expect(has_room, "k_cache", f"a capacity of at least {num_new}, the tokens of k_new", capacity)
     for sequence, length in enumerate(t.cache_seqlens.tolist()):
         where = f"{length} for sequence {sequence}"
         expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)

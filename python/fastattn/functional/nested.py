@@ -39,12 +39,15 @@ def unpack(call: AttentionCall) -> Unpacked:
     tensors: dict[str, Any] = {"query": call.query, "key": call.key, "value": call.value}
     for name, tensor in tensors.items():
         if not (isinstance(tensor, Tensor) and tensor.layout == torch.jagged):
-            raise InputError(f"{name}: expected {_JAGGED} like the query, got {_kind(tensor)}")
+            came = f"{_kind(tensor)}{_as_jagged(name, tensor)}"
+            raise InputError(f"{name}: expected {_JAGGED} like the query, got {came}")
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or tensor._ragged_idx != 2:
             layout = ["B", "*", "*", "*", "*"][: tensor.dim()]
             layout[tensor._ragged_idx] = "j"
-            raise InputError(f"{name}: expected {_JAGGED}, got one of layout [{', '.join(layout)}]")
+            split = f"{name}.unflatten(-1, (heads, -1))" if tensor.dim() == 3 else name
+            advice = f"; pass {split}.transpose(1, 2)" if tensor._ragged_idx == 1 and tensor.dim() < 5 else ""
+            raise InputError(f"{name}: expected {_JAGGED}, got one of layout [{', '.join(layout)}]{advice}")
         if tensor.lengths() is not None:
             raise InputError(
                 f"{name}: expected a jagged tensor without holes, got one with lengths; call contiguous() on it before "
@@ -99,19 +102,20 @@ def attend_strided(call: AttentionCall) -> Tensor:
     query, key, value = call[:3]
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
-            raise InputError(f"{name}: expected a strided nested tensor, as the query is, got {_kind(tensor)}")
+            came = f"{_kind(tensor)}; pass three strided ones, or three jagged ones"
+            raise InputError(f"{name}: expected a strided nested tensor, as the query is, got {came}")
     given = call._replace(deterministic=None, dropout_seed=None)
     if given[3:] != AttentionCall(query, key, value, scale=call.scale)[3:]:
         raise InputError(
             f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which takes none but "
-            "scale"
+            f"scale{_as_jagged('query', query)}"
         )
     request = request_for_attention(query, value, only_torch=only_torch_handles(query))
     choice = choose(request)
     try:
         result: Tensor = torch_sdpa(query, key, value, scale=call.scale)
     except RuntimeError as error:
-        came = f"a strided nested one that PyTorch refuses: {error}"
+        came = f"a strided nested one that PyTorch refuses{_as_jagged('query', query)}. PyTorch says: {error}"
         raise InputError(f"query: expected {_JAGGED}, got {came}") from error
     note(request.op.name, choice.backend, choice.kernel)
     return result
@@ -125,6 +129,14 @@ def _longest(tensor: Any, rows: Tensor) -> int:
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return rows.shape[0]
     return max(tensor.offsets().diff().tolist(), default=0)
+
+
+def _as_jagged(name: str, value: Any) -> str:
+    """Returns the end of an error: how to make a dense or a strided nested ``[B, H, S, D]`` jagged."""
+    if not isinstance(value, Tensor) or value.layout == torch.jagged or value.dim() != 4:
+        return ""
+    rows = f"[x.transpose(0, 1) for x in {name}.unbind()]"
+    return f"; pass torch.nested.as_nested_tensor({rows}, layout=torch.jagged).transpose(1, 2)"
 
 
 def _kind(value: Any) -> str:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from fastattn.call import AttentionCall
-from fastattn.checks import is_distributed, needs_gradient, shown
+from fastattn.checks import is_distributed, needs_gradient, refuse_keywords, shown
 from fastattn.dispatch.choose import choose, is_watched
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.reasons import only_torch_handles
@@ -73,6 +74,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """Computes ``softmax(scale * Q K^T + attn_mask) V`` with the signature, results, gradients and errors of
     ``torch.nn.functional.scaled_dot_product_attention``.
@@ -92,6 +94,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: torch rejects the arguments; the message is torch's.
     """
+    if unknown:
+        refuse_keywords(scaled_dot_product_attention, unknown)
     call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not isinstance(query, Tensor):  # torch.fx traces it, or torch raises
         return call.in_torch()

@@ -19,6 +19,7 @@ from fastattn.checks import (
     check_torch_dtype,
     checked_device,
     expect,
+    is_distributed,
     type_name,
 )
 from fastattn.errors import InputError
@@ -127,10 +128,11 @@ class Int8Linear(nn.Linear):
 
     def _int8_tensor(self) -> Int8Tensor:
         if not isinstance(self.weight, Int8Tensor):
-            raise InputError(
-                f"weight: expected an Int8Tensor, got a {type(self.weight).__name__}; a sharded weight's to_local() is "
-                "one"
-            )
+            came = f"a {type(self.weight).__name__} of {self.weight.dtype}"
+            advice = "a sharded weight's to_local() is one"
+            if not is_distributed(self.weight):
+                advice = "make the layer with Int8Linear.from_weight(fastattn.quantize_int8(layer.weight), layer.bias)"
+            raise InputError(f"weight: expected an Int8Tensor, got {came}; {advice}")
         return self.weight
 
     def reset_parameters(self) -> None:
@@ -148,8 +150,8 @@ class Int8Linear(nn.Linear):
             return linear_over(call)
         if self.input_precision != "16bit":
             came = f"{self.input_precision!r} over a {type(weight).__name__}"
-            advice = 'set it to "16bit" in the layer'
-            raise InputError(f"input_precision: expected '16bit' for a weight that is sharded, got {came}; {advice}")
+            expected, advice = "'16bit' for a weight that is sharded or not int8", 'set it to "16bit" in the layer'
+            raise InputError(f"input_precision: expected {expected}, got {came}; {advice}")
         return F.linear(x, weight, self.bias)  # a DTensor calls Int8Tensor's operators on its shard
 
     def extra_repr(self) -> str:

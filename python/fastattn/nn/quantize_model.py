@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Never
 
-from fastattn.checks import FLOATING, check_bool, check_choice, type_name
+from fastattn.checks import FLOATING, check_bool, check_choice, refuse_keywords, type_name
 from fastattn.errors import InputError
 from fastattn.functional.int8_linear import INPUT_PRECISIONS
 from fastattn.functional.int8_tensor import Int8Tensor
@@ -75,6 +76,7 @@ def quantize_model(
     *,
     input_precision: str = "16bit",
     include_tied: bool = False,
+    **unknown: Never,
 ) -> QuantizationReport:
     """Replaces the ``nn.Linear`` layers inside ``model`` by ``Int8Linear``, in place.
 
@@ -97,6 +99,8 @@ def quantize_model(
     Raises:
         InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is unchanged.
     """
+    if unknown:
+        refuse_keywords(quantize_model, unknown)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
     if isinstance(model, nn.Linear):

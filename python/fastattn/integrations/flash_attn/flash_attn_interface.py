@@ -79,7 +79,7 @@ def flash_attn_func(
     **newer: Any,
 ) -> Returned:
     """Attends with ``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]``, ``v [B, Sk, Hk, Dv]``; returns ``[B, Sq, H, Dv]``."""
-    sinks = read_keywords("flash_attn_func", {"s_aux": s_aux, **newer}, served=("sinks",)).sinks
+    sinks = read_keywords(flash_attn_func, {"s_aux": s_aux, **newer}, served=("sinks",)).sinks
     options = Options.of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, sinks)
     results = forward_dense(q, k, v, options, return_lse=return_attn_probs, return_softmax=return_attn_probs)
     return results[:3] if return_attn_probs else results.out
@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
     and ``seqused_k``, int32 ``[B]``, say how many rows of each sequence are used; unused query rows have output 0.
     """
     served = ("sinks", "seqused_q", "seqused_k", "block_table")
-    keywords = read_keywords("flash_attn_varlen_func", {"s_aux": s_aux, **newer}, served=served)
+    keywords = read_keywords(flash_attn_varlen_func, {"s_aux": s_aux, **newer}, served=served)
     results = forward_packed(
         q,
         k,

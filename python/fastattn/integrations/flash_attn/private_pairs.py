@@ -1,7 +1,7 @@
 """Defines flash-attn's private forward and backward functions, which ring attention and diffusers call.
 
-They record nothing for autograd. A backward call may get ``out`` and ``softmax_lse`` over more keys than ``k`` has, as
-ring attention merges its blocks first.
+These functions record nothing for autograd. Ring attention calls forward for each block of keys and merges the results,
+then calls backward for each block: ``k`` is then one block, and ``out`` and ``softmax_lse`` belong to all keys.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``(out [total_q, H, Dv], softmax_lse [H, total_q], S_dmask, rng_state)``."""
-    read_keywords("_flash_attn_varlen_forward", {"leftpad_k": leftpad_k}, served=())
+    read_keywords(_flash_attn_varlen_forward, {"leftpad_k": leftpad_k}, served=())
     window = (window_size_left, window_size_right)
     options = Options.of(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

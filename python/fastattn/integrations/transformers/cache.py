@@ -41,7 +41,7 @@ class Cache(transformers.Cache):
         check_choice("dtype", dtype, (None, *QUANTIZED))
         layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         for layer_type in layer_types:
-            came = f"{layer_type!r}; generate with transformers' own cache"
+            came = f"a layer of kind {layer_type!r}; leave the cache out, and generate() makes transformers' own"
             expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", came)
         layers = [
             DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype)
@@ -55,8 +55,9 @@ def scale_of(cache: Tensor) -> Tensor:
     scale = getattr(cache, "fastattn_scale", None)
     if scale is None:
         raise InputError(
-            f"key: expected {cache.dtype} keys as fastattn.integrations.transformers.Cache returns them, got some "
-            "that the model has changed, and so without scales; make the Cache with dtype=None for this model"
+            f"key: expected keys and values as fastattn.integrations.transformers.Cache returns them, with their "
+            f"scales, got {cache.dtype} ones without, because the model has copied or sliced them; make the cache as "
+            "Cache(..., dtype=None) for this model"
         )
     return scale
 

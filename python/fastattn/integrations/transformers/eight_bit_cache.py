@@ -35,13 +35,13 @@ def attend_8bit(
         present, window = attention_mask[..., :capacity], (-1, -1)
     elif attention_mask is not None and not isinstance(mark, Lengths):
         raise InputError(
-            "attention_mask: expected padding and causality alone for several queries over an 8-bit cache, got another "
-            "mask; make the Cache with dtype=None"
+            "attention_mask: expected one that hides padding and later tokens alone, since several queries attend over "
+            f"an 8-bit cache, got another {list(attention_mask.shape)}; make the cache as Cache(..., dtype=None)"
         )
     if present is not None and present.shape[1] != 1:
         raise InputError(
-            "attention_mask: expected one for all heads over an 8-bit cache, got one for each; make the Cache with "
-            "dtype=None"
+            "attention_mask: expected the same mask for all heads over an 8-bit cache, [B, 1, Sq, Sk], got one for "
+            f"each of {present.shape[1]} heads; make the cache as Cache(..., dtype=None)"
         )
     k_scale, v_scale = scale_of(key), scale_of(value)
     if attention_mask is not None and present is not None:
