@@ -94,10 +94,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
             bias.add_to(rS, first_key);
             if (is_masked) {
                 const uint32_t present = missing.present_in_order(first_key, lane);
+                const RowRanges ranges(options.ranges, rows.batch, rows.head, rows.queries);
                 mask_scores(rS, lane, [&](int, int, int row) {
-                    return present & scores.template own_columns<kTilesN>(own_row + row, first_key, lane, [&] {
-                        return RowRanges(options.ranges, rows.batch, rows.head, rows.queries);
-                    });
+                    return present & scores.own_columns(own_row + row, first_key, lane, [&] { return ranges; });
                 });
             }
         };

@@ -33,30 +33,16 @@ struct RowRanges {
         return is_seen;
     }
 
-    // Returns the bits of the keys that a row sees inside of `window`, as own_columns_of() has them. Each of the four
-    // lanes that hold the row looks at one range, and they exchange their bits. Called by all lanes of a warp.
-    template <int kTilesN>
+    // Returns the bits of the keys that a row sees inside of `window`, as own_columns_of() has them.
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, const KeyRange& window, int32_t first_key, int lane) const {
-        static_assert(kMostRanges <= kLanesPerRow && 2 * kTilesN <= 32);
         // Opaque: values computed from it would otherwise stay in registers during the loop.
-        const int own_lane = ptx::opaque(lane), own = own_lane % kLanesPerRow;
-        KeyRange keys{0, 0};
-        if (row < num_rows && own < num) {
-            const int2 bounds = of(row)[own];
-            keys = {max(bounds.x, window.begin), max(min(bounds.y, window.end), 0)};
-        }
+        const int own_lane = ptx::opaque(lane);
         uint32_t columns = 0;
-#pragma unroll
-        for (int i = 0; i < ceil_div(kTilesN * kMmaN, 32); ++i) {  // 32 keys each
-            const auto keys_from = [&](int32_t key) {
-                return __funnelshift_lc(0, 0xffffffff, max(key - first_key - 32 * i, 0));
-            };
-            uint32_t seen = keys_from(keys.begin) & ~keys_from(keys.end);
-            seen |= __shfl_xor_sync(0xffffffff, seen, 1);
-            seen |= __shfl_xor_sync(0xffffffff, seen, 2);
-            // The lane has two bits of every eight. The product has them next to each other in its highest byte.
-            const uint32_t own_bits = (seen >> accumulator_column(own_lane) & 0x03030303) * 0x01041040;
-            columns |= own_bits >> (24 - 8 * i) & 0xffu << 8 * i;
+#pragma unroll 1
+        for (int32_t i = 0; row < num_rows && i < num; ++i) {
+            const int2 bounds = of(row)[i];
+            const KeyRange keys{max(bounds.x, window.begin), max(min(bounds.y, window.end), 0)};
+            columns |= own_columns_of(keys, first_key, own_lane);
         }
         return columns;
     }

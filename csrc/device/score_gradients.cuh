@@ -175,7 +175,7 @@ struct ScoreGradients {
     FASTATTN_DEVICE void find_seen_through(RangesOf&& ranges_of) {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             const int32_t row = first_row + own_row;
-            const uint32_t columns = scores.template own_columns<kTilesN>(row, first_key, lane, ranges_of);
+            const uint32_t columns = scores.own_columns(row, first_key, lane, ranges_of);
             const uint32_t bits = row < scores.num_rows ? spread_pairs(columns) << 2 * half : 0;
             seen[m] = half == 0 ? bits : ptx::opaque(seen[m] | bits);  // as in probabilities()
         });

@@ -143,12 +143,12 @@ struct HeadScores {
 
     // Returns the bits of the keys that a row sees, as own_columns_of() has them: through the window and, with
     // kMayHaveRanges and if the call has ranges, through the row's ranges of keys. ranges_of() returns the RowRanges. A
-    // row that does not exist sees what its window has, or nothing with ranges. Called by all lanes of a warp.
-    template <int kTilesN, bool kMayHaveRanges = true, typename RangesOf>
+    // row that does not exist sees what its window has, or nothing with ranges.
+    template <bool kMayHaveRanges = true, typename RangesOf>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
         const KeyRange keys = window.keys_of(row);
         if (!kMayHaveRanges || params.ranges.data == nullptr) return own_columns_of(keys, first_key, lane);
-        return ranges_of().template own_columns<kTilesN>(row, keys, first_key, lane);
+        return ranges_of().own_columns(row, keys, first_key, lane);
     }
 
     // Sets the scores of keys that a row does not see to -inf.
@@ -156,7 +156,7 @@ struct HeadScores {
     FASTATTN_DEVICE void mask(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane,
                               RangesOf&& ranges_of) const {
         mask_scores(rS, lane, [&](int, int, int row) {
-            return own_columns<kTilesN, kMayHaveRanges>(first_row + row, first_key, lane, ranges_of);
+            return own_columns<kMayHaveRanges>(first_row + row, first_key, lane, ranges_of);
         });
     }
 

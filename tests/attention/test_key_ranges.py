@@ -279,6 +279,26 @@ def test_cuda_forward_visits_listed_tiles_alone(gpu: int) -> None:
     assert 0 < 3 * few < many
 
 
+@only_emulated
+@pytest.mark.parametrize(("num_ranges", "most"), [(1, {80: 1.35, 90: 1.5}), (2, {80: 1.42, 90: 1.57})])
+def test_cuda_forward_masked_steps_cost_little(num_ranges: int, most: dict[int, float], gpu: int) -> None:
+    """The emulator counts PTX instructions, of which a masked score takes three and one when compiled."""
+
+    def instructions(keys: int, is_masked: bool) -> int:
+        case = Case(ranges=num_ranges, shape=(1, 1, 1, 64, keys), head_dims=(64, 64))
+        problem, ranges = make(case)
+        ranges.zero_()
+        ranges[..., 0, 1] = keys
+        if is_masked:
+            ranges[:, :, 5] = 0  # a row that sees nothing leaves no tile full
+        with launches.recorded() as found:
+            cuda_forward(case, problem)
+        return sum(row.warps for row in found[-1].report.rows)
+
+    full, masked = (instructions(3840, is_masked) - instructions(1920, is_masked) for is_masked in (False, True))
+    assert full < masked < most[gpu] * full
+
+
 # --- the CUDA C++ gradients -------------------------------------------------------------------------------------------
 
 
