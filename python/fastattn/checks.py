@@ -79,15 +79,20 @@ _SAME_ARGUMENT = """
 """
 _NAMES_OF = {name: line.split() for line in _SAME_ARGUMENT.splitlines() for name in line.split()}
 
+_MASKS = "bias attn_mask attention_mask mask"
+
 # Keywords that have no other name here; a keyword of the functions for which the advice holds (None: all); the advice.
 _ADVICE = (
     ("enable_gqa", None, "keys and values may have fewer heads without it"),
     ("key_padding_mask", "bias", "where it is True for padding, pass bias=~mask[:, None, None, :]"),
     ("block_mask", "key_ranges", "pass key_ranges=fastattn.masks.from_block_mask(block_mask)"),
     ("score_mod", "softcap", "no function of scores is taken: use softcap, alibi_slopes or a bias"),
-    ("return_attn_probs", None, "probabilities are never formed, and return_lse=True returns the lse"),
+    ("return_softmax_lse return_lse", "return_attn_probs", "return_attn_probs=True returns the lse, too"),
+    ("return_attn_probs need_weights", None, "probabilities are never formed, and return_lse=True returns the lse"),
     ("cu_seqlens_q", None, "attention_varlen takes packed sequences"),
-    ("bias", "key_ranges", "packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
+    (_MASKS, "cu_seqlens_q", "packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
+    (_MASKS, "tree_mask", "each query sees all tokens up to its own; window and tree_mask restrict them"),
+    (_MASKS, "window_size", "flash-attn has no masks; fastattn.attention takes a bias"),
     (
         "window window_size sliding_window softcap alibi_slopes sinks key_ranges dropout_seed return_lse deterministic",
         "enable_gqa",

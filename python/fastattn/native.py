@@ -82,9 +82,9 @@ class BackwardSchedule(ctypes.Structure):
     """Describes how the backward kernel for dK and dV is scheduled: a CTA takes a tile of ``block_n`` keys and loops
     over tiles of ``block_m`` query rows.
 
-    From tile ``first_tile`` on, a tile has ``over_heads`` splits over its query heads times ``over_rows`` splits over
-    its rows. ``heads_per_group`` is the number of KV heads whose tiles are scheduled together. All fields are zero if
-    the kernel is not for Hopper.
+    From tile ``first_tile`` on, the work of each tile of keys is split into ``over_heads`` parts by its query heads,
+    and each of these into ``over_rows`` parts by its query rows. ``heads_per_group`` is the number of KV heads whose
+    tiles are scheduled together. All fields are zero if the kernel is not for Hopper.
     """
 
     first_tile: int

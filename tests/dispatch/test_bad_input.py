@@ -99,7 +99,7 @@ INPUT_ERRORS: Misuse = {
     "window of None": (A, dense(window=(None, 0)), ("window", "at least -1, which means unbounded", "(None, 0)")),
     "bias of three dims": (A, dense(bias=torch.ones(2, 5, 7).bool()), ("bias", "[2, 5, 7]", "pass bias[:, None]")),
     "window of one number": (A, dense(window=128), ("window", "(left, right), got 128; (127, 0) lets")),
-    "no window": (A, dense(window=None), ("window", "(left, right), got None; (-1, -1) is no window")),
+    "no window": (A, dense(window=None), ("window", "(left, right), got None; for no window pass (-1, -1)")),
     "window values": (A, dense(window=(-2, 0)), ("window", "at least -1", "-2")),
     "softcap negative": (A, dense(softcap=-1.0), ("softcap", "at least 0", "-1")),
     "softcap NaN": (A, dense(softcap=float("nan")), ("softcap", "finite", "nan")),
@@ -294,6 +294,29 @@ def test_a_mask_in_floats_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         A(**dense(bias=mask))
 
 
+def test_rows_before_the_first_offset_and_queries_without_a_token_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fastattn.checks, "is_emulated", lambda: False)  # lengths of an emulated GPU are not read
+    x = torch.randn(9, 2, 8)
+    ends = torch.tensor([2, 7, 9], dtype=torch.int32)
+    with pytest.warns(UserWarning, match="cu_seqlens_q begins with 2, so the first 2 rows .*; offsets begin with 0"):
+        fastattn.attention_varlen(x, x, x, ends, ends, 5, 5)
+    query, cache = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 16, 8)
+    lengths = torch.tensor([3, 0], dtype=torch.int32)
+    with pytest.warns(UserWarning, match="6 queries, but sequence 0 has 3 tokens .* first 3 rows see no key"):
+        fastattn.attention_with_kv_cache(query, cache, cache, lengths)
+
+
+@pytest.mark.parametrize("name", ["mask", "attn_mask", "bias"])
+def test_functions_without_masks_say_what_restricts_keys(name: str) -> None:
+    x, lengths = torch.randn(9, 2, 8), torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(TypeError, match="packed sequences take key_ranges"):
+        fastattn.attention_varlen(x, x, x, lengths, lengths, 9, 9, **{name: x})
+    with pytest.raises(TypeError, match="sees all tokens up to its own; window and tree_mask restrict them"):
+        fastattn.attention_with_kv_cache(x, x, x, lengths, **{name: x})
+
+
 def test_types_are_named_in_full() -> None:
     class bool_:
         pass
@@ -342,7 +365,9 @@ def test_keywords_of_other_libraries_are_named(theirs: str, ours: str) -> None:
     for function, arguments in functions:
         has_it = ours in inspect.signature(function).parameters
         note = ", and aligns to the bottom right" if theirs == "is_causal" else ""
-        advice = f"it is called '{ours}' here{note}$" if has_it else rf"help\({function.__name__}\)"
+        advice = rf"(packed sequences take|each query sees|help\({function.__name__}\))"  # the first two: of masks
+        if has_it:
+            advice = f"it is called '{ours}' here{note}$"
         words = f"unexpected keyword argument '{theirs}'; {advice}"
         with pytest.raises(TypeError, match=words):
             function(**arguments, **{theirs: None})
@@ -401,7 +426,7 @@ def test_of_several_unknown_keywords_one_with_another_name_here_is_named() -> No
 def test_a_window_of_other_types_after_an_equal_one(window: Any) -> None:
     for function, arguments in ((A, dense()), (V, packed()), (fastattn.attention_with_kv_cache, cached())):
         function(**arguments, window=(1, 0))
-        with pytest.raises(TypeError, match="window: expected an int"):
+        with pytest.raises(TypeError, match=r"window\[.\]: expected an int"):
             function(**arguments, window=window)
 
 

@@ -537,3 +537,13 @@ def test_bad_input_is_refused(case: str) -> None:
     assert type(caught.value) is kind
     for word in words:
         assert word in str(caught.value)
+
+
+def test_errors_of_a_filter_and_of_groups_say_what_to_pass() -> None:
+    model = nn.Sequential(nn.Linear(96, 4), nn.Linear(4, 100))
+    with pytest.raises(TypeError, match=r"^filter: expected a function of \(name, module\), got one that raised: "):
+        fastattn.nn.quantize_model(model, filter=lambda module: True)
+    with pytest.raises(fastattn.InputError, match=r"'channel', 32, which suit K = 96, got 64 in layer '0'; .* != '0'$"):
+        fastattn.nn.quantize_model(model, 64)
+    with pytest.warns(UserWarning, match=r"not int8 yet, or filter\(name, module\) returned False for each"):
+        fastattn.nn.quantize_model(model, filter=lambda module, name: isinstance(module, nn.Linear))

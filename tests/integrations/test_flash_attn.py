@@ -306,6 +306,42 @@ class TestKeywords:
         with pytest.raises(fastattn.InputError, match=rf"^{name}: expected None in flash_attn_func"):
             flash_attn.flash_attn_func(q, q, q, **{name: q})
 
+    @pytest.mark.parametrize("name", ["return_softmax_lse", "return_lse"])
+    def test_the_lse_has_another_keyword(self, name: str) -> None:
+        q = random(1, 3, HEADS, DIM)
+        with pytest.raises(TypeError, match=r"; return_attn_probs=True returns the lse, too$"):
+            flash_attn.flash_attn_func(q, q, q, **{name: True})
+        with pytest.raises(TypeError, match=r"; flash-attn has no masks; fastattn\.attention takes a bias$"):
+            flash_attn.flash_attn_func(q, q, q, attn_mask=q)
+
+    def test_packed_tensors_of_another_shape_are_refused(self) -> None:
+        ends = torch.tensor([0, 3], dtype=torch.int32)
+        four, five = random(3, 2, HEADS, DIM), random(1, 3, 4, HEADS, DIM)
+        with pytest.raises(fastattn.InputError, match=r"^qkv: expected 5 dimensions \[B, S, 3, H, D\], got 4"):
+            flash_attn.flash_attn_qkvpacked_func(four)
+        with pytest.raises(fastattn.InputError, match=r"^qkv: expected shape \[B, S, 3, H, D\], got \[1, 3, 4, "):
+            flash_attn.flash_attn_qkvpacked_func(five)
+        with pytest.raises(fastattn.InputError, match=r"^kv: expected shape \[B, Sk, 2, Hk, D\], got \[1, 3, 4, "):
+            flash_attn.flash_attn_kvpacked_func(four[None, :, 0], five)
+        with pytest.raises(fastattn.InputError, match=r"^qkv: expected shape \[total, 3, H, D\], got \[3, 2, "):
+            flash_attn.flash_attn_varlen_qkvpacked_func(four, ends, 3)
+        with pytest.raises(fastattn.InputError, match=r"^kv: expected 4 dimensions \[total_k, 2, Hk, D\], got 5"):
+            flash_attn.flash_attn_varlen_kvpacked_func(four[:, 0], five, ends, ends, 3, 3)
+
+    def test_errors_say_of_which_layout_their_shapes_are(self) -> None:
+        q, pages = random(1, 3, HEADS, DIM), random(4, 16, 2, DIM)
+        ends, table = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        with pytest.raises(fastattn.InputError, match="flatten") as raised:
+            flash_attn.flash_attn_varlen_func(q, q, q, ends, ends, 3, 3)
+        assert "after transpose" not in str(raised.value)
+        with pytest.raises(fastattn.InputError, match=r"; these shapes are those after transpose\(1, 2\)"):
+            flash_attn.flash_attn_varlen_func(q[0], pages[0], pages[0], ends, ends, 3, 3, block_table=table)
+
+    def test_a_window_of_one_number_gets_advice(self) -> None:
+        q = random(1, 3, HEADS, DIM)
+        with pytest.raises(fastattn.InputError, match=r"got 4; \(3, 0\) lets a query see 4 keys up to its own$"):
+            flash_attn.flash_attn_func(q, q, q, window_size=4)
+
     def test_what_needs_packed_sequences_is_refused_without(self) -> None:
         q = random(1, 3, HEADS, DIM)
         for function in (flash_attn.flash_attn_func, flash_attn.flash_attn_with_kvcache):

@@ -44,7 +44,7 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"granularity": 32}, r"divides K = 48, got 32 in layer 'model.layers.0.mlp.down_proj' \(modules_to_not"),
+            ({"granularity": 32}, r"suit K = 48, got 32 in layer 'model.layers.0.mlp.down_proj'; .* modules_to_not"),
             ({"modules_to_not_convert": ["lm_heads", "mlp"]}, r"got \['lm_heads'\]; did you mean 'lm_head'\?"),
             ({"modules_to_not_convert": ["layers.7"]}, r"of LlamaForCausalLM, got \['layers.7'\]"),
             ({"modules_to_not_convert": ["up"]}, r"of LlamaForCausalLM, got \['up'\]"),

@@ -435,7 +435,7 @@ class PagedChunk(_NewTokens):
         return out.transpose(0, 1)[None], lse[None]
 
     def _packed(self, name: str, tensor: Tensor, is_row: bool) -> Tensor:
-        """Returns ``tensor``, which is ``[1, H, total_new, D]`` if ``is_row``, as ``[total_new, H, D]``."""
+        """Checks ``tensor`` and returns it as ``[total_new, H, D]``; it is ``[1, H, total_new, D]`` if ``is_row``."""
         check_tensor(name, tensor)
         check_rank(name, tensor, "[1, H, total_new, D]" if is_row else "[total_new, H, D]")
         if is_row:

@@ -106,10 +106,9 @@ class PagePool:
         check_int(argument, name)
         found = self.sequences.get(name)
         if found is None:
-            known = "one that add() has made"
-            if self.sequences:
-                known = f"one of {list(self.sequences)}, or a new one from add()"
-            raise InputError(f"{argument}: expected {known}, got {name}")
+            known = f"one of {list(self.sequences)}, or a new one from add()" if self.sequences else "one from add()"
+            freed = ", which was freed" if 0 <= name < self._next_name else ""
+            raise InputError(f"{argument}: expected {known}, got {name}{freed}")
         return found
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ from fastattn.checks import advice_on_keyword
 from fastattn.functional.attention import No, Yes
 from fastattn.functional.kv_cache_attention import AttendOptions
 
-_OPTIONS = frozenset(AttendOptions.__annotations__)
+_OPTIONS = frozenset((*AttendOptions.__annotations__, "return_lse"))
 _SET_BY_THE_CACHE = frozenset(
     ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "key", "value")
     + ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -53,9 +53,10 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Describes a block of scores: the slices of its rows and keys, the positions of the first row and the first key in
-    the sequence (with ``document``, in that packed sequence), and the window over these positions.
+    """Describes a block of scores: the slices of its rows and keys, where its first row and first key stand in the
+    sequence, and the window over these positions.
 
+    If ``document`` is given, the sequence is that document of a pack.
     If ``first_row`` is None, the last row is at the last key.
     """
 

@@ -354,8 +354,8 @@ def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
 def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -> tuple[Tensor, Tensor]:
     """Attends to whole documents, in one call if there is no dropout.
 
-    Dropout numbers the heads through all documents. With it a call takes consecutive documents if the rank has all
-    heads, and a single document if it has some of them.
+    The dropout pattern depends on a head's number, which counts on from document to document. So with dropout, a call
+    takes consecutive documents only if the rank has all heads, else a single document.
     """
     options, first_head, all_heads, _ = inputs.attention
     has_all_heads = inputs.query.shape[1] == all_heads

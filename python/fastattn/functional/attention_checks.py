@@ -27,6 +27,7 @@ from fastattn.checks import (
     refuse_wrapped,
 )
 from fastattn.dispatch.request import Request
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.layout import ALIGNMENT_BYTES, reason_to_copy
@@ -133,13 +134,13 @@ def default_scale(head_dim: int) -> float:
 def check_window(window: Any) -> tuple[int, int]:
     """Checks and returns ``(left, right)``, each at least -1."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        advice = f"; ({UNBOUNDED}, {UNBOUNDED}) is no window"
+        advice = f"; for no window pass ({UNBOUNDED}, {UNBOUNDED})"
         if isinstance(window, int) and window > 0 and not isinstance(window, bool):
             advice = f"; ({window - 1}, 0) lets a query see {window} keys up to its own"
         raise InputError(f"window: expected (left, right), got {window!r}{advice}")
     expected = f"two ints of at least {UNBOUNDED}, which means unbounded"
     expect(None not in window, "window", expected, window)
-    left, right = (check_int("window", side) for side in window)
+    left, right = (check_int(f"window[{i}]", side) for i, side in enumerate(window))
     expect(left >= UNBOUNDED and right >= UNBOUNDED, "window", expected, window)
     return left, right
 
@@ -268,6 +269,9 @@ def check_offsets(name: str, offsets: Tensor, packed: Tensor | None, max_seqlen:
             expect(values[0] == 0, name, "0 as the first offset", f"{values[0]}{advice}")
             expect(last == total, name, f"{total} (the number of rows) as the last offset", came)
         expect(values[0] >= 0, name, "0 or more as the first offset", values[0])
+        if values[0] > 0:
+            missed = f"{name} begins with {values[0]}, so the first {values[0]} rows belong to no sequence and are zero"
+            warn_at_users_line(f"attention_varlen: {missed}; offsets begin with 0{advice}.", UserWarning)
         rows = f"at most {total} (dim 0 of the packed [total, H, D])"
         expect(last <= total, name, f"{rows} as the last offset", came)
     longest, max_name = max(lengths, default=0), name.replace("cu", "max").replace("seqlens", "seqlen")

@@ -104,7 +104,7 @@ def attend_locally(
     may_shard: bool,
     attend: Callable[[tuple[Any, ...]], _Results],
 ) -> _Results:
-    """Runs ``attend`` on each rank over its shards, and returns one or several DTensor that are sharded like the query.
+    """Runs ``attend`` on each rank over its shards. Returns one DTensor or several, sharded like the query.
 
     A rank computes the batch entries and heads of its shard of the query. If the query is sharded along another
     dimension, or unevenly, every rank computes all of them.

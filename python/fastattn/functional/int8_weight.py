@@ -133,7 +133,8 @@ def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
     choices = ", ".join(map(repr, GRANULARITIES))
     expect(known, "granularity", f"one of {choices}", repr(granularity))
     if isinstance(granularity, int):
-        expected = f'"channel", or a group size that divides K = {columns}'
+        fitting = [repr(each) for each in GRANULARITIES if isinstance(each, str) or columns % each == 0]
+        expected = f"one of {', '.join(fitting)}, which suit K = {columns}"
         expect(columns % granularity == 0, "granularity", expected, granularity)
 
 

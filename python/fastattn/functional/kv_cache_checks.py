@@ -25,6 +25,7 @@ from fastattn.checks import (
 )
 from fastattn.dispatch.request import Request
 from fastattn.dispatch.support import FEATURE_OF_CACHE
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import InputError
 from fastattn.functional.attention_checks import (
     check_pages,
@@ -268,7 +269,7 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 
 def check_contents(t: DecodeCall) -> None:
     """Checks lengths and the block table. It reads them back, so call it only if `contents_are_checked`."""
-    num_new, capacity = t.num_new, t.capacity
+    num_queries, num_new, capacity = t.query.shape[2], t.num_new, t.capacity
     has_room = num_new <= capacity or t.query.shape[0] == 0
     expect(has_room, "k_cache", f"a capacity of at least {num_new}, the tokens of k_new", capacity)
     for sequence, length in enumerate(t.cache_seqlens.tolist()):
@@ -277,6 +278,12 @@ def check_contents(t: DecodeCall) -> None:
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
         advice = "; pass the lengths before these are appended, or a larger cache" if num_new else ""
         expect(length + num_new <= capacity, "cache_seqlens", room, where + advice)
+        if num_new < num_queries and 0 < length + num_new < num_queries:
+            missed = f"{num_queries} queries, but sequence {sequence} has {length + num_new} tokens with the new ones"
+            blind = f"so its first {num_queries - length - num_new} rows see no key and are zero"
+            warn_at_users_line(
+                f"attention_with_kv_cache: {missed}, {blind}; pass k_new and v_new for all of them.", UserWarning
+            )
         if t.rotary_cos is not None and num_new + length:
             positions = t.rotary_cos.shape[0]
             wanted = f"at least {length + num_new} rows, one for each position"
@@ -294,9 +301,14 @@ def check_scales(t: DecodeCall) -> None:
         if scale is None or capacity == 0 or scale.numel() == 0:
             continue
         if are_given(scale):
-            expect(bool(scale.isfinite().all()), name, "finite scales", "NaN or infinity")
+            expect(bool(scale.isfinite().all()), name, "finite scales", "NaN or infinity; pass None for scales of 1")
             continue
         if t.block_table is not None:
             pages = t.block_table.clamp(0, scale.shape[0] - 1).long()
             scale = scale[pages].transpose(1, 2).flatten(2, 3)
-        expect(bool((scale.isfinite() | ~is_old).all()), name, "finite scales of the cached tokens", "NaN or infinity")
+        wrong = ~scale.isfinite() & is_old
+        if bool(wrong.any()):
+            sequence, head, token = wrong.nonzero()[0].tolist()
+            which = f"that of token {token} of sequence {sequence}, head {head}"
+            came = f"{float(scale[sequence, head, token])} as {which}: what was appended there was not finite"
+            expect(False, name, "finite scales of the cached tokens", came)

@@ -138,9 +138,10 @@ def scaled_dot_product_attention(
 
 
 def _over_distributed(call: _SdpaCall) -> Tensor | None:
-    """Runs each rank over its own shards of batch or heads; returns None for calls that torch must handle.
+    """Runs the call on this rank's own shards of batch or heads. Returns None for calls that torch must handle.
 
-    Torch must handle dropout, because DTensor has its own generator, and tensors that its context parallel has sharded.
+    These are calls with dropout, as DTensor has its own generator, and calls over tensors that torch's context
+    parallelism has sharded.
     """
     mask = call.attn_mask
     mask_sizes = mask.shape if isinstance(mask, Tensor) else ()

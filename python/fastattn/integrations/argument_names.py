@@ -11,7 +11,7 @@ from fastattn.errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_TRANSPOSED = "; these shapes are those after transpose(1, 2), from [B, S, H, D]"
+_TRANSPOSED = "; these shapes are those after transpose(1, 2), from [B, S, H, D] or [num_pages, page_size, H, D]"
 
 
 def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
@@ -26,7 +26,8 @@ def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
                 name, colon, text = str(error).partition(": ")
                 if not colon or name not in theirs:
                     raise
-                note = _TRANSPOSED if "[B, H" in text and _TRANSPOSED not in text else ""
+                is_transposed = re.search(r"(?<!of )\[(B|num_pages), H", text)  # advice begins with "of [B, H"
+                note = _TRANSPOSED if is_transposed and _TRANSPOSED not in text else ""
                 for ours, own in theirs.items():  # a word such as "value" is an argument only before an attribute
                     end = r"\b" if "_" in ours or len(ours) == 1 else r"(?=\.\w)"
                     text = re.sub(rf"\b{ours}{end}", own, text)

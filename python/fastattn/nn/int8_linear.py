@@ -34,8 +34,9 @@ _aligned_copies = SharedCopies(with_aligned_rows)
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer ``x @ weight^T + bias``, like ``nn.Linear``, whose int8 weight is dequantised on the fly.
+    """Computes ``x @ weight^T + bias``, like ``nn.Linear``, with an int8 weight.
 
+    The weight is dequantised on the fly or, with ``input_precision="int8"``, multiplied as it is with quantised inputs.
     Gradients flow to the input and the bias; the weight is a parameter that is not trained. It stays int8 with float32
     scales under ``.half()`` and ``.to(dtype)``. Loading a state dict with a floating ``weight``, like that of an
     ``nn.Linear``, quantises it. Conversely, an ``nn.Linear`` that loads the state dict of this layer gets the

@@ -53,7 +53,7 @@ class QuantizationReport:
     def __str__(self) -> str:
         stays = [f"{name} stays: {reason}" for name, reason in self.skipped.items()]
         if not self.layers:
-            none = "the model has no nn.Linear, or the filter returned False for each"
+            none = "the model has no nn.Linear that is not int8 yet, or filter(name, module) returned False for each"
             return "\n".join(["No layer was replaced.", *stays] if stays else [f"No layer was replaced: {none}."])
         width = max(len(name) for name in ("layer", *(layer.name for layer in self.layers)))
         lines = [f"{'layer':{width}}  {'shape':>14}  {'scales':>8}  {'error':>7}  {'before':>10}  {'after':>10}"]
@@ -87,7 +87,7 @@ def quantize_model(
       the weight of its ``out_proj``). Layers with hooks stay, because a new module would lose them.
     - A module that looks like a linear layer but is no ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says
       so.
-    - If nothing was replaced, a warning says so.
+    - If nothing was replaced and no layer is int8 already, a warning says so.
 
     Args:
         model: the module that holds the layers. If it is itself an ``nn.Linear``, use ``Int8Linear.from_linear``.
@@ -95,6 +95,9 @@ def quantize_model(
         filter: called with the name and the module of each ``nn.Linear``; if it returns False, the layer stays.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
         include_tied: whether to quantise layers that share their weight with another module.
+
+    Returns:
+        The report, not the model: ``model`` itself has changed.
 
     Raises:
         InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is unchanged.
@@ -121,7 +124,7 @@ def quantize_model(
         for module, owner in tied.items():
             skipped[chosen.pop(module)] = f"its weight is also {owner} (include_tied=True quantises it all the same)"
     for module, name in chosen.items():
-        check_granularity_of_layer(granularity, name, module, "a filter")
+        check_granularity_of_layer(granularity, name, module, f"filter=lambda name, module: name != {name!r}")
 
     bytes_before = _model_bytes(model)
     layers, replacements = _quantize(chosen, granularity, input_precision)
@@ -145,7 +148,7 @@ def choose_layers(
             reason = _reason_if_like_linear(module)
             if reason is not None:
                 skipped[name] = reason
-        elif filter is None or filter(name, module):
+        elif filter is None or _is_chosen(filter, name, module):
             reason = _reason_to_stay(module)
             if reason is None:
                 chosen[module] = name
@@ -154,12 +157,19 @@ def choose_layers(
     return chosen, skipped
 
 
+def _is_chosen(filter: Callable[[str, nn.Module], bool], name: str, module: nn.Module) -> bool:
+    try:
+        return filter(name, module)
+    except TypeError as error:
+        raise TypeError(f"filter: expected a function of (name, module), got one that raised: {error}") from error
+
+
 def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Linear, way_out: str) -> None:
-    """Checks ``granularity`` for a layer; the error names the layer, and the ``way_out`` that can leave it out."""
+    """Checks ``granularity`` for a layer; the error names the layer, and ``way_out``, the argument to leave it out."""
     try:
         check_granularity(granularity, layer.in_features)
     except InputError as error:
-        raise InputError(f"{error} in layer {name!r} ({way_out} can leave it out)") from None
+        raise InputError(f"{error} in layer {name!r}; to leave it out, pass {way_out}") from None
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:

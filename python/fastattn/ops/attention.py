@@ -190,7 +190,7 @@ def _fold_shared(tensor: Tensor | None, mapped: int | None, size: int, heads: in
 
 
 def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
-    """Returns the shape of one sample."""
+    """Returns the shape without ``mapped``, the dim over which ``torch.vmap`` maps; None: it maps over none."""
     return tensor.shape if mapped is None else tensor.movedim(mapped, 0).shape[1:]
 
 

@@ -64,7 +64,7 @@ def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _launch_seconds(device: torch.device) -> tuple[float, float]:
-    """Returns the time of a minimal kernel, launched alone and in a graph."""
+    """Returns the seconds that a minimal kernel takes: launched alone, and as one of many in a CUDA graph."""
     counter = torch.zeros(1, device=device)
     eager_s = median_seconds(lambda: counter.add_(1), samples=100)
     graph = torch.cuda.CUDAGraph()

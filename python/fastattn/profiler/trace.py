@@ -98,7 +98,7 @@ class _OperatorCalls:
 
 
 def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:
-    """Returns the operators that ran on the CPU, by their own time, longest first."""
+    """Returns the operators that ran on the CPU, longest self time (without operators that they call) first."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     by_thread = defaultdict(list)

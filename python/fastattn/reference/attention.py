@@ -35,7 +35,7 @@ def attention(
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns ``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
-    ``return_max_logit`` also the largest score of each head that a row sees, ``[Hq]``.
+    ``return_max_logit`` also each head's largest score among those that its rows see, ``[Hq]``.
 
     ``first_row``, ``first_key`` and ``first_head`` are the positions of the first row, key and head in the larger call
     that contains this block. If ``first_row`` is None, the last row is at the last key. ``compute_dtype`` is the dtype

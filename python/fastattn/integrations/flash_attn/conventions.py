@@ -36,7 +36,11 @@ def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
     try:
         left, right = (_bound(side) for side in window_size)
     except (TypeError, ValueError):
-        raise InputError(f"window_size: expected (left, right), two integers, got {window_size!r}") from None
+        advice = ""
+        if type(window_size) is int and window_size > 0:
+            advice = f"; ({window_size - 1}, 0) lets a query see {window_size} keys up to its own"
+        came = f"{window_size!r}{advice}"
+        raise InputError(f"window_size: expected (left, right), two integers, got {came}") from None
     return left, 0 if causal else right
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from fastattn.checks import check_rank, check_tensor, expect
 from fastattn.functional.attention_backward import Packed
 from fastattn.integrations.argument_names import errors_name
 from fastattn.integrations.flash_attn.calls import Options, forward_dense, forward_packed
@@ -100,7 +101,7 @@ def flash_attn_kvpacked_func(
 ) -> Returned:
     """Runs `flash_attn_func` on ``kv [B, Sk, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    k, v = kv.unbind(dim=2)
+    k, v = _parts("kv", kv, "[B, Sk, 2, Hk, D]")
     return flash_attn_func(q, k, v, *options)
 
 
@@ -118,7 +119,7 @@ def flash_attn_qkvpacked_func(
 ) -> Returned:
     """Runs `flash_attn_func` on ``qkv [B, S, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    q, k, v = qkv.unbind(dim=2)
+    q, k, v = _parts("qkv", qkv, "[B, S, 3, H, D]")
     return flash_attn_func(q, k, v, *options)
 
 
@@ -186,7 +187,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Returned:
     """Runs `flash_attn_varlen_func` on ``kv [total_k, 2, Hk, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    k, v = kv.unbind(dim=1)
+    k, v = _parts("kv", kv, "[total_k, 2, Hk, D]")
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
@@ -206,5 +207,15 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Returned:
     """Runs `flash_attn_varlen_func` on ``qkv [total, 3, H, D]``."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    q, k, v = qkv.unbind(dim=1)
+    q, k, v = _parts("qkv", qkv, "[total, 3, H, D]")
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+
+
+def _parts(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Returns the parts that are stacked along the dim of ``layout`` whose size is a number."""
+    check_tensor(name, packed)
+    check_rank(name, packed, layout)
+    sizes = layout.strip("[]").split(", ")
+    dim = next(dim for dim, size in enumerate(sizes) if size.isdigit())
+    expect(packed.shape[dim] == int(sizes[dim]), name, f"shape {layout}", list(packed.shape))
+    return packed.unbind(dim)

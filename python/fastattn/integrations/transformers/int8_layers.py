@@ -42,7 +42,7 @@ def layers_to_convert(
         elif name in by_default and name not in wanted_names:
             stays[name] = by_default[name]
         else:
-            check_granularity_of_layer(config.granularity, name, layer, "modules_to_not_convert")
+            check_granularity_of_layer(config.granularity, name, layer, f"modules_to_not_convert=[{name!r}]")
             chosen[layer] = name
     if not chosen:
         reasons = "".join(f"; {group}" for group in by_reason(stays))
