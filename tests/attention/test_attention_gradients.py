@@ -72,7 +72,9 @@ def test_empty(
         return
     # Without keys only the sink remains: its gradient is that of the lse.
     assert problem.grad_lse is not None
-    assert torch.equal(found["lse"], problem.sinks.view(1, -1, 1).expand_as(found["lse"]))
+    lse = problem.sinks.view(1, -1, 1).expand_as(found["lse"])
+    rtol = 0 if mask else 2**-22  # without a mask, kernels compute in base 2: a sink is multiplied by log2(e) and ln 2
+    torch.testing.assert_close(found["lse"], lse, rtol=rtol, atol=0)
     expected = problem.grad_lse.sum((0, 2)) if shape[-1] == 0 else torch.zeros(shape[1], device=DEVICE)
     torch.testing.assert_close(found["grad_sinks"], expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -241,6 +242,27 @@ def test_truncation_to_more_than_int32_holds_keeps_everything(length: int) -> No
     cache.truncate(length)
     cache.truncate(torch.full((BATCH,), length))
     assert cache.lengths() == [8] * BATCH
+
+
+def test_layers_that_never_attend_are_told() -> None:
+    cache = cache_of(num_layers=3)
+
+    def step(begin: int) -> None:
+        for layer in range(2):
+            cache.attend(layer, *(t[:, :, begin : begin + 1] for t in tokens(layer)))
+
+    step(0)
+    with pytest.warns(RuntimeWarning, match=r"layers \[2\] of num_layers=3 have not stored") as found:
+        step(1)
+    assert [warning.filename for warning in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.truncate(cache.lengths())  # as the warning advises
+        feed(cache, 0, 2)
+        feed(cache, 2, 3)
+        cache.reset()
+        feed(cache, 0, 1)
+    assert cache.lengths() == [1] * BATCH
 
 
 def test_reset_forgets_everything() -> None:

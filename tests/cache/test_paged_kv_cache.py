@@ -280,6 +280,12 @@ def test_numbers_are_never_used_again() -> None:
         cache.length(first)
 
 
+def test_a_step_of_several_numbers_is_a_chunk() -> None:
+    cache = cache_of()
+    with pytest.raises(TypeError, match=r"num_new: expected an int, got list; chunk\(\) takes a number for each"):
+        cache.step([cache.add()], [3])  # type: ignore[arg-type]
+
+
 def test_the_step_has_a_table_and_the_lengths_before_it() -> None:
     cache = cache_of()
     a, b = cache.add(), cache.add()

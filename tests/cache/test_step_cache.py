@@ -138,6 +138,20 @@ def test_an_argument_that_is_not_the_models_is_refused_by_name(name: str, kind: 
     assert cache.lengths() == [0] * BATCH
 
 
+@pytest.mark.parametrize(
+    ("theirs", "advice"),
+    [
+        ("return_softmax_lse", "it is called 'return_lse' here"),
+        ("attn_mask", "window and tree_mask restrict"),
+        ("options", "it takes alibi_slopes, .*return_lse"),
+    ],
+)
+def test_what_an_option_is_called_here(theirs: str, advice: str) -> None:
+    new = [normal(1, BATCH, heads, 1, dim) for heads, dim in NEW.values()]
+    with pytest.raises(TypeError, match=rf"^{theirs}: KVCache\.attend takes no such argument; .*{advice}"):
+        contiguous()(1).attend(0, *new, **{theirs: None})
+
+
 def test_append_takes_what_concerns_keys() -> None:
     cache = contiguous()(1)
     assert isinstance(cache, KVCache)

@@ -306,6 +306,12 @@ def test_rows_before_the_first_offset_and_queries_without_a_token_are_warned_of(
     lengths = torch.tensor([3, 0], dtype=torch.int32)
     with pytest.warns(UserWarning, match="6 queries, but sequence 0 has 3 tokens .* first 3 rows see no key"):
         fastattn.attention_with_kv_cache(query, cache, cache, lengths)
+    with pytest.warns(UserWarning, match="first 2 rows see no key"):
+        fastattn.attention_with_kv_cache(query, cache, cache, lengths, causal=False, window=(-1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.attention_with_kv_cache(query, cache, cache, lengths, causal=False)  # each row sees all tokens
+        fastattn.attention_with_kv_cache(query, cache, cache, lengths, causal=False, window=(-1, 3))
 
 
 @pytest.mark.parametrize("name", ["mask", "attn_mask", "bias"])

@@ -24,6 +24,7 @@ from fastattn.checks import (
     refuse_keywords,
     shown,
 )
+from fastattn.dispatch.users_line import warn_at_users_line
 from fastattn.errors import CacheFull
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.quantization import as_numbers
@@ -42,8 +43,8 @@ class KVCache(StepCache):
         logits = model(next_token, cache)
 
     Each layer must attend exactly once in a step: the cache cannot tell a second call from the next step, and appends
-    the tokens again. If the sequences of a prompt differ in length, pad them on the right, and take the padding off
-    again with ``cache.truncate(lengths)``.
+    the tokens again. It warns if layer 0 attends again before the last layer has. If the sequences of a prompt differ
+    in length, pad them on the right, and take the padding off again with ``cache.truncate(lengths)``.
 
     The capacity doubles when tokens might no longer fit. The host counts the tokens that it appends and never reads the
     lengths back. A CUDA graph captures addresses, so the cache cannot grow in it: call ``reserve`` before the capture.
@@ -129,6 +130,8 @@ class KVCache(StepCache):
     ) -> Tensor | tuple[Tensor, Tensor]:
         self._check_layer(layer)
         num_new = self.layout.check_new(self.batch, query, k_new, v_new)
+        if layer == 0 and not torch.compiler.is_compiling() and self._longest[0] > self._longest[-1]:
+            self._warn_of_layers_behind()
         storage, lengths = self._storage_for(layer, self._longest[layer] + num_new), self._lengths[layer]
         result = attention_with_kv_cache(
             query,
@@ -243,6 +246,15 @@ class KVCache(StepCache):
     def _check_layer(self, layer: int) -> None:
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", numbers_below(self.num_layers, "a layer"), layer)
+
+    def _warn_of_layers_behind(self) -> None:
+        behind = [layer for layer, longest in enumerate(self._longest) if longest < self._longest[0]]
+        warn_at_users_line(
+            f"KVCache: layer 0 attends again, but layers {behind} of num_layers={self.num_layers} have not stored the "
+            "tokens of its last step, so lengths() and positions() do not count them. If the model has fewer layers, "
+            "make the cache with as many; after a step that an exception ended, call cache.truncate(cache.lengths()).",
+            RuntimeWarning,
+        )
 
     def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
         """Returns the layer's memory if ``tokens`` tokens per sequence fit, else larger memory with the same contents.

@@ -170,6 +170,9 @@ class PagedKVCache:
             InputError, TypeError: an argument is wrong. Nothing has changed then.
         """
         names = _listed("sequences", sequences, "a list of sequences' numbers")
+        if isinstance(num_new, (list, tuple)):
+            came = f"{type_name(num_new)}; chunk() takes a number for each sequence"
+            raise TypeError(f"num_new: expected an int, got {came}")
         num_new = check_int("num_new", num_new, minimum=0)
         demand = self._pool.demand(names, [num_new] * len(names))
         before = self._to_device([s.length for s in demand.sequences])

@@ -278,9 +278,10 @@ def check_contents(t: DecodeCall) -> None:
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
         advice = "; pass the lengths before these are appended, or a larger cache" if num_new else ""
         expect(length + num_new <= capacity, "cache_seqlens", room, where + advice)
-        if num_new < num_queries and 0 < length + num_new < num_queries:
+        right = UNBOUNDED if t.tree_mask is not None else t.window[1]  # 0 under a causal mask
+        if num_new < num_queries and 0 < length + num_new < num_queries - right and right != UNBOUNDED:
             missed = f"{num_queries} queries, but sequence {sequence} has {length + num_new} tokens with the new ones"
-            blind = f"so its first {num_queries - length - num_new} rows see no key and are zero"
+            blind = f"so its first {num_queries - right - length - num_new} rows see no key and are zero"
             warn_at_users_line(
                 f"attention_with_kv_cache: {missed}, {blind}; pass k_new and v_new for all of them.", UserWarning
             )

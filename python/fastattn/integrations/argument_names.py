@@ -11,7 +11,8 @@ from fastattn.errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_TRANSPOSED = "; these shapes are those after transpose(1, 2), from [B, S, H, D] or [num_pages, page_size, H, D]"
+_TRANSPOSED = "; these shapes are those after transpose(1, 2), from "
+_ORIGINAL = {"[B, H": "[B, S, H, D]", "[num_pages, H": "[num_pages, page_size, H, D]"}  # layout in an error → before
 
 
 def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
@@ -24,14 +25,15 @@ def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
                 return function(*args, **kwargs)
             except (InputError, TypeError) as error:
                 name, colon, text = str(error).partition(": ")
+                name, bracket, index = name.partition("[")  # of a name such as "window[0]"
                 if not colon or name not in theirs:
                     raise
-                is_transposed = re.search(r"(?<!of )\[(B|num_pages), H", text)  # advice begins with "of [B, H"
-                note = _TRANSPOSED if is_transposed and _TRANSPOSED not in text else ""
+                layout = re.search(r"\[(B|num_pages), H", text.partition("; ")[0])  # the advice has layouts, too
+                note = _TRANSPOSED + _ORIGINAL[layout[0]] if layout and _TRANSPOSED not in text else ""
                 for ours, own in theirs.items():  # a word such as "value" is an argument only before an attribute
-                    end = r"\b" if "_" in ours or len(ours) == 1 else r"(?=\.\w)"
+                    end = r"\b" if "_" in ours or len(ours) == 1 else r"(?=\.\w|\[)"
                     text = re.sub(rf"\b{ours}{end}", own, text)
-                raise type(error)(f"{theirs[name]}: {text}{note}") from error
+                raise type(error)(f"{theirs[name]}{bracket}{index}: {text}{note}") from error
 
         return named  # type: ignore[return-value]
 
