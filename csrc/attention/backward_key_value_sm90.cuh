@@ -179,7 +179,8 @@ struct BackwardConsumerSm90 {
 
     // Passes on dK and dV of a block of keys of a split tile, after its last step.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
-        const uint32_t num_before = dq_takes_panels ? num_steps : 0;  // an even number of those of other key tiles
+        // Only the parity counts: earlier key tiles have passed an even number of panels of dK and dV.
+        const uint32_t num_before = dq_takes_panels ? num_steps : 0;
         for_constant<Config::kQueryPanels>(
             [&](auto panel) { store_own_panel<panel.value * kPanelDims / kMmaN>(rdK, num_before + panel.value); });
         for_constant<Config::kQueryPanels>([&](auto panel) {

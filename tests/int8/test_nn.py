@@ -547,3 +547,18 @@ def test_errors_of_a_filter_and_of_groups_say_what_to_pass() -> None:
         fastattn.nn.quantize_model(model, 64)
     with pytest.warns(UserWarning, match=r"not int8 yet, or filter\(name, module\) returned False for each"):
         fastattn.nn.quantize_model(model, filter=lambda module, name: isinstance(module, nn.Linear))
+
+
+def test_a_compiled_quantisation_serves_every_k_that_its_groups_divide() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda weight: fastattn.quantize_int8(weight, 32).data, backend=keep, dynamic=True)
+    for columns in (96, 128, 64, 224):
+        weight = torch.randn(4, columns)
+        assert torch.equal(compiled(weight), fastattn.quantize_int8(weight, 32).data)
+    assert len(graphs) == 1
