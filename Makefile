@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles the modules that it imports; pip would compile all, which takes half a minute.
+# Python compiles the modules that it imports. pip would compile all modules, which takes half a minute.
 export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
-# Stamp files: their time is that of the step's last run.
+# Stamp files. The modification time of each file is when its step last ran.
 BASE   := $(VENV)/.base-installed
 DEMO   := $(VENV)/.demo-installed
 TOOLS  := $(VENV)/.tools-installed
@@ -16,8 +16,8 @@ BUILT  := $(VENV)/.fastattn-built
 # What the build reads. Folders are in the list too: they change when a file is added or removed.
 NATIVE := $(shell find csrc -name __pycache__ -prune -o -print)
 
-# GPUs to build for: this machine's. Without a GPU the installed package has no CUDA C++ kernels, since nothing could
-# run them. The tests' emulator builds a library of its own, with PTX.
+# The GPUs to build for: by default this machine's. Without a GPU the installed package has no CUDA C++ kernels, because
+# nothing could run them. The tests' emulator builds a separate library, with PTX.
 ARCHS = $(or $(FASTATTN_ARCHS),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
   | grep -E '^([89]|1[0-9])\.' >/dev/null && echo native || echo none))
 
@@ -32,7 +32,7 @@ help: ## list the commands
 	@echo "PYTHON=python3.12 chooses the Python of a new $(VENV); a torch that is installed in $(VENV) stays as it is."
 	@echo "FASTATTN_ARCHS, CUDA_HOME, CXX and MAX_JOBS steer the build: see docs/environment.md."
 
-# Later installs must not change torch: its version and those of its CUDA libraries become constraints.
+# Later installs must not change torch: the versions of torch and of its CUDA libraries become constraints.
 $(BASE): pyproject.toml
 	@test -x $(BIN)/pip || $(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('PYTHON: 3.10 or later, please')"
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
@@ -88,8 +88,8 @@ test-all: $(BUILT) ## every test, few cases of each; PYTEST_ARGS="--rest 1/8" ru
 	$(EMULATOR)
 	$(PYTEST) --few $(PYTEST_ARGS)
 
-# Runs torch's CUDA build over the emulated GPUs, both at the same time. In KERNEL_TESTS each tensor is an allocation of
-# its own, so that accesses out of its bounds fail. The other tests need torch's allocator, for CUDA graphs.
+# Runs tests with torch's CUDA build on two emulated GPUs at the same time. In KERNEL_TESTS each tensor is a separate
+# allocation, so that accesses out of its bounds fail. The other tests need torch's caching allocator, for CUDA graphs.
 TORCH ?= 2.11.0
 CUDA_PYTEST := .venv-cuda/bin/python -m pytest -q -p cuda_torch.plugin
 KERNEL_TESTS := tests/all_kernels/test_each_kernel.py
@@ -106,14 +106,15 @@ demo: $(DEMO) $(BUILT) ## a sentence model and a small decoder, plain and with f
 
 BENCHMARKS := attention_forward attention_backward decode int8_matmul
 
-bench: $(TOOLS) $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, what needs none
+bench: $(TOOLS) $(BUILT) ## the quick benchmarks; BENCH_ARGS="--full --save" for more. Without a GPU, only those that need none
 	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks emulator
 	@if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  echo; $(BIN)/python -m benchmarks.machine_code.kernels $(filter --full,$(BENCH_ARGS)); fi
 	@for name in $(BENCHMARKS); do echo; $(BIN)/python -m benchmarks $$name $(BENCH_ARGS); done
 
-# gpu-check needs this Python alone: a GPU machine held for minutes may have no $(VENV) and no registry to fill it.
+# gpu-check needs only this Python: on a GPU that is available for a few minutes, there may be no $(VENV), and no
+# package registry to fill it from.
 GPU_CHECK_PYTHON := $(if $(filter default file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 OUT ?= build/gpu_check/out
 
@@ -128,8 +129,8 @@ docs: $(TOOLS) $(BUILT) ## the site in build/docs; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "fastattn: build/docs/index.html"
 
-# mypy needs the package as it is installed: triton_kernels inside fastattn. It leaves out the tests, which pass wrong types
-# on purpose.
+# mypy needs the package as it is installed: triton_kernels inside fastattn. The tests are left out, because they pass
+# wrong types on purpose.
 TYPED := build/typed/fastattn
 
 lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
@@ -140,7 +141,7 @@ lint: $(TOOLS) ## ruff, mypy and clang-format; changes nothing
 	MYPYPATH=build/typed:csrc:examples $(BIN)/mypy setup.py csrc/native_build $(TYPED) $(wildcard benchmarks/*.py benchmarks/*/*.py benchmarks/*/*/*.py examples/*.py)
 	find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-clean-cache: ## remove what was compiled from the cache in ~/.cache/fastattn, or FASTATTN_CACHE
+clean-cache: ## remove compiled results from the cache in ~/.cache/fastattn, or FASTATTN_CACHE
 	rm -rf "$(or $(FASTATTN_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/fastattn)"/{objects,triton}
 
 clean: ## remove what was built; .venv and the cache stay

@@ -1,7 +1,7 @@
 """Builds fastattn: one native library, compiled by ninja, that serves every Python >= 3.10 and every torch >= 2.10.
 
-C++ sources (op schemas and argument checks) need a C++ compiler alone. CUDA kernels also need nvcc; without one,
-the package is built without them. docs/environment.md lists the environment variables that steer the build.
+C++ sources (op schemas and argument checks) need only a C++ compiler. CUDA kernels also need nvcc; without nvcc,
+the package is built without these kernels. docs/environment.md lists the environment variables that steer the build.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-// Schemas of every operation, and the native kernels that implement them: nothing else.
+// Defines the schemas of all operations, and registers the native kernels that implement them. Does nothing else.
 //
-// The meaning of each argument is documented in python/fastattn. The Triton kernels carry the same schemas in their own
-// namespace. An operation without a registration below has no native kernel: another backend runs it.
+// The meaning of each argument is documented in python/fastattn. The Triton kernels are registered with the same
+// schemas in a namespace of their own. An operation without a registration below has no native kernel: another backend
+// runs it.
 //
-// FASTATTN_NAMESPACE is the operators' namespace, which the build passes in: a process may load this library twice, as
-// the installed package and as a kernel repository of the Hub, and each needs a namespace of its own. The build also
-// passes in FASTATTN_DISPATCH_KEY, the dispatch key of the tensors that the native kernels take.
+// The build passes in FASTATTN_NAMESPACE, the operators' namespace. A process may load this library twice, as the
+// installed package and as a kernel repository of the Hugging Face Hub, and each copy needs its own namespace. The
+// build also passes in FASTATTN_DISPATCH_KEY, the dispatch key of the tensors that the native kernels take.
 
 #include <torch/csrc/stable/library.h>
 

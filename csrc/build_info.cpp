@@ -1,4 +1,4 @@
-// Returns what this library was built from and for, as the JSON text that the build passes in; Python reads it by
+// Returns the description of this library's build, as the JSON text that the build passes in. Python reads it through
 // ctypes.
 
 #ifndef FASTATTN_BUILD_INFO

@@ -1,4 +1,4 @@
-// Checks the arguments of fastattn::append_to_cache, fills the params and launches the kernel.
+// Checks the arguments of fastattn::append_to_cache, fills the kernel's parameters and launches the kernel.
 
 #include "api/append.h"
 

@@ -1,4 +1,5 @@
-// Checks the tensors common to attention_forward and attention_backward, and makes the views that params hold.
+// Checks the tensors common to attention_forward and attention_backward, and makes the views of them that kernel
+// parameters hold.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -42,8 +43,8 @@ inline void check_packed(const char* op, const Tensor& query, const Tensor& key,
     check_shape(op, "value", value, {key.size(0), key.size(1), value.size(2)});
 }
 
-// Checks a packed query, paged keys and values [num_pages, heads, page_size, head_dim], and int32 `block_table` [batch,
-// max_pages].
+// Checks a packed query [total, heads, head_dim], paged keys and values [num_pages, heads, page_size, head_dim], and
+// int32 `block_table` [batch, max_pages].
 inline void check_paged(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                         const Tensor& block_table, int64_t batch) {
     check_rank(op, "query", query, 3);
@@ -52,7 +53,7 @@ inline void check_paged(const char* op, const Tensor& query, const Tensor& key, 
     check_shape(op, "key", key, {key.size(0), key.size(1), key.size(2), query.size(2)});
     check_shape(op, "value", value, {key.size(0), key.size(1), key.size(2), value.size(3)});
     for (const auto& [name, pages] : {std::pair{"key", key}, {"value", value}}) {
-        check(pages.numel() == 0 || is_aligned(pages), op, name, " is paged and never copied: ", kAlignedRule);
+        check(pages.numel() == 0 || is_aligned(pages), op, name, " is paged and never copied, so ", kAlignedRule);
     }
     check_rank(op, "block_table", block_table, 2);
     check_shape(op, "block_table", block_table, {batch, block_table.size(1)});
@@ -62,14 +63,14 @@ inline void check_paged(const char* op, const Tensor& query, const Tensor& key, 
 // Checks the offsets of packed sequences, int32 [batch + 1].
 inline void check_offsets(const char* op, const Tensor& query, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
     check_rank(op, "cu_seqlens_q", cu_seqlens_q, 1);
-    check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have at least 1 element");
+    check(cu_seqlens_q.size(0) > 0, op, "cu_seqlens_q must have batch + 1 elements, got 0");
     check_shape(op, "cu_seqlens_k", cu_seqlens_k, {cu_seqlens_q.size(0)});
     for (const auto& [name, tensor] : {std::pair{"cu_seqlens_q", cu_seqlens_q}, {"cu_seqlens_k", cu_seqlens_k}}) {
         check_int32(op, name, tensor, query);
     }
 }
 
-// Checks all tensors of a call and returns their sizes. `largest_head_dim`: the largest of the op's kernels.
+// Checks all tensors of a call and returns their sizes. largest_head_dim: the largest head dim of the op's kernels.
 inline AttentionSizes check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                       const std::optional<Tensor>& bias, const std::optional<Tensor>& cu_seqlens_q,
                                       const std::optional<Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
@@ -95,7 +96,7 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     check_like(op, "value", value, query);
     const int64_t heads = query.size(1), key_heads = key.size(1);
     check(key_heads > 0 ? heads % key_heads == 0 : heads == 0, op,
-          "the heads of query must be a multiple of the heads of key, got ", heads, " and ", key_heads);
+          "query must have a multiple of the heads of key (dim 1 of both), got ", heads, " and ", key_heads);
     const DataType dtype = data_type(op, "query", query);
     check_head_dim(op, "query", query, largest_head_dim);
     check_head_dim(op, "value", value, largest_head_dim);
@@ -105,12 +106,13 @@ inline AttentionSizes check_attention(const char* op, const Tensor& query, const
     }
     const int64_t all_keys = block_table ? block_table->size(1) * key.size(2) : key.size(0);
     const int64_t rows = std::min(max_seqlen_q, query.size(0)), keys = std::min(max_seqlen_k, all_keys);
-    check(!block_table || keys < int64_t{1} << 30, op, "pages must hold fewer than 2^30 keys a sequence, got ", keys);
+    check(!block_table || keys < int64_t{1} << 30, op, "block_table must hold fewer than 2^30 keys of a sequence, got ",
+          keys);
     return {dtype, true, cu_seqlens_q->size(0) - 1, heads, rows, keys, head_dim, value_dim};
 }
 
-// Returns the parameters of packed sequences. Makes both offset tensors contiguous in place: the parameters point into
-// them, so they must live until the kernel is launched.
+// Returns the parameters of packed sequences. Makes both offset tensors contiguous in place. The parameters point into
+// these tensors, which must therefore live until the kernel is launched.
 inline PackedParams packed_params(const char* op, const Tensor& query, const Tensor& key,
                                   std::optional<Tensor>& cu_seqlens_q, std::optional<Tensor>& cu_seqlens_k) {
     if (!cu_seqlens_q) return {};
@@ -125,7 +127,7 @@ inline PageStrides page_strides(const char* op, const char* name, const Tensor& 
     return {stride_in_chunks(op, name, pages, 0), stride_in_chunks(op, name, pages, 2)};
 }
 
-// Returns the parameters of pages. Makes `block_table` contiguous in place, as the parameters point into it.
+// Returns the parameters of pages. Makes `block_table` contiguous in place, because the parameters point into it.
 inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor& value,
                                 std::optional<Tensor>& block_table) {
     block_table = torch::stable::contiguous(*block_table);
@@ -138,8 +140,8 @@ inline PagedParams paged_params(const char* op, const Tensor& key, const Tensor&
             page_strides(op, "value", value)};
 }
 
-// Returns the view of int32 `key_ranges` [batch or 1, heads or 1, rows, num, 2], packed without the batch. Makes the
-// tensor contiguous in place, as the view points into it.
+// Returns the view of int32 `key_ranges`, [batch or 1, heads or 1, rows, num, 2], or [heads or 1, rows, num, 2] for
+// packed sequences. Makes the tensor contiguous in place, because the view points into it.
 inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const Tensor& query,
                                      const AttentionSizes& sizes) {
     const int64_t heads_dim = sizes.is_packed ? 0 : 1;
@@ -152,8 +154,8 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
     } else {
         check_shape(op, "key_ranges", key_ranges, {batch == 1 ? 1 : sizes.batch, expected_heads, rows, num, 2});
     }
-    check(num >= 1 && num <= kMostRanges, op, "key_ranges must have 1 to ", kMostRanges, " ranges for a row, got ",
-          num);
+    check(num >= 1 && num <= kMostRanges, op, "key_ranges must have 1 to ", kMostRanges,
+          " ranges for each row (dim -2), got ", num);
     check_int32(op, "key_ranges", key_ranges, query);
     key_ranges = torch::stable::contiguous(key_ranges);
     if (reinterpret_cast<uintptr_t>(key_ranges.data_ptr()) % sizeof(int64_t) != 0) {
@@ -168,8 +170,8 @@ inline KeyRangesView key_ranges_view(const char* op, Tensor& key_ranges, const T
             heads == 1 ? 0 : of_head};
 }
 
-// Allocates a tensor with the sizes of `like` except for the last, `last_dim`. A dense tensor keeps the memory order
-// that heads and rows have in `like`; a packed one is contiguous. The dtype is by default that of `like`.
+// Allocates a tensor with the sizes of `like` except for the last, which is last_dim. A dense tensor keeps the memory
+// order of heads and rows in `like`; a packed one is contiguous. The default dtype is that of `like`.
 inline Tensor empty_like_heads(const Tensor& like, int64_t last_dim, std::optional<ScalarType> dtype = std::nullopt) {
     if (like.dim() == 3) return torch::stable::new_empty(like, {like.size(0), like.size(1), last_dim}, dtype);
     const int64_t batch = like.size(0), heads = like.size(1), rows = like.size(2);
@@ -183,7 +185,7 @@ inline Tensor empty_rows(const Tensor& query) {
     return torch::stable::new_empty(query, {query.size(0), query.size(1), query.size(2)}, ScalarType::Float);
 }
 
-// Returns the view of a contiguous tensor shaped as by empty_rows(), with the sizes of its query.
+// Returns the view of a contiguous tensor that has the shape of empty_rows(query), with the sizes of `query`.
 inline RowsView rows_view(const Tensor& rows, const HeadsView<const uint16_t>& query) {
     const bool is_packed = rows.dim() == 2;
     return {static_cast<float*>(rows.data_ptr()), query.batch, query.heads, query.rows, is_packed ? 0 : rows.stride(0),

@@ -55,7 +55,7 @@ struct Gradients {
     }
 };
 
-// Allocates a gradient like `of`. A packed one is zeroed, for rows that belong to no sequence.
+// Allocates a gradient like `of`. Zeroes a packed one, because kernels do not write rows that belong to no sequence.
 Tensor empty_gradient(const Tensor& of) {
     Tensor gradient = empty_like_heads(of, of.size(of.dim() - 1));
     return of.dim() == 3 ? torch::stable::zero_(gradient) : gradient;
@@ -81,9 +81,9 @@ BiasGradientView bias_gradient_view(const Tensor& gradient) {
     return view;
 }
 
-// Allocates the workspace in which the kernels leave results for later ones. It must live until all of them are
+// Allocates the workspace in which kernels leave results for later kernels. It must live until all kernels are
 // launched. Its size is O(tokens): up to six numbers for each query row, one for every kSlopesBlockM rows, dQ in fp32
-// in tiles of block_m rows, and dK and dV in fp32 of split tiles of keys.
+// in tiles of block_m rows, and dK and dV in fp32 of those tiles of keys that are split.
 Tensor make_backward_workspace(AttentionBackwardParams& params, const Tensor& query, const AttentionSizes& sizes,
                                const BackwardKernels::Row& kernel, bool deterministic) {
     const int32_t block_m = kernel.tile.block_m, block_n = kernel.tile.block_n;
@@ -147,7 +147,7 @@ struct Arguments {
     }
 };
 
-// Computes all gradients. Adds to those of query, key and value where they are fp32, else overwrites them.
+// Computes all gradients. If the gradients of query, key and value are fp32, adds to them, else overwrites them.
 void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     const bool adds = gradients.query.scalar_type() == ScalarType::Float;
     const std::optional<Tensor>&bias = given.scores.bias, &alibi_slopes = given.scores.alibi_slopes,
@@ -158,7 +158,7 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
     ScoreTensors score_tensors;
     params.scores = score_params(kOp, given.scores, given.query, sizes, score_tensors);
     check(!bias || !given.bias_grad || is_additive(params.scores.bias), kOp,
-          "bias must not be bool where bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
+          "bias must be floating if bias_grad is true, got ", bias ? dtype_text(*bias) : "None");
     if (given.lse.numel() == 0) {  // no query rows; other tensors may still have elements
         for (Tensor* gradient : {&gradients.bias, &gradients.sinks, &gradients.slopes}) torch::stable::zero_(*gradient);
         if (!adds) torch::stable::zero_(gradients.key), torch::stable::zero_(gradients.value);
@@ -226,13 +226,13 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
 // Checks that `sum` is fp32, has the shape and device of `of`, and is aligned.
 void check_sum(const char* name, const Tensor& sum, const Tensor& of) {
     check(sum.scalar_type() == ScalarType::Float, kAddOp, name, " must be float32, got ", dtype_text(sum));
-    check(sum.dim() == of.dim(), kAddOp, name, " must have ", of.dim(), " dims, got ", sum.dim());
+    check(sum.dim() == of.dim(), kAddOp, name, " must have ", of.dim(), " dimensions, got ", sum.dim());
     for (int64_t dim = 0; dim < of.dim(); ++dim) {
         check(sum.size(dim) == of.size(dim), kAddOp, name, " must have shape ", shape_text(of), ", got ",
               shape_text(sum));
     }
     check_device(kAddOp, name, sum, of);
-    check(sum.numel() == 0 || is_aligned(sum), kAddOp, name, " is added to: ", kAlignedRule);
+    check(sum.numel() == 0 || is_aligned(sum), kAddOp, name, " is added to in place: ", kAlignedRule);
 }
 
 }  // namespace

@@ -22,9 +22,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     std::optional<int64_t> first_row, int64_t first_key, int64_t first_head, double softcap, double dropout_p,
     bool deterministic, bool bias_grad, bool slopes_grad, std::optional<Tensor> key_ranges);
 
-// Does the same for a block of keys, and adds to grad_query, grad_key and grad_value, so that gradients of several
-// blocks can be summed. These three are fp32, 16-byte aligned and have contiguous rows. Returns the gradient of
-// alibi_slopes, or [0] unless slopes_grad.
+// Does the same for a block of keys, but adds to grad_query, grad_key and grad_value, so that the gradients of several
+// blocks can be summed. These three tensors are fp32, aligned to 16 bytes, and have contiguous rows. Returns the
+// gradient of alibi_slopes, or [0] unless slopes_grad.
 Tensor attention_backward_add(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_out,
                               std::optional<Tensor> grad_lse, Tensor query, Tensor key, Tensor value, Tensor out,
                               Tensor lse, std::optional<Tensor> alibi_slopes, std::optional<Tensor> dropout_seed,

@@ -1,4 +1,4 @@
-// Checks the arguments of fastattn::attention_forward, fills the params and launches the kernel.
+// Checks the arguments of fastattn::attention_forward, fills the kernel's parameters and launches the kernel.
 
 #include "api/attention_forward.h"
 
@@ -84,8 +84,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
             .find(facts.compute_capability, 0, std::nullopt, false)
             .launch(attention, device.stream());
     }
-    // CTAs may split the keys of a tile (scheduler/key_splits.h), except with key_ranges: positions do not tell how
-    // many keys these let a tile see.
+    // CTAs may split the keys of a tile (scheduler/key_splits.h), except with key_ranges: the host cannot tell from
+    // positions how many keys the ranges let a tile see.
     std::optional<Tensor> workspace;
     const int64_t num_ctas = int64_t{facts.num_sms} * kernel.tile.ctas_per_sm;
     const int64_t rows_of_workspace = workspace_rows(attention, kernel.tile.block_m, kernel.tile.block_n, num_ctas);

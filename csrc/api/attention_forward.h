@@ -11,9 +11,9 @@ namespace fastattn {
 
 using torch::stable::Tensor;
 
-// Returns out [B, Hq, Sq, Dv], lse [B, Hq, Sq] and the largest score of each head [Hq], or [0] unless return_max_logit.
-// Packed, out is [total_q, Hq, Dv] and lse [Hq, total_q]. Raises for every option that the native kernels lack: the
-// dispatcher sends such calls to another backend.
+// Returns out [B, Hq, Sq, Dv], lse [B, Hq, Sq] and the largest score of each head, [Hq], or [0] unless
+// return_max_logit. For packed sequences, out is [total_q, Hq, Dv] and lse [Hq, total_q]. Raises for every option that
+// the native kernels lack: the dispatcher sends such calls to another backend.
 std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor query, Tensor key, Tensor value, std::optional<Tensor> bias, std::optional<Tensor> alibi_slopes,
     std::optional<Tensor> sinks, std::optional<Tensor> dropout_seed, std::optional<Tensor> cu_seqlens_q,

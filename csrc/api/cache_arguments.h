@@ -1,4 +1,4 @@
-// Checks the KV caches among an op's arguments, and makes the views of them that params hold.
+// Checks the KV caches among an op's arguments, and makes the views of them that kernel parameters hold.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,17 +13,18 @@
 
 namespace fastattn {
 
-// Returns the format of a cache. Checks that a 16-bit cache has the dtype of `like`, the argument called like_name.
+// Returns the format of a cache. Checks that a 16-bit cache has the dtype of `like`, which is the argument called
+// like_name.
 inline CacheFormat cache_format(const char* op, const char* name, const Tensor& cache, const char* like_name,
                                 const Tensor& like) {
     if (cache.scalar_type() == ScalarType::Char) return CacheFormat::kInt8;
     if (cache.scalar_type() == ScalarType::Float8_e4m3fn) return CacheFormat::kFp8;
-    check(cache.scalar_type() == like.scalar_type(), op, name, " must be int8, float8_e4m3fn or of the dtype of ",
+    check(cache.scalar_type() == like.scalar_type(), op, name, " must be int8 or float8_e4m3fn, or have the dtype of ",
           like_name, ", ", dtype_text(like), ", got ", dtype_text(cache));
     return CacheFormat::k16Bit;
 }
 
-// Checks that both caches have one format, lie on the device of `like`, and can be written in place by a kernel.
+// Checks that both caches have the same format, are on the device of `like`, and can be written in place by a kernel.
 // Returns the format.
 inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Tensor& v_cache, const char* like_name,
                                  const Tensor& like) {
@@ -39,10 +40,10 @@ inline CacheFormat check_written(const char* op, const Tensor& k_cache, const Te
 
 inline constexpr int64_t kMostTokens = int64_t{1} << 30;  // sums of positions stay within 32 bits
 
-// Returns how many tokens a sequence can have in the caches, which must be fewer than kMostTokens.
+// Returns how many tokens a sequence can have in the caches. Checks that this is less than kMostTokens.
 inline int32_t checked_capacity(const char* op, const Tensor& k_cache, const std::optional<Tensor>& block_table) {
     const int64_t capacity = k_cache.size(2) * (block_table ? block_table->size(1) : 1);
-    check(capacity < kMostTokens, op, "the caches must have a capacity below 2^30 tokens, got ", capacity);
+    check(capacity < kMostTokens, op, "k_cache must hold fewer than 2^30 tokens of a sequence, got ", capacity);
     return static_cast<int32_t>(capacity);
 }
 
@@ -64,12 +65,12 @@ inline bool are_given(const Tensor& scales) {
     return scales.dim() < 3;
 }
 
-// Checks the fp32 scales of a cache. int8 needs [blocks, kv_heads, block_rows]; fp8 takes the same, [kv_heads], [1],
-// [], or none, which means 1; 16 bits take none.
+// Checks the fp32 scales of a cache. An int8 cache needs scales [blocks, kv_heads, block_rows]. An fp8 cache takes the
+// same shape, [kv_heads], [1] or [], or no scales, which means a scale of 1. A 16-bit cache takes no scales.
 inline void check_scales(const char* op, const char* name, const std::optional<Tensor>& scales, const Tensor& cache) {
     const bool is_fp8 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
     if (!is_fp8 && cache.scalar_type() != ScalarType::Char) return check_absent(op, name, scales);
-    check(is_fp8 || scales.has_value(), op, name, " must be a float32 tensor beside an int8 cache");
+    check(is_fp8 || scales.has_value(), op, name, " must be a float32 tensor for an int8 cache, got None");
     if (!scales) return;
     if (!is_fp8 || !are_given(*scales)) {
         check_shape(op, name, *scales, {cache.size(0), cache.size(1), cache.size(2)});

@@ -1,5 +1,5 @@
-// Checks what the host knows of tensors, with messages that name the argument, what was expected and what came; and
-// copies tensors whose rows cannot be loaded 16 bytes at a time.
+// Checks what the host knows about tensors, such as shapes and dtypes. Each error names the argument, what was expected
+// and what came. Also copies tensors whose rows cannot be loaded 16 bytes at a time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -61,19 +61,19 @@ inline void check_rank(const char* op, const char* name, const Tensor& tensor, i
 inline void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
                          const char* like_name = "query") {
     if (are_on_one_device(tensor, like)) return;
-    check(false, op, name, " must be on the device of ", like_name, ", ", device_text(like), ", got ",
+    check(false, op, name, " must be on the device of ", like_name, ", which is ", device_text(like), ", got one on ",
           device_text(tensor));
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
     check(tensor.scalar_type() == query.scalar_type(), op, name, " must have the dtype of query, ", dtype_text(query),
-          ", got ", dtype_text(tensor), ": pass ", name, ".to(query.dtype)");
+          ", got ", dtype_text(tensor), "; pass ", name, ".to(query.dtype)");
     check_device(op, name, tensor, query);
 }
 
 inline void check_int32(const char* op, const char* name, const Tensor& tensor, const Tensor& like,
                         const char* like_name = "query") {
-    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor), ": pass ",
+    check(tensor.scalar_type() == ScalarType::Int, op, name, " must be int32, got ", dtype_text(tensor), "; pass ",
           name, ".int()");
     check_device(op, name, tensor, like, like_name);
 }
@@ -81,22 +81,23 @@ inline void check_int32(const char* op, const char* name, const Tensor& tensor, 
 inline void check_head_dim(const char* op, const char* name, const Tensor& tensor, int64_t most) {
     const int64_t head_dim = tensor.size(tensor.dim() - 1);
     check(head_dim > 0 && head_dim % 8 == 0 && head_dim <= most, op, name,
-          " must have a head dim that is a multiple of 8 up to ", most, ", got ", head_dim);
+          " must have a last dim (head dim) that is a multiple of 8 up to ", most, ", got ", head_dim);
 }
 
 // Raises if an option is given that the native kernel of an op does not have.
 inline void check_absent(const char* op, const char* name, const std::optional<Tensor>& tensor) {
-    check(!tensor.has_value(), op, name, " must be None for the native kernel, got a tensor of shape ",
+    check(!tensor.has_value(), op, name,
+          " must be None, because the native kernel does not support it in this call, got a tensor of shape ",
           tensor.has_value() ? shape_text(*tensor) : "");
 }
 
 inline int32_t to_int32(const char* op, const char* name, int64_t value) {
-    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), op, name, " must be at most 2147483647, got ",
-          value);
+    check(value >= 0 && value <= std::numeric_limits<int32_t>::max(), op, name,
+          ": sizes must be at most 2147483647, got ", value);
     return static_cast<int32_t>(value);
 }
 
-// Returns a stride in elements for kernels that keep it in 32 bits; 0 where the dimension has size 1.
+// Returns a stride in elements, for kernels that keep strides in 32 bits. Returns 0 if the dimension has size 1.
 inline uint32_t stride_in_elements(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
     const int64_t elements = tensor.size(dim) > 1 ? tensor.stride(dim) : 0;
     check(elements <= std::numeric_limits<uint32_t>::max(), op, name, " must have a stride below ",
@@ -104,7 +105,7 @@ inline uint32_t stride_in_elements(const char* op, const char* name, const Tenso
     return static_cast<uint32_t>(elements);
 }
 
-// Does the same in chunks of 16 bytes, of which the stride is a multiple.
+// Does the same in chunks of 16 bytes. The stride must be a multiple of 16 bytes.
 inline uint32_t stride_in_chunks(const char* op, const char* name, const Tensor& tensor, int64_t dim) {
     constexpr int64_t kChunkBytes = 16;
     const int64_t chunks = tensor.size(dim) > 1 ? tensor.stride(dim) * tensor.element_size() / kChunkBytes : 0;
@@ -121,11 +122,12 @@ inline DataType data_type(const char* op, const char* name, const Tensor& tensor
 }
 
 inline constexpr const char* kAlignedRule =
-    "its last dim must be contiguous, its rows apart, its base and strides multiples of 16 bytes";
+    "its last dim must be contiguous, its rows must not overlap, and its address and strides must be multiples of 16 "
+    "bytes";
 
-// Returns whether kernels can read the rows 16 bytes at a time and by TMA. Rows must not overlap or repeat, as no
-// document says that TMA allows it. Three dims are packed sequences, [total, heads, head_dim]. fastattn/layout.py has
-// this rule too.
+// Returns whether kernels can read the rows 16 bytes at a time and by TMA. Rows must not overlap or repeat, because
+// NVIDIA does not document that TMA allows this. A tensor of three dims holds packed sequences, [total, heads,
+// head_dim]. python/fastattn/layout.py has the same rule.
 inline bool is_aligned(const Tensor& tensor) {
     constexpr uint64_t kAlignment = 16;
     const int64_t last = tensor.dim() - 1, row_dim = tensor.dim() == 3 ? 0 : last - 1;
@@ -139,15 +141,15 @@ inline bool is_aligned(const Tensor& tensor) {
     return true;
 }
 
-// Returns the tensor itself where it is aligned, else a contiguous copy, which the allocator aligns.
+// Returns the tensor itself if it is aligned, else a contiguous copy, which the allocator aligns.
 inline Tensor aligned(const Tensor& tensor) {
     if (tensor.numel() == 0 || is_aligned(tensor)) return tensor;
     Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
     return torch::stable::copy_(copy, tensor);
 }
 
-// The layout of sequences in a tensor: [batch, heads, rows, head_dim], or packed [total, heads, head_dim], with `rows`
-// as the bound of all lengths.
+// How a tensor holds sequences: dense as [batch, heads, rows, head_dim], or packed as [total, heads, head_dim]. For
+// packed sequences, `rows` is an upper bound of all lengths.
 struct Sequences {
     bool are_packed;
     int64_t batch, rows;

@@ -1,4 +1,4 @@
-// Checks the arguments of fastattn::attention_decode, fills the params and launches the kernel.
+// Checks the arguments of fastattn::attention_decode, fills the kernel's parameters and launches the kernel.
 
 #include "api/decode.h"
 
@@ -32,7 +32,7 @@ CacheFormat check_caches(const Tensor& query, const Tensor& k_cache, const Tenso
     check_shape(kOp, "k_cache", k_cache, {blocks, kv_heads, k_cache.size(2), query.size(3)});
     check_shape(kOp, "v_cache", v_cache, {blocks, kv_heads, k_cache.size(2), v_cache.size(3)});
     check(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, kOp,
-          "the heads of query must be a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
+          "query must have a multiple of the heads of k_cache (dim 1 of both), got ", heads, " and ", kv_heads);
     const int32_t most_dims = decode_split_kernels(CacheFormat::k16Bit).largest_head_dim();
     check_head_dim(kOp, "query", query, most_dims);
     check_head_dim(kOp, "v_cache", v_cache, most_dims);
@@ -72,7 +72,8 @@ RotaryParams::Kind rotary_kind(const Tensor& cos) {
     }
 }
 
-// Checks cos and sin and returns their params. Makes both contiguous in place, as the params point into them.
+// Checks cos and sin and returns their parameters. Makes both contiguous in place, because the parameters point into
+// them.
 RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std::optional<Tensor>& sin,
                            bool interleaved) {
     check(cos.has_value() == sin.has_value(), kOp, "rotary_cos and rotary_sin must both be given, or neither");
@@ -82,8 +83,9 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
     check_shape(kOp, "rotary_sin", *sin, {positions, half_dim});
     check(sin->scalar_type() == cos->scalar_type(), kOp, "rotary_sin must have the dtype of rotary_cos, ",
           dtype_text(*cos), ", got ", dtype_text(*sin));
-    check(2 * half_dim <= query.size(3), kOp, "rotary_cos must have at most half the head dim's columns, ",
-          query.size(3) / 2, ", got ", half_dim);
+    check(2 * half_dim <= query.size(3), kOp,
+          "rotary_cos must have at most as many columns as half of query's head dim, ", query.size(3) / 2, ", got ",
+          half_dim);
     check_device(kOp, "rotary_cos", *cos, query);
     check_device(kOp, "rotary_sin", *sin, query);
     cos = torch::stable::contiguous(*cos);
@@ -96,8 +98,8 @@ RotaryParams rotary_params(const Tensor& query, std::optional<Tensor>& cos, std:
             interleaved};
 }
 
-// Checks `tree_mask` and returns its view. Tokens of a tree do not stand at their index in the sequence, so options
-// that take the index for the position are refused.
+// Checks `tree_mask` and returns its view. In a tree, a token's index in the sequence is not its position. Options that
+// use the index as the position are refused.
 TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tree_mask, const ScoreParams& scores,
                             const RotaryParams& rotary) {
     if (!tree_mask) return {};
@@ -106,7 +108,8 @@ TreeMaskView tree_mask_view(const Tensor& query, const std::optional<Tensor>& tr
     check_shape(kOp, "tree_mask", *tree_mask, {query.size(0), query.size(2), query.size(2)});
     check_device(kOp, "tree_mask", *tree_mask, query);
     check(!scores.has_window() && scores.alibi_slopes == nullptr && rotary.kind == RotaryParams::Kind::kNone, kOp,
-          "tree_mask excludes a window, alibi_slopes and rotary_cos, which take a token's place for its position");
+          "tree_mask cannot be combined with a window, alibi_slopes or rotary_cos: in a tree, a token's index is not "
+          "its position");
     return {static_cast<const uint8_t*>(tree_mask->data_ptr()), tree_mask->stride(0), tree_mask->stride(1),
             tree_mask->stride(2)};
 }

@@ -13,7 +13,7 @@ namespace fastattn {
 using torch::stable::Tensor;
 
 // Appends k_new and v_new to the caches in place, then attends: writes the output [B, Hq, Sq, Dv] to `out` and returns
-// the lse [B, Hq, Sq]. Raises before it writes anything.
+// the lse [B, Hq, Sq]. Raises for bad arguments before it writes anything.
 Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
                             std::optional<Tensor> k_new, std::optional<Tensor> v_new, std::optional<Tensor> rotary_cos,
                             std::optional<Tensor> rotary_sin, bool rotary_interleaved,
@@ -23,7 +23,7 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                             double softcap, int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask,
                             Tensor out);
 
-// Does the same with an output that it allocates in the memory order of the query. Returns out and lse.
+// Does the same with an output that it allocates in the memory order of `query`. Returns the output and the lse.
 std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens,
                                             std::optional<Tensor> k_new, std::optional<Tensor> v_new,
                                             std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
@@ -33,8 +33,9 @@ std::tuple<Tensor, Tensor> attention_decode(Tensor query, Tensor k_cache, Tensor
                                             double scale, int64_t window_left, int64_t window_right, double softcap,
                                             int64_t num_splits, bool batch_invariant, std::optional<Tensor> tree_mask);
 
-// Does attention_decode over all of the keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv], without writing to them.
-// Copies them where they are not aligned. Errors name attention_decode.
+// Attends like attention_decode to all keys [B, Hkv, Sk, D] and values [B, Hkv, Sk, Dv], without writing to them.
+// Copies key and value if they are not aligned. Errors call the op attention_decode, and key and value k_cache and
+// v_cache.
 std::tuple<Tensor, Tensor> attention_split_keys(Tensor query, Tensor key, Tensor value,
                                                 std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                                                 double scale, int64_t window_left, int64_t window_right,

@@ -1,4 +1,4 @@
-// Checks the arguments of fastattn::dequantize_cache, fills the params and launches the kernel.
+// Checks the arguments of fastattn::dequantize_cache, fills the kernel's parameters and launches the kernel.
 
 #include "api/dequantize_cache.h"
 
@@ -20,7 +20,7 @@ void check_result(const char* name, const Tensor& out, const Tensor& cache, int6
           ", got ", dtype_text(out));
     check_device(kOp, name, out, cache, "the cache");
     check(out.numel() == 0 || (out.is_contiguous() && is_aligned(out)), kOp, name,
-          " is written in place: it must be contiguous, its base a multiple of 16 bytes");
+          " is written in place: it must be contiguous, and its address a multiple of 16 bytes");
 }
 
 }  // namespace

@@ -57,22 +57,22 @@ void check_sizes(const char* op, const char* name, const Tensor& tensor, const s
     for (size_t dim = 0; equal && dim < expected.size(); ++dim) {
         equal = tensor.size(static_cast<int64_t>(dim)) == expected[dim];
     }
-    check(equal, op, name, " must have the leading dimensions of the input and ", expected.back(), " columns, got ",
+    check(equal, op, name, " must have the leading dimensions of x and ", expected.back(), " columns, got ",
           shape_text(tensor));
 }
 
-// Returns a tensor [..., columns] as [rows, columns], copied only where no view has that shape.
+// Returns a tensor [..., columns] as [rows, columns]. Copies it only if no view has this shape.
 Tensor as_matrix(const Tensor& tensor) {
     const int64_t columns = tensor.size(tensor.dim() - 1);
     return torch::stable::reshape(tensor, {columns == 0 ? 0 : tensor.numel() / columns, columns});
 }
 
-// Returns the matrix itself where its rows are contiguous, else a copy.
+// Returns the matrix itself if its rows are contiguous, else a copy.
 Tensor with_contiguous_rows(const Tensor& matrix) {
     return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : torch::stable::contiguous(matrix);
 }
 
-// Returns the matrix itself where its rows are aligned, else a copy with rows padded to 16 bytes.
+// Returns the matrix itself if its rows are aligned, else a copy with rows padded to 16 bytes.
 Tensor with_aligned_rows(const Tensor& matrix) {
     if (matrix.numel() == 0 || is_aligned(matrix)) return matrix;
     const int32_t per_chunk = 16 / static_cast<int32_t>(matrix.element_size());
@@ -82,7 +82,8 @@ Tensor with_aligned_rows(const Tensor& matrix) {
     return torch::stable::copy_(copy, matrix);
 }
 
-// Returns the stride between rows; 0 for a single row, so that addresses of rows past the end are aligned too.
+// Returns the stride between rows in elements. For a single row it is 0, so that the addresses that kernels compute for
+// rows past the end are aligned too.
 int64_t row_stride(const Tensor& matrix) {
     return matrix.size(0) > 1 ? matrix.stride(0) : 0;
 }
@@ -104,14 +105,15 @@ Int8WeightView weight_view(const char* op, Int8MatmulTensors& tensors) {
     constexpr int64_t kMostColumns = int64_t{1} << 29;  // kernels count the bytes of a row of x in 32 bits
     const int64_t rows = tensors.weight.size(0), columns = tensors.weight.size(1);
     const int64_t groups = tensors.scale.size(1), scale_rows = tensors.scale.size(0);
-    check(rows <= kMostColumns && columns <= kMostColumns, op, "weight must have at most 2^29 rows and columns, got ",
-          shape_text(tensors.weight));
+    check(rows <= kMostColumns && columns <= kMostColumns, op,
+          "weight must have at most 2^29 rows and at most 2^29 columns, got ", shape_text(tensors.weight));
     int32_t group_shift = Int8WeightView::kOneGroup;
     if (groups > 1) {
         group_shift = 0;
         while (group_shift < 3 && groups * (Int8WeightView::kSmallestGroup << group_shift) != columns) ++group_shift;
-        check(group_shift < 3 && scale_rows == rows, op, "scale must have a column for each 32, 64 or 128 columns of ",
-              "weight, got ", shape_text(tensors.scale), " for ", shape_text(tensors.weight));
+        check(group_shift < 3 && scale_rows == rows, op, "scale must have a row for each row and a column for each ",
+              "32, 64 or 128 columns of weight, got ", shape_text(tensors.scale), " for weight ",
+              shape_text(tensors.weight));
     } else {
         check(groups == 1 && (scale_rows == 1 || scale_rows == rows), op, "scale must have shape [1, 1], [", rows,
               ", 1] or [", rows, ", groups], got ", shape_text(tensors.scale));
@@ -134,7 +136,7 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
     check_rank(op, "scale", scale, 2);
     const int64_t width = weight.size(weight_dim);
     check(input.dim() >= 1 && input.size(input.dim() - 1) == width, op, input_name, " must have ", width,
-          " columns like weight, got ", shape_text(input));
+          " columns (its last dim) to match weight, got ", shape_text(input));
     check_dtype_and_device(op, "weight", weight, input_name, input, ScalarType::Char);
     check_dtype_and_device(op, "scale", scale, input_name, input, ScalarType::Float);
 }
@@ -144,7 +146,8 @@ void check_for_int8_activations(const char* op, const Tensor& weight, const Matm
     const int64_t rows = weight.size(0), columns = weight.size(1);
     check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
     check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumK, op, "weight must have a multiple of 8 ",
-          "rows, and of 16 columns up to ", kMaxInt8SumK, ", for int8 activations, got ", shape_text(weight));
+          "rows and a multiple of 16 columns, at most ", kMaxInt8SumK, ", for int8 activations, got ",
+          shape_text(weight));
 }
 
 Int8Choice choose(Int8KernelTable& kernels, DataType dtype, const Int8MatmulParams& params, bool is_plain,
@@ -173,7 +176,7 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
         const int32_t columns = schedule.n_tiles * tile.cluster_size;
         const int64_t counted_steps = tile.uses_wgmma ? ceil_div(schedule.steps, columns) : 1;  // arrivals per m tile
         check(schedule.m_tiles * counted_steps <= int64_t{1} << kLaunchCountBits, "int8_matmul_grad_input",
-              "too many tokens for the gradient of a bias: ", params.input.rows);
+              "grad_out has too many rows for bias_grad=True; split it into smaller batches; got ", params.input.rows);
         tensors.token_arrivals = torch::stable::new_empty(tensors.input, {columns}, ScalarType::Long);
         tensors.token_partial =
             torch::stable::new_empty(tensors.input, {schedule.m_tiles, params.token_sums.columns}, ScalarType::Float);
@@ -183,27 +186,28 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
     return *chosen.kernel;
 }
 
-// Returns dY summed over its rows by PyTorch, in dY's dtype whatever autocast says; [0] unless is_wanted.
+// Returns dY summed over its rows by PyTorch, in dY's dtype even under autocast. Returns [0] unless is_wanted.
 Tensor bias_gradient(const Tensor& grad_out, bool is_wanted) {
     if (!is_wanted) return torch::stable::new_empty(grad_out, {0});
     return torch::stable::sum(grad_out, std::array<int64_t, 1>{0}, /*keepdim=*/false, grad_out.scalar_type());
 }
 
-// Returns whether the kernel needs int8 tokens from a kernel before it; others quantise tokens themselves.
+// Returns whether the kernel needs int8 tokens from a kernel before it. Other kernels quantise tokens themselves.
 bool takes_quantized(const MatmulTile& tile) {
     return tile.uses_wgmma;
 }
 
-// Allocates int8 tokens and their scales, for a kernel before the matmul or for all CTAs of the matmul to write.
-// Allocates nothing if each CTA quantises for itself.
+// Allocates memory for int8 tokens and their scales, which a kernel before the matmul writes, or all CTAs of the matmul
+// together. Allocates nothing if each CTA quantises for itself.
 void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulParams& params,
                           Int8MatmulTensors& tensors) {
     const MatrixView<const uint16_t>& input = params.input;
     const MatmulSchedule& schedule = params.epilogue.schedule;
     if (!takes_quantized(tile)) {
         if (each_cta_quantises(input.rows, input.columns)) return;
-        check(input.rows + 2 * num_ctas(schedule) < int64_t{1} << kLaunchCountBits, op, "too many tokens or outputs ",
-              "for int8 activations: ", input.rows, " by ", params.weight.rows);
+        check(input.rows + 2 * num_ctas(schedule) < int64_t{1} << kLaunchCountBits, op,
+              "x and weight have too many rows ", "for int8 activations; split x into smaller batches; got ",
+              input.rows, " and ", params.weight.rows);
     }
     const auto empty = [&](int64_t elements, ScalarType type) {
         return torch::stable::new_empty(tensors.input, {elements}, type);
@@ -230,7 +234,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
     if (int8_activations) check_for_int8_activations(kOp, weight, epilogue);
     const int64_t weight_rows = weight.size(0), columns = epilogue.is_gated() ? weight_rows / 2 : weight_rows;
     check(!epilogue.is_gated() || weight_rows % 2 == 0, kOp,
-          "weight must have an even number of rows for swiglu, gates and then ups, got ", shape_text(weight));
+          "weight must have an even number of rows for swiglu (first gates, then ups), got ", shape_text(weight));
     const std::vector<int64_t> sizes = with_columns(x, columns);
     if (bias.has_value()) {
         check_shape(kOp, "bias", *bias, {weight_rows});

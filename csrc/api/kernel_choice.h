@@ -23,11 +23,11 @@ namespace fastattn {
 
 // The traits of a call that, with head dims and dtype, decide which forward kernel runs it.
 struct ForwardTraits {
-    bool changes_scores;  // scores are more than scaled and masked by a window
+    bool changes_scores;  // by options other than the scale and a window
     bool is_paged;
 };
 
-// Returns the forward kernel for a call. Before Hopper, only the kernel with options reads keys in pages.
+// Returns the forward kernel for a call. Before Hopper, only the kernels with options read paged keys.
 inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, KernelSize head_dims,
                                                                 DataType dtype, const ForwardTraits& traits) {
     if (!traits.changes_scores) {
@@ -45,7 +45,8 @@ struct BackwardKernels {
     std::array<Row*, 8> in_order() const { return {ranges, rows, key_value, query, bias, sinks, slopes, slope_sums}; }
 };
 
-// The traits of a call that, with head dims and dtype, decide which backward kernels run. Ranges of keys change scores.
+// The traits of a call that, with head dims and dtype, decide which backward kernels run. With ranges of keys,
+// changes_scores is true too.
 struct BackwardTraits {
     bool changes_scores, has_ranges;
 };
@@ -55,7 +56,7 @@ struct BackwardGradients {
     bool bias, sinks, slopes;
 };
 
-// shared_bytes: the most shared memory that a CTA can have on the GPU.
+// Returns the kernels for a call. shared_bytes: the most shared memory that a CTA can have on the GPU.
 inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, KernelSize head_dims,
                                         DataType dtype, const BackwardTraits& traits, const BackwardGradients& wanted) {
     BackwardKernels kernels{};
@@ -79,8 +80,8 @@ inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shar
     return kernels;
 }
 
-// Returns the kernel of flash-decoding for `rows` query rows of a KV head. Its tile has kFewRows rows where these hold
-// all, or where the larger tile does not fit in shared memory.
+// Returns the kernel of flash-decoding for `rows` query rows of a KV head. The kernel's tile has kFewRows rows if these
+// hold all query rows, or if the larger tile does not fit in shared memory. widest: the larger of the two head dims.
 inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability, int32_t shared_bytes, int32_t widest,
                                                      DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
@@ -91,8 +92,8 @@ inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability,
     return kernels.find(compute_capability, widest, dtype, /*variant=*/false);
 }
 
-// The way in which a matmul with int8 weights is computed: the fastest of our kernels with its predicted clocks, and
-// the predicted clocks of dequantising for cuBLAS, infinity where that cannot compute the call.
+// How a matmul with int8 weights is computed. Holds the fastest of our kernels with its predicted clocks, and the
+// predicted clocks of dequantising the weights for cuBLAS, which are infinity if cuBLAS cannot compute the call.
 struct Int8Choice {
     Int8KernelTable::Row* kernel;
     MatmulChoice choice;
@@ -102,8 +103,8 @@ struct Int8Choice {
 
 inline constexpr const char* kDequantisedName = "dequantise + cuBLAS";
 
-// Dequantising is chosen only where it is predicted to be faster by this fraction. Predictions may be as wrong as that
-// (an assumption), and our kernel needs no memory for 16-bit weights.
+// Dequantising is chosen only if it is predicted to be faster by this fraction. The reasons are that predictions may be
+// wrong by as much (an assumption), and that our kernels need no memory for 16-bit weights.
 inline constexpr double kErrorOfPredictions = 0.15;
 
 // The traits of a matmul that, with its sizes, decide which kernel computes it.

@@ -1,4 +1,4 @@
-// Answers what Python asks through ctypes about the native kernels, with the choices of kernel_choice.h.
+// Answers questions about the native kernels that Python asks through ctypes. Uses the choices of kernel_choice.h.
 
 #include <cstdint>
 #include <exception>
@@ -38,7 +38,8 @@ const char* name_or_null(Function&& row_of) {
     }
 }
 
-// Returns table `which`; Python uses the same numbers.
+// Returns the table of int8_matmul (which = 0), of its input gradient (1), or of int8_matmul with int8 activations (2).
+// Python uses the same numbers.
 Int8KernelTable& int8_kernels(int32_t which) {
     return which == 0   ? int8_matmul_kernels()
            : which == 1 ? int8_matmul_grad_input_kernels()
@@ -52,7 +53,7 @@ struct LaunchSchedule {
 };
 
 // The fastest of our kernels (null if there is none) with its predicted time, and the predicted time of dequantising
-// for cuBLAS.
+// the weights for cuBLAS.
 struct Int8Ways {
     const char* kernel;
     double kernel_microseconds, dequantised_microseconds;
@@ -106,7 +107,8 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t c
         [&]() -> auto& { return forward_kernel(compute_capability, head_dims, dtype_of(is_bfloat16), *traits); });
 }
 
-// Writes the names of the kernels that run a call to `names`, in launch order, and returns their number, at most 8.
+// Writes the names of the kernels that run a call to `names`, in launch order. Returns their number, at most 8, or 0 if
+// no kernels run the call.
 FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t compute_capability, int32_t shared_bytes,
                                                                      int32_t head_dim, int32_t value_dim,
                                                                      int32_t is_bfloat16, int32_t changes_scores,
@@ -128,8 +130,8 @@ FASTATTN_ASKED_BY_PYTHON int32_t fastattn_attention_backward_kernels(int32_t com
     }
 }
 
-// Returns the schedule of the key_value kernel of a bf16 call without options, or zeros if that is not for Hopper.
-// total_keys: the keys of all packed sequences, -1 for dense tensors.
+// Returns the schedule of the key_value kernel of a bf16 call without options, or zeros if this kernel is not one of
+// Hopper's. total_keys: the keys of all packed sequences, or -1 for dense tensors.
 FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_backward_schedule(
     const fastattn::DeviceFacts* facts, int32_t widest, int32_t batch, int32_t heads, int32_t key_heads, int32_t rows,
     int32_t keys, int32_t total_keys, int32_t window_left, int32_t window_right, int32_t is_deterministic) {
@@ -156,7 +158,8 @@ FASTATTN_ASKED_BY_PYTHON fastattn::BackwardSchedule fastattn_backward_schedule(
     }
 }
 
-// Returns the kernel of flash-decoding. widest: the larger of its two head dims. rows: the query rows of a KV head.
+// Returns the name of the kernel of flash-decoding. widest: the larger of the call's two head dims. rows: the query
+// rows of a KV head.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_decode_kernel(int32_t compute_capability, int32_t shared_bytes,
                                                             int32_t widest, int32_t is_bfloat16, int32_t cache_format,
                                                             int32_t rows) {
@@ -176,9 +179,9 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capa
     });
 }
 
-// Returns the name of the kernel of int8_matmul, of its input gradient, or of int8_matmul with int8 activations
-// (`which` is 0, 1, 2), with sums [M, N] over K. has_groups: scales are per group along K. is_plain: nothing follows
-// the product. sums_tokens: with the input gradient, a bias's gradient is wanted.
+// Returns the name of the kernel of int8_matmul, of its input gradient, or of int8_matmul with int8 activations (which
+// = 0, 1, 2), with sums [M, N] over K. has_groups: scales are per group along K. is_plain: 16-bit input, and no bias,
+// activation or residual. sums_tokens: the input gradient comes with the gradient of a bias.
 FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, int32_t compute_capability,
                                                                  int32_t num_sms, int32_t is_bfloat16,
                                                                  int32_t has_groups, int32_t is_plain,
@@ -197,7 +200,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::Int8Limits fastattn_int8_limits() {
     return {fastattn::kMaxInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
 }
 
-// Returns the predicted time of each way that fastattn_int8_matmul_kernel() chooses from.
+// Returns the predicted times of the two ways between which fastattn_int8_matmul_kernel() chooses.
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Ways fastattn_int8_ways(int32_t which, int32_t compute_capability,
                                                                int32_t num_sms, int32_t is_bfloat16, int32_t has_groups,
                                                                int32_t is_plain, int32_t sums_tokens, int32_t M,
@@ -238,7 +241,7 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_int8_matmul_schedule(
     }
 }
 
-// Returns the predicted time of a matmul of 16-bit numbers by cuBLAS.
+// Returns the predicted time of a matmul of 16-bit numbers by cuBLAS, in microseconds.
 FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_capability, int32_t num_sms, int32_t M,
                                                              int32_t N, int32_t K) {
     using namespace fastattn;
@@ -246,7 +249,8 @@ FASTATTN_ASKED_BY_PYTHON double fastattn_cublas_microseconds(int32_t compute_cap
     return cublas_clocks(M, N, K, rates, num_sms) / (1e3 * rates.gigahertz);
 }
 
-// Restricts all int8 matmuls to kernels of this architecture with tiles of block_m rows, until the next call. 0: any.
+// Restricts all int8 matmuls to kernels of this architecture with tiles of block_m rows, until the next call of this
+// function. 0 means any.
 FASTATTN_ASKED_BY_PYTHON void fastattn_force_int8_tile(int32_t architecture, int32_t block_m) {
     fastattn::forced_int8_tile().architecture = architecture;
     fastattn::forced_int8_tile().block_m = block_m;

@@ -17,11 +17,12 @@ struct ScoreOptions {
     const std::optional<Tensor>&bias, &alibi_slopes, &sinks, &dropout_seed, &key_ranges;
     double scale;
     int64_t window_left, window_right;
-    std::optional<int64_t> first_row;  // of a block in a larger call; none: the last row stands at the last key
+    std::optional<int64_t> first_row;  // of a block in a larger call; none: the last row is at the last key
     int64_t first_key, first_head;
     double softcap, dropout_p;
 
-    // Returns whether scores are more than scaled and masked by a window: this needs the kernels with options.
+    // Returns whether options other than the scale and a window change or mask scores. This needs the kernels with
+    // options.
     bool change_scores() const { return bias || alibi_slopes || key_ranges || dropout_p > 0 || softcap > 0; }
 };
 
@@ -47,7 +48,8 @@ inline BiasView::Kind bias_kind(const char* op, const Tensor& bias) {
     }
 }
 
-// Returns the view of a bias, [batch or 1, heads or 1, rows or 1, keys or 1] with any strides.
+// Returns the view of a bias, [batch or 1, heads or 1, rows or 1, keys or 1] with any strides. full: the sizes without
+// broadcasting.
 inline BiasView bias_view(const char* op, const Tensor& bias, std::initializer_list<int64_t> full) {
     check_rank(op, "bias", bias, 4);
     int64_t strides[4];
@@ -69,7 +71,8 @@ inline Tensor float_tensor(const char* op, const char* name, const Tensor& tenso
     return torch::stable::contiguous(tensor);
 }
 
-// Returns one side of a window, kUnbounded where it hides no key: rows lie at most `farthest` from keys there.
+// Returns one side of a window, or kUnbounded if it hides no key. farthest: the largest distance between a row and a
+// key on this side.
 inline int32_t window_side(int64_t side, int64_t farthest) {
     const bool hides_some = side >= 0 && side < std::min<int64_t>(farthest, ScoreParams::kUnbounded);
     return hides_some ? static_cast<int32_t>(side) : ScoreParams::kUnbounded;
@@ -83,16 +86,16 @@ inline void locate_block(const char* op, const ScoreOptions& options, const Atte
     for (const auto& [name, first, count] : {std::tuple{"first_row", first_row, sizes.rows},
                                              {"first_key", options.first_key, sizes.keys},
                                              {"first_head", options.first_head, sizes.batch * sizes.heads}}) {
-        check(first == 0 || (first > 0 && first + count <= kMostPositions), op, name, " must lie from 0 to ",
+        check(first == 0 || (first > 0 && first + count <= kMostPositions), op, name, " must be from 0 to ",
               kMostPositions, " - ", count, ", got ", first);
     }
     check(options.dropout_p == 0 || options.first_key % 4 == 0, op,
-          "first_key must be a multiple of 4 where there is dropout, got ", options.first_key);
+          "first_key must be a multiple of 4 with dropout, got ", options.first_key);
     if (options.first_row) params.query_offset = static_cast<int32_t>(first_row - options.first_key);
     params.dropout_origin = {static_cast<uint32_t>(first_row), static_cast<uint32_t>(options.first_key),
                              static_cast<uint32_t>(options.first_head)};
-    // The largest distance from a row back to the first key, and forward to the last. Without first_row these are
-    // bounds, because lengths of packed sequences are unknown.
+    // The largest distances from a row back to the first key, and forward to the last key. Without first_row both are
+    // upper bounds, because the lengths of packed sequences are unknown.
     const int64_t behind = options.first_row ? sizes.rows - 1 + params.query_offset : sizes.keys + sizes.rows;
     const int64_t before = options.first_row ? sizes.keys - 1 - params.query_offset : sizes.keys + sizes.rows;
     params.window_left = window_side(options.window_left, behind);
@@ -129,10 +132,11 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
         params.ranges = key_ranges_view(op, *tensors.key_ranges, query, sizes);
     }
     if (options.dropout_p > 0) {
-        check(options.dropout_seed.has_value(), op, "dropout_seed must be a tensor where dropout_p is not 0");
+        check(options.dropout_seed.has_value(), op,
+              "dropout_seed must be an int64 tensor of one element if dropout_p > 0, got None");
         const Tensor& seed = *options.dropout_seed;
         check(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op,
-              "dropout_seed must be one int64 number, got ", dtype_text(seed), " ", shape_text(seed));
+              "dropout_seed must be an int64 tensor of one element, got ", dtype_text(seed), " ", shape_text(seed));
         check_device(op, "dropout_seed", seed, query);
         params.dropout_seed = static_cast<const int64_t*>(seed.data_ptr());
         params.dropout_threshold =

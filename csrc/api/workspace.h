@@ -39,7 +39,8 @@ class WorkspaceArena {
     int64_t taken_ = 0;
 };
 
-// Allocates the arrays that take(arena) takes. Calls it twice: without memory to learn the size, then with it.
+// Allocates the arrays that take(arena) takes. Calls take() twice: first without memory, to learn the size, then with
+// memory.
 template <typename Take>
 Tensor make_workspace(const Tensor& query, Take&& take) {
     WorkspaceArena sizes(nullptr);
@@ -50,7 +51,8 @@ Tensor make_workspace(const Tensor& query, Take&& take) {
     return workspace;
 }
 
-// Allocates `seen`, `pitch` numbers for each tile of rows, in a tensor that must live until the kernels are launched.
+// Fills `seen` and allocates its memory, `pitch` numbers for each tile of rows. Returns the tensor that holds this
+// memory, and which must live until the kernels are launched.
 inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, const Tensor& query,
                               const AttentionSizes& sizes, const TileFacts& tile, int32_t num_key_tiles,
                               int32_t pitch) {
@@ -73,7 +75,8 @@ inline Tensor make_seen_tiles(SeenTiles& seen, const KeyRangesView& ranges, cons
     });
 }
 
-// Allocates partials of `rows` rows, and arrival counters, in a tensor that must live until the launch.
+// Allocates memory for partials of `rows` rows and for arrival counters. Returns the tensor that holds this memory, and
+// which must live until the kernel is launched.
 inline Tensor make_partial_workspace(PartialWorkspace& partials, const Tensor& query, int64_t rows, int64_t value_dim,
                                      int64_t counters) {
     partials.launch_id = launch_id();

@@ -2,15 +2,15 @@
 //
 //   P = exp(S - shift) / 2^log2_sum,  dS = P (dropout(dO·Vᵀ) - delta)
 //
-// One CTA owns 64 x 64 elements of the bias (fewer if a dim of the bias is 1). It recomputes dS for every batch, head,
-// row tile and key tile that reads them, in a fixed order: no atomics, and S is never stored. Each of 4 warps owns 32 x
-// 32 elements. device/chunked_gemm.cuh pipelines S and dO·Vᵀ, one after the other:
+// One CTA owns 64 x 64 elements of the bias (fewer if the bias has one row or one key). For every batch, head, row tile
+// and key tile that reads these elements, it recomputes dS and adds it to sums in registers, in a fixed order and
+// without atomics. Each of 4 warps owns 32 x 32 elements. device/chunked_gemm.cuh pipelines S and dO·Vᵀ:
 //
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// Tiles that no row sees, through the window or ranges of keys, are skipped. Dense sequences only. Preconditions: those
-// of HeadsView, head dims multiples of 8.
+// Skips tiles in which no row sees a key through the window or ranges of keys. Sequences must be dense, not packed.
+// Preconditions: those of HeadsView, head dims multiples of 8.
 #pragma once
 
 #include "attention/backward.h"
@@ -30,13 +30,15 @@ namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardBiasConfigSm80 {
-    // 64 dims of a 64 x 64 product take a warp 32 HMMA, 16 LDSM and 8 LDGSTS. The kernel takes 252 registers: S, dP,
-    // the bias and the sums 32 each. With 168, for three CTAs on an SM, it spilled 224 bytes.
+    // For 64 dims of a 64 x 64 product, a warp executes 32 HMMA, 16 LDSM and 8 LDGSTS. The kernel takes 252 registers;
+    // S, dP, the bias and the sums take 32 each. With 168 registers, so that three CTAs fit on an SM, the kernel
+    // spilled 224 bytes.
     static constexpr int kTilesM = 2, kTilesN = 4;  // of a warp
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/2, /*kWarpsN=*/2, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
     static constexpr int kMinCtasPerSm = 2;
-    // Rows of the sums start 8 banks apart: half a warp, 4 lanes of 8 bytes in each of 4 rows, covers all 32 banks.
+    // Rows of the sums start 8 banks apart. So half a warp, which stores 8 bytes from each of 4 lanes in each of 4
+    // rows, covers all 32 banks.
     static constexpr int kGradPitch = kBlockN + 8;
 };
 
@@ -50,8 +52,8 @@ struct BiasTileIndex {
     int32_t batch, head, row_tile, key_tile;
 };
 
-// The tiles that a CTA sums over, in their order, key tiles innermost. Along a dim in which the bias has size 1, these
-// are all tiles that some row sees; along any other dim, the one tile that the CTA owns.
+// The tiles that a CTA sums over, in order, with key tiles innermost. Along a dim in which the bias has size 1, the CTA
+// sums over all tiles in which some row sees a key. Along any other dim, it sums over the one tile that it owns.
 template <int kBlockM, int kBlockN>
 class BiasTiles {
   public:
@@ -98,7 +100,7 @@ class BiasTiles {
         return index;
     }
 
-    // Returns the given tile if some row sees some of its keys, else the next such tile.
+    // Returns the given tile if some of its rows sees some of its keys, else the next tile for which this is true.
     FASTATTN_DEVICE BiasTileIndex seen_from(BiasTileIndex tile) const {
         while (contains(tile)) {
             const int32_t first_row = tile.row_tile * kBlockM;
@@ -136,7 +138,8 @@ class BiasTiles {
     }
 };
 
-// Sums over the dims along which the bias broadcasts, and stores the result. Called by all threads of the CTA.
+// Sums over the rows or keys of the CTA's tile if the bias is broadcast along them, and stores the result. Called by
+// all threads of the CTA.
 template <typename Config>
 FASTATTN_DEVICE void store_gradients(const BiasGradientView& view, const BiasTileIndex& owned,
                                      float (&sSums)[Config::kBlockM][Config::kGradPitch]) {
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardBiasStorageSm80<Config>*>(shared_bytes);
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm86) >= Config::kMinCtasPerSm,
-                  "also where it is smallest");
+                  "also with the shared memory of sm_86");
 
     // Prologue: finds the CTA's tiles and their operands in memory.
     const ScoreParams& options = params.scores;

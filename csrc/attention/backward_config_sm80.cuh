@@ -1,5 +1,5 @@
-// How the warps of a backward CTA divide its products. The kernels that add dQ up and that read it back must agree on
-// it.
+// Defines how the warps of a backward CTA on sm_80 divide its matrix products, and the order of the sums of dQ in
+// memory. The kernels that add to these sums and the kernel that reads them rely on the same order.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,10 @@ struct HeadDimGrid {
     FASTATTN_DEVICE static int first_row(int warp) { return warp % kRowWarps * kWarpRows; }
     FASTATTN_DEVICE static int first_column(int warp) { return warp / kRowWarps * kMmaK; }
 
-    // Calls function(accumulator, address) for each accumulator of this lane in kTiles tiles from kFirst on. `sums`
-    // holds the product in fp32, in the order of accumulators: blocks of 16x16, each register by register, of all 32
-    // lanes. The order is the same however warps divide the product.
+    // Calls function(accumulator, address) for each accumulator of this lane in tiles [kFirst, kFirst + kTiles).
+    // `address` points to the accumulator's element in `sums`, which hold the product in fp32. `sums` consist of blocks
+    // of 16x16 elements, row-major, and a block has the layout [8 accumulators of a lane, 32 lanes]. So the layout does
+    // not depend on how warps divide the product.
     template <int kFirst, int kTiles, typename Number, typename Function>
     FASTATTN_DEVICE static void for_each_sum(Number* sums, float (&rC)[kTilesM][kTiles][4], int warp, int lane,
                                              Function&& function) {
@@ -50,12 +51,13 @@ struct HeadDimGrid {
         }
     }
 
-    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row) returns where a row is,
-    // or null if it does not exist.
+    // Adds a warp's accumulators, times factor, to fp32 rows of head_dim elements. row_at(row) returns the address of a
+    // row, or null if the row does not exist.
     template <typename RowAt>
     FASTATTN_DEVICE static void add_to(RowAt&& row_at, const Accumulators& rC, float factor, int head_dim, int warp,
                                        int lane) {
-        // Opaque: values derived from them would take registers in the main loop.
+        // Opaque: otherwise the compiler derives values from lane and warp before the main loop, and they take
+        // registers in the loop.
         const int own_lane = ptx::opaque(lane), own_warp = ptx::opaque(warp);
         for_own_rows<kTilesM>(own_lane, [&](int m, int half, int row) {
             float* gRow = row_at(first_row(own_warp) + row);
@@ -70,7 +72,7 @@ struct HeadDimGrid {
         });
     }
 
-    // Rounds a warp's accumulators, times factor, to 16 bits into [kRows, kHeadDim] in shared memory.
+    // Stores a warp's accumulators, times factor, in a tile [kRows, kHeadDim] of 16-bit elements in shared memory.
     template <DataType kDataType>
     FASTATTN_DEVICE static void stage(uint16_t* sTile, const Accumulators& rC, float factor, int warp, int lane) {
         using Layout = Swizzle<kHeadDim>;

@@ -1,5 +1,5 @@
-// The config, shared memory and launch of the backward kernel for Hopper. backward_key_value_sm90.cuh says how its
-// warps work together.
+// The config, shared memory and launch of the backward kernel for Hopper. backward_key_value_sm90.cuh describes how the
+// warps of this kernel work together.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +53,9 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
         std::conditional_t<kOptions, TransposedOptionsTerms<Tile::kBlockM>, TransposedRowTerms<Tile::kBlockM>>;
     static_assert(sizeof(Terms) == Tile::kBlockM * RowTermsView::numbers_per_row(kOptions) * sizeof(float));
 
-    // In each step a consumer computes a panel of dQ, 64 rows by 64 dims. With 64 dims it sums over its own keys, else
-    // over the keys of all consumers, which exchange dS.
+    // In each step, a consumer computes one panel of dQ: 64 rows by 64 dims. If the head dim is one panel, each
+    // consumer's panel is a partial sum over the consumer's own keys. Otherwise the panel is the sum over all keys of
+    // the tile, for which the consumers exchange dS.
     static constexpr int kQueryPanels = KeyTile::kNumBlocks;
     static constexpr bool kExchangesGradients = kQueryPanels > 1;
     static_assert(!kExchangesGradients || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
@@ -66,8 +67,10 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
 
     static constexpr bool kAddsDqFromRegisters = FASTATTN_DQ_FROM_REGISTERS && !kOptions;
 
-    // An adder adds the panels of one consumer: one of dQ in each step. key_panel() returns the i-th panel of dK and dV
-    // of a split key tile: for each of the consumer's blocks of keys those of dK, then those of dV.
+    // An adder is a warp that adds the panels of one consumer to sums in global memory: one panel of dQ in each step
+    // and, for a split key tile, the panels of dK and dV. key_panel() returns where, among the key tile's sums, the
+    // consumer's i-th panel of dK and dV belongs. For each of its blocks of keys, the consumer passes the panels of dK,
+    // then the panels of dV.
     static constexpr int kAdders = Tile::kNumConsumers, kPanelsOfAdder = 1;
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
     static constexpr int kKeyPanelsOfAdder = kKeyPanels / kAdders;
@@ -77,7 +80,7 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
         return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
     }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
-    static_assert(kKeyPanelsOfAdder / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_own_panel");
+    static_assert(kKeyPanelsOfAdder / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_key_panels");
 
     static_assert(kQueryPanels * kPanelElements == query_tile_elements(/*in_panels=*/true, Tile::kBlockM, kHeadDim),
                   "the host counts as the kernel does");
@@ -88,14 +91,14 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
                                     Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
-// The rows of a step, which the producer passes to the consumers. full_for, bit i: every row sees every key of consumer
-// i. ranges: those of the first row; null if no ranges hide keys.
+// The row tile of a step, as the producer passes it to the consumers. full_for: bit i says that every row sees every
+// key of consumer i. ranges: the ranges of keys of the first row; null if ranges hide no key of the tile.
 struct RowStep {
     int32_t head, row_tile;
     uint32_t full_for = 0;
     float slope = 0.0f;  // of ALiBi
     const int2* ranges = nullptr;
-    float* query_sums = nullptr;  // with kAddsDqFromRegisters only: where dQ is added up
+    float* query_sums = nullptr;  // with kAddsDqFromRegisters only: where the tile's dQ is added
 };
 
 inline constexpr int kExchangeStages = 2;  // buffers of dS: see BackwardConsumerSm90::exchange()
@@ -104,7 +107,7 @@ template <typename Config>
 struct alignas(1024) BackwardStorageSm90 {
     uint16_t sK[Config::KeyTile::kElements];
     uint16_t sV[Config::ValueTile::kElements];
-    uint16_t sFiniteK[Config::KeyTile::kElements];  // K with zeros for NaN and infinity, if it has any
+    uint16_t sFiniteK[Config::KeyTile::kElements];  // K with zeros instead of NaN and infinity, if K has any
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::RowTile::kElements];
     uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
@@ -116,15 +119,15 @@ struct alignas(1024) BackwardStorageSm90 {
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and row terms
     RingBarriers<1> panels[Config::kNumConsumers];
-    // Completes when all warps have stored dS; even and odd steps have one each.
+    // Complete when all warps of an exchange have stored dS. Even and odd steps have different barriers.
     uint64_t gradients_stored[Config::kExchanges][kExchangeStages];
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
-    uint64_t rows_to_trim_landed;       // completes when rows have landed of which the producer zeroes the last
+    uint64_t rows_to_trim_landed;       // completes when a tile has landed whose last rows the producer zeroes
     KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
-    bool is_end[2];                     // for each stage of `work`: it has no work tile, as none is left
+    bool is_end[2];                     // for each stage of `work`: true if no work tile is left for the stage
 };
 
-// Ids of named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; __syncthreads() uses 0.
 enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
 
 template <typename Config>
@@ -142,17 +145,17 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     ptx::fence_mbarrier_init();
 }
 
-// Initialises the barriers, loads the dropout seed, and waits for the kernel before. Called by all threads.
+// Initialises the barriers, loads the dropout seed, and waits for the previous kernel. Called by all threads.
 template <typename Config>
 FASTATTN_DEVICE void start_backward(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params) {
     if (threadIdx.x == 0) {
         init_barriers(shared);
-        // No kernel of this backward pass writes the seed: it may be read before the wait.
+        // No kernel of this backward pass writes the seed, so the seed can be read before the wait below.
         const int64_t* seed = params.scores.dropout_seed;
         if (Config::kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
     }
     __syncthreads();             // waits until the barriers are initialised
-    ptx::griddepcontrol_wait();  // waits until the kernel before has written the row terms
+    ptx::griddepcontrol_wait();  // waits until the previous kernel has written the row terms
 }
 
 template <typename Config, DataType kDataType>
@@ -166,7 +169,7 @@ void launch_backward_sm90(LaunchedKernel& kernel, void (*function)(AttentionBack
     const int64_t first_tile = params.row_splits.first_tile;
     const int64_t num_work_tiles = first_tile + (num_key_tiles(params, Config::kBlockN) - first_tile) *
                                                     params.row_splits.over_heads * params.row_splits.over_rows;
-    // CTAs also claim numbers past the last one, so the check leaves room below 2^32.
+    // Each CTA also claims a number past the last work tile, so the check leaves room for these numbers below 2^32.
     kernel.check_work_tiles(num_work_tiles, "tiles of keys, and splits of these,");
     const AttentionBackwardParamsSm90 all_params{
         params, map_of(params.query, params.packed.total_q, typename Config::RowTile{}),

@@ -1,5 +1,5 @@
 // The config and shared memory of the backward kernel for Hopper with more than 128 dims.
-// backward_key_value_wide_sm90.cuh says how its warps work together.
+// backward_key_value_wide_sm90.cuh describes how the warps of this kernel work together.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
     static constexpr bool kAddsDqFromRegisters = false;
-    // One adder adds all panels. Those of a split key tile are those of dK, then those of dV.
+    // One adder adds all panels. For a split key tile, these are the panels of dK, then the panels of dV.
     static constexpr int kAdders = 1, kPanelsOfAdder = kQueryPanels;
     static constexpr int kKeyPanels = 2 * kQueryPanels, kKeyPanelsOfAdder = kQueryPanels + kValuePanels;
     FASTATTN_DEVICE static constexpr int key_panel(int, int i) { return i; }
@@ -57,7 +57,7 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];
     uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
     uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
-    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ: each thread's registers of operand A
+    uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as each thread's registers of operand A
     float sPanel[Config::kPanelStages][kPanelElements];               // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
     RowStep steps[Config::kStages];  // with options only
@@ -68,12 +68,12 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     RingBarriers<Config::kPassStages> probabilities, gradients;
     RingBarriers<Config::kPanelStages> panels;
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
-    uint64_t rows_to_trim_landed;       // completes when rows have landed of which the producer zeroes the last
+    uint64_t rows_to_trim_landed;       // completes when a tile has landed whose last rows the producer zeroes
     KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
-    bool is_end[2];                     // for each stage of `work`: it has no work tile, as none is left
+    bool is_end[2];                     // for each stage of `work`: true if no work tile is left for the stage
 };
 
-// Ids of named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; __syncthreads() uses 0.
 enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1, kQueriesStored, kKeysStored };
 
 template <int kHeadDim, int kValueDim, bool kOptions>

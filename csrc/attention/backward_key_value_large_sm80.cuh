@@ -1,17 +1,19 @@
-// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), on large key tiles: dK, dV, and dQ in fp32 sums.
+// Attention backward on large key tiles: computes dK and dV, and adds dQ to fp32 sums. The algorithm is
+// FlashAttention-2's (Dao 2023, algorithm 2).
 //
 //   P = exp(S - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = dSᵀ·Q,  dQ = dS·K
 //
-// One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head. Four value warps and four key warps have 32 keys each: one warp's registers do not hold both dV and dK. A step
-// has kBlockM rows. All warps meet at a barrier (|) between steps. Q, dO, row terms and dSᵀ have a buffer for even
-// steps and one for odd steps.
+// One CTA owns kBlockN keys of one KV head and walks over the query rows that see these keys, for each query head of
+// the KV head. Each of four value warps computes dV of 32 keys, and each of four key warps computes dK of 32 keys,
+// because the registers of one warp do not hold both dV and dK. A step has kBlockM rows. All warps meet at a barrier
+// (|) between steps. Q, dO, row terms and dSᵀ have one buffer for even steps and one for odd steps.
 //
 //   value warps  |  step i, 32 rows at a time:  Sᵀ = K·Qᵀ, dPᵀ = V·dOᵀ → Pᵀ in registers → dV;  dSᵀ → shared memory  |
 //   key warps    |  copy dO of step i + 1;  dK of step i - 1;  copy Q of step i + 1;  dQ of step i - 1 → global sums  |
 //
-// Tiles that no row sees are skipped; those of which some row does not see every key are masked. Preconditions: those
-// of HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
+// Row tiles in which no row sees a key are skipped. Row tiles in which some row does not see every key are masked.
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums, semaphores and
+// num_claimed are zero, as far as they are used.
 #pragma once
 
 #include "attention/backward.h"
@@ -64,7 +66,7 @@ struct alignas(128) BackwardLargeStorageSm80 {
     int some_nonfinite;                                      // 1: K has NaN or infinity
 };
 
-// Ids of named barriers; 0 is that of __syncthreads().
+// Ids of named barriers; __syncthreads() uses 0.
 inline constexpr int kStepBarrier = 1;     // all warps
 inline constexpr int kKeyWarpBarrier = 2;  // key warps
 
@@ -88,7 +90,8 @@ struct BackwardLargeSm80 {
     FASTATTN_DEVICE static void meet_all() { ptx::bar_sync(kStepBarrier, Config::kNumThreads); }
     FASTATTN_DEVICE static void meet_key_warps() { ptx::bar_sync(kKeyWarpBarrier, Config::kKeyThreads); }
 
-    // Stores a warp's 32 rows of dK or dV, staged where K or V was; or adds them to `sums`.
+    // Stores a warp's 32 rows of dK or dV, staged in the shared memory of K or V. If `sums` has data, adds the rows to
+    // it instead.
     FASTATTN_DEVICE void store(const HeadsView<uint16_t>& view, const HeadsView<float>& sums, uint16_t* sTile,
                                const typename KeyGrid::Accumulators& rC, float factor) const {
         const int32_t first_in_memory = tile.keys.begin + tile.first_key;
@@ -167,7 +170,7 @@ struct BackwardLargeSm80 {
             return loader;
         };
 
-        // Copies rows a step ahead of the value warps: of each tile first dO, then Q.
+        // Copies rows one step ahead of the value warps. Of each tile, dO comes first, then Q.
         const int32_t begin_row = tile.rows.begin + tile.begin_tile * kBlockM;
         const auto rows_of = [&](const HeadsView<const uint16_t>& view, uint16_t* sTiles) {
             const uint16_t* gTile = row_pointer(view, tile.batch, tile.first_head, begin_row);
@@ -177,7 +180,7 @@ struct BackwardLargeSm80 {
         ColumnTermsLoader<kBlockM> load_terms(params, tile.batch, tile.first_head, begin_row);
         const int32_t most_left = tile.rows.length - tile.begin_tile * kBlockM;
         const int32_t least_left = tile.rows.length - tile.end_tile * kBlockM;
-        int32_t rows_left = most_left;  // rows of the sequence from the tile to copy on
+        int32_t rows_left = most_left;  // rows of the sequence from the next tile to copy to the end
         const auto load_tile = [&](RowLoader& loader, int buffer) {
             const uint32_t behind = buffer * sizeof(shared.sQ[0]);
             if (rows_left >= kBlockM) {
@@ -254,13 +257,13 @@ struct BackwardLargeSm80 {
             // NaN and infinity in K count as zero in this step's dQ: see device/nonfinite.cuh.
             const bool cleans = some_nonfinite && !tile.is_full(row_tile);
             if (some_nonfinite) {
-                meet_all();  // waits until the value warps have read K in the step that they are in
+                meet_all();  // waits until the value warps have read K in their current step
                 if (cleans) {
                     KeyLoader(shared.sK, nullptr, 0, ptx::opaque(threadIdx.x)).for_own_pairs([](uint32_t& pair) {
                         pair &= ~nonfinite_mask<kDataType>(pair);
                     });
                 }
-                meet_key_warps();  // waits until K is finite in all of the tile
+                meet_key_warps();  // waits until all of K is finite
             }
             typename QueryGrid::Accumulators rdQ = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/true, kBlockN, QueryGrid::kColumnStep>(
@@ -271,13 +274,13 @@ struct BackwardLargeSm80 {
             QueryGrid::template for_each_sum<0>(sums, rdQ, role_warp, lane, ptx::red_add_f32);
             semaphore.release(meet_key_warps);
             if (cleans) {
-                meet_key_warps();  // waits until every key warp has read the K with zeros
+                meet_key_warps();  // waits until every key warp has read the K that has zeros
                 load_keys(params.key, shared.sK);
                 ptx::cp_async_commit_group();
             }
 
             if (loads) load_terms.store(shared.terms[buffer]);
-            ptx::cp_async_wait_group<0>();  // waits for Q, dO and, where it was zeroed, K
+            ptx::cp_async_wait_group<0>();  // waits for Q, dO and, if it was loaded again, K
             sums += params.query.heads * Config::kQuerySums;
             if (++row_tile == tile.end_tile) {
                 row_tile = tile.begin_tile;

@@ -1,18 +1,21 @@
-// Attention backward, FlashAttention-2 (Dao 2023, algorithm 2), with every option: dK, dV, and dQ in fp32 sums.
+// Attention backward with every option: computes dK and dV, and adds dQ to fp32 sums. The algorithm is
+// FlashAttention-2's (Dao 2023, algorithm 2).
 //
 //   P = exp(S - lse),  dV = dropout(P)ᵀ·dO,  dP = dropout(dO·Vᵀ),  dS = P∘(dP - delta)∘softcap'
 //   dK = dSᵀ·Q,  dQ = dS·K
 //
-// One CTA owns kBlockN keys of one KV head and walks over the query rows that see them, for each query head of the KV
-// head. K, V, P and dS are in shared memory, dK and dV in registers. A step of kBlockM rows, with its barriers (|):
+// One CTA owns kBlockN keys of one KV head and walks over the query rows that see these keys, for each query head of
+// the KV head. K, V, P and dS are in shared memory, dK and dV in registers. A step of kBlockM rows, with its barriers
+// (|):
 //
 //   cp.async         |                        |        | next Q, dO
 //   tensor cores     | S = Q·Kᵀ   dP = dO·Vᵀ  | dV, dK | dQ → sums in global memory
 //   shared memory    |        → P         → dS|        |
 //
-// Tiles that no row sees, through the window or ranges of keys, are skipped. With kOptions every tile goes through all
-// options; without, scores are only scaled, and masked if some row does not see every key. Preconditions: those of
-// HeadsView, head dims multiples of 8 and at most kHeadDim; query_sums (and semaphores, num_claimed) are zero.
+// Row tiles in which no row sees a key, through the window or ranges of keys, are skipped. With kOptions, every tile
+// goes through all options. Without kOptions, scores are only scaled, and masked if some row does not see every key.
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums, semaphores and
+// num_claimed are zero, as far as they are used.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +39,7 @@
 
 namespace fastattn {
 
-// Where a CTA's keys are in memory. Seldom needed, and so kept in shared memory, as registers are scarce.
+// Where a CTA's keys are in memory. Kept in shared memory, because registers are scarce and few places read it.
 struct KeysInMemory {
     int32_t batch, head;           // of K and V
     int32_t first_row, tile_keys;  // first row and number of rows in K and V
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         ptx::cp_async_commit_group();
     };
 
-    // Operands at this warp's position: S and dP at its rows and keys, other products at their own rows and columns.
+    // The operands of all products, at this warp's position. For S and dP, the position is the warp's rows and keys.
+    // For dK, dV and dQ, it is the warp's rows and columns in KeyGrid or QueryGrid.
     const int warp_m = warp % Config::kRowWarpsOfS * Config::kWarpM,
               warp_n = warp / Config::kRowWarpsOfS * Config::kWarpN;
     const SwizzledBlocks<kHeadDim> sQ(shared.sQ + warp_m * kRowElements, ldmatrix_lane(lane));
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
                                       ldmatrix_lane(lane));
     const SwizzledBlocks<kHeadDim> sKd(shared.sK, at_column(ldmatrix_lane(lane), QueryGrid::first_column(warp)));
 
-    // Computes one step: the row tile at which `walk` is.
+    // Computes one step: the current row tile of `walk`.
     const auto step = [&](const HeadScores& scores) {
         const int32_t head = walk.head, row_tile = walk.row_tile;
         const bool is_full = walk.is_full();
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
         if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
         __syncthreads();   // waits until every warp has read Q, dO and terms, so that they may be overwritten
-        auto next = walk;  // found again after the step: to keep it would take registers
+        auto next = walk;  // found again after the step, because keeping it would take registers
         next.go_on();
         if (!next.is_over()) {
             const auto skip_to_next = [&](auto& loader, const HeadsView<const uint16_t>& view) {
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         const Semaphore semaphore{params.semaphores != nullptr ? params.semaphores + sums_tile : nullptr};
         semaphore.wait(walk.num_before(scores.window), CtaBarrier{});
         constexpr int kTilesAtOnce = QueryGrid::kTilesD % 4 == 0 ? 4 : 2;
-        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto slice) {  // dQ in slices: at once it would spill
+        for_constant<QueryGrid::kTilesD / kTilesAtOnce>([&](auto slice) {  // dQ in slices: the whole dQ would spill
             constexpr int kFirst = slice.value * kTilesAtOnce;
             float rdQ[QueryGrid::kTilesM][kTilesAtOnce][4] = {};
             gemm_accumulate<kDataType, /*kTransposeA=*/false, kBlockN, QueryGrid::kColumnStep,
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         });
         semaphore.release(CtaBarrier{});
         if (clean) {
-            __syncthreads();  // waits until every warp has read the K with zeros
+            __syncthreads();  // waits until every warp has read the K that has zeros
             load_k.template load<true>(shared.keys.tile_keys);
             ptx::cp_async_commit_group();
         }
@@ -201,8 +205,8 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         step(HeadScores(params.scores, batch, walk.head, rows.length, keys.length));
     }
 
-    // Epilogue: stages dK and dV where K and V were, and stores them; or, given sum_key, adds them from registers to
-    // gradients in fp32.
+    // Epilogue: stages dK and dV in the shared memory of K and V, and stores them. If sum_key is given, adds dK and dV
+    // from registers to fp32 gradients instead.
     ptx::cp_async_wait_group<0>();  // waits for K, if the last step has copied it again
     __syncthreads();                // waits until every warp has read K and V
     const int thread = ptx::opaque(threadIdx.x), own_warp = thread / kWarpSize, own_lane = thread % kWarpSize;

@@ -1,18 +1,19 @@
-// Attention backward for Hopper: dK, dV, and dQ in fp32 sums. FlashAttention-2 (Dao 2023, algorithm 2) with the roles
-// of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and claims work tiles: kBlockN keys and all query rows
-// that see them, or a split of these rows (row_splits.h). Two warpgroups consume, each for half of the keys; the third
-// one produces.
+// Attention backward for Hopper: computes dK and dV, and adds dQ to fp32 sums. The algorithm is FlashAttention-2's (Dao
+// 2023, algorithm 2), with the warp specialisation of FlashAttention-3 (Shah et al. 2024). CTAs are persistent and
+// claim work tiles. A work tile is kBlockN keys and all query rows that see these keys, or a split of the rows
+// (row_splits.h). Each of two consumer warpgroups takes half of the keys. A third warpgroup is the producer.
 //
 //   P = exp(scale·Q·Kᵀ - lse),  dV = Pᵀ·dO,  dP = dO·Vᵀ,  dS = P∘(dP - delta),  dK = scale·dSᵀ·Q,  dQ = scale·dS·K
 //
-//   ring, stages         full: its bytes have landed        empty: every consumer's warps are done with it
-//   work         2       says which key tile                after its gradients
-//   keys         1       K, V; before the first product     after the last
-//   rows         kStages Q, dO and row terms of a step      after its dV and dK
-//   panels       1       dQ of a consumer, dK and dV of split tiles      when the addition has read it
+//   ring     stages    a full stage holds                     a stage becomes empty
+//   work     2         a work tile                            after the work tile's gradients
+//   keys     1         K, V of a work tile                    after the work tile's last product
+//   rows     kStages   Q, dO and row terms of a step          after the step's dV, dK and dQ
+//   panels   1         a panel of a consumer's dQ or,         when the addition has read the panel
+//                      for split key tiles, of dK or dV
 //
 //   tensor cores   dK  dQ  S'      | dV' dP'      | dK' dQ' S''     …   (gaps: products of the other consumer)
-//   other pipes            dQ → P' →        dS' → |             …   (no prime: this step's; ', '': the next two steps')
+//   other pipes            dQ → P' →        dS' → |             …   (no prime: this step; ' and '': the next two steps)
 #pragma once
 
 #include <cstdint>
@@ -33,8 +34,8 @@
 
 namespace fastattn {
 
-// A consumer warpgroup: starts products, each a wgmma group, and passes results on. S and dP are transposed, [keys,
-// rows], so that P and dS are operands A of dV and dK in registers.
+// A consumer warpgroup: starts products, each as one wgmma group, and passes their results on. S and dP are computed
+// transposed, [keys, rows], so that P and dS in registers are the A operands of dV and dK.
 template <typename Config, DataType kDataType>
 struct BackwardConsumerSm90 {
     static constexpr int kTilesK = Config::kTilesK, kTilesD = Config::kTilesD;
@@ -62,15 +63,15 @@ struct BackwardConsumerSm90 {
           lane(lane),
           dq_takes_panels(fastattn::dq_takes_panels<Config>(params)) {}
 
-    // Returns this warp's first key in a block of 64, counted in the CTA's tile.
+    // Returns this warp's first key in a block of 64 keys, counted from the first key of the CTA's tile.
     FASTATTN_DEVICE int first_key(int block) const {
         return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
     }
 
-    // Opaque: values derived from it for each product would take registers in the loop.
+    // Opaque: otherwise the compiler derives an address for each product before the loop, where they take registers.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
-    // Starts rC = K·Qᵀ or V·dOᵀ of one of this consumer's blocks of keys; adds to rC with kAdds.
+    // Starts rC = K·Qᵀ or rC = V·dOᵀ of one of this consumer's blocks of keys. With kAdds, adds the product to rC.
     template <typename OwnTile, bool kAdds = false>
     FASTATTN_DEVICE void start_scores(Scores& rC, const uint16_t* sKeys, int block, const uint16_t* sRows) const {
         const int first_own_key = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
@@ -88,7 +89,7 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Returns the ring of rows at the step that is computed, or `ahead` steps later.
+    // Returns the ring of rows at the current step, or `ahead` steps later.
     FASTATTN_DEVICE Ring<Config::kStages> row_ring(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
@@ -100,16 +101,16 @@ struct BackwardConsumerSm90 {
         ++num_steps;
     }
 
-    // dS of a step passes through one of two buffers in shared memory, for even and odd steps. No barrier has to say
-    // that a buffer is empty: before each warp stored dS of the last step, it had waited for the dQ that read this
-    // buffer.
+    // dS of a step passes through one of two buffers in shared memory, one for even and one for odd steps. A buffer was
+    // last read by dQ of two steps ago. No barrier has to say that this dQ is finished: every warp waited for it before
+    // storing dS of the previous step, and start_dq() waited until every warp had stored that dS.
     FASTATTN_DEVICE int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
     FASTATTN_DEVICE uint16_t* exchanged() const { return shared.sdS[exchange()][num_steps % kExchangeStages]; }
     FASTATTN_DEVICE uint32_t exchange_barrier() const {
         return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
     }
 
-    // Stores dSᵀ of a block of keys in the buffer.
+    // Stores dSᵀ of a block of keys in the step's buffer.
     FASTATTN_DEVICE void store_gradients(const ScoresAsA& rdS, int block) const {
         const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
         const uint32_t sdS = shared_address(exchanged());
@@ -123,7 +124,7 @@ struct BackwardConsumerSm90 {
         if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
     }
 
-    // Waits until all dS that it sums over has been stored, and starts this consumer's panel of dQ = dS·K.
+    // Waits until every warp of the exchange has stored its dS, and starts this consumer's panel of dQ = dS·K.
     FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
         const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes
@@ -135,17 +136,17 @@ struct BackwardConsumerSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Passes 64 columns of a gradient to the warp that adds panels. num_before: the number of panels before; only its
-    // parity counts.
+    // Passes 64 columns of a gradient to the warp that adds panels. num_before: how many panels this consumer has
+    // passed before; only the parity counts.
     template <int kFirstTile, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
         const Ring<1> ring(shared.panels[warpgroup], num_before);
-        // Opaque: with options no register is left in the main loop for values derived from it.
+        // Opaque: with options, the main loop has no register left for values that the compiler derives from lane.
         const int own_lane = Config::kOptions ? ptx::opaque(lane) : lane;
         store_panel<kFirstTile>(ring, &shared.sPanel[warpgroup], rC, warp, own_lane);
     }
 
-    // Adds this consumer's panel of dQ to the sums, or passes it to the warp that does.
+    // Adds this consumer's panel of dQ to the sums, or passes the panel to the warp that adds panels.
     FASTATTN_DEVICE void add_dq(const QueryPanel& rdQ) const {
         if (dq_takes_panels) {
             store_own_panel<0>(rdQ, num_steps);
@@ -157,18 +158,18 @@ struct BackwardConsumerSm90 {
         for (int block = 0; block < kPanelDims / kMmaN; ++block) {
             ptx::red_add_v4_f32(rdQ[0][block], sums + block * kPanelBlockElements);
         }
-        __syncwarp();  // waits until every lane has read the address: the step is released next
+        __syncwarp();  // waits until every lane has read the address, as the step is released next
     }
 
-    // Skips steps in which no row sees this consumer's keys. Completes the phases of their barriers; add_panels() then
-    // adds nothing.
+    // Skips `count` steps in which no row sees this consumer's keys. Arrives at the barriers of these steps, so that
+    // their phases complete. add_panels() adds nothing for these steps.
     FASTATTN_DEVICE void skip(int32_t count) {
 #pragma unroll 1
         for (; count > 0; --count) {
-            row_ring().wait_full();  // else the release could count for the stage's previous rows
+            row_ring().wait_full();  // otherwise the release could count for the stage's previous rows
             const Ring<1> ring(shared.panels[warpgroup], num_steps);
             if (dq_takes_panels) ring.wait_empty();
-            __syncwarp();  // waits until every lane has passed both barriers, which may complete again then
+            __syncwarp();  // waits until every lane has passed both waits: the barriers may complete again after this
             if (lane == 0) {
                 ptx::mbarrier_arrive(exchange_barrier());
                 if (dq_takes_panels) ring.arrive_full();
@@ -177,9 +178,10 @@ struct BackwardConsumerSm90 {
         }
     }
 
-    // Passes on dK and dV of a block of keys of a split tile, after its last step.
+    // Passes dK and dV of a block of keys to the warp that adds panels, after the last step of a split tile.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
-        // Only the parity counts: earlier key tiles have passed an even number of panels of dK and dV.
+        // Only the parity of num_before counts. Earlier key tiles and blocks have passed an even number of panels of dK
+        // and dV, so only panels of dQ matter.
         const uint32_t num_before = dq_takes_panels ? num_steps : 0;
         for_constant<Config::kQueryPanels>(
             [&](auto panel) { store_own_panel<panel.value * kPanelDims / kMmaN>(rdK, num_before + panel.value); });
@@ -188,8 +190,8 @@ struct BackwardConsumerSm90 {
         });
     }
 
-    // Returns the K that dQ takes where masks hide keys from rows: with zeros for NaN and infinity
-    // (device/nonfinite.cuh). Called by all consumers.
+    // Returns the K for dQ = dS·K of a tile in which masks hide keys from rows: K itself or, if K has NaN or infinity,
+    // a copy with zeros instead of these (device/nonfinite.cuh). Called by all consumers.
     FASTATTN_DEVICE const uint16_t* finite_keys() const {
         const int thread = threadIdx.x;
         const bool has_nonfinite = tile_has_nonfinite<kDataType, KeyTile, Config::kConsumerThreads>(shared.sK, thread);
@@ -205,8 +207,9 @@ struct BackwardConsumerSm90 {
     }
 };
 
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim; sums, semaphores and num_claimed
-// are zero. Any lengths, packed or not. backward_scores_sm90.cuh says what scores go through.
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; sums, semaphores and
+// num_claimed are zero. Sequences can have any length, packed or not. backward_scores_sm90.cuh describes which options
+// scores go through.
 template <int kHeadDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     Consumer consumer(shared, params, warpgroup, warp, lane);
     const bool has_bias = kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
 
-    // Inlined however long it is: ptxas would serialise wgmma in a function of its own.
+    // Always inlined: if the lambda were a function of its own, ptxas would serialise its wgmma instructions.
     for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) __attribute__((always_inline)) {
         typename Consumer::Gradient rdK[kKeyBlocks], rdV[kKeyBlocks];  // dK, dV
 #pragma unroll
@@ -256,12 +259,12 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
 #pragma unroll
                 for (int e = 0; e < 4; ++e) rdK[block][0][d][e] = rdV[block][0][d][e] = 0.0f;
             }
-            // Else the compiler could write the zeros after the first product's fence, and wgmma might miss them.
+            // Otherwise the compiler could write the zeros after the first product's fence, and wgmma might miss them.
             ptx::written_by_wgmma(rdK[block]);
             ptx::written_by_wgmma(rdV[block]);
         }
-        // Computes one row tile, given S of the first block of keys. Leaves dS of the last block, whose dK and dQ are
-        // still to be computed.
+        // Computes one row tile. rS: S of the first block of keys, already computed. Leaves dS of the last block in
+        // rdS16; the caller computes dK of this block, and dQ.
         const auto finish_step = [&](Scores& rS, ScoresAsA& rdS16, BlockScores& scores) {
             const auto& terms = shared.terms[consumer.stage()];
             const uint16_t *sQ = shared.sQ[consumer.stage()], *sdO = shared.sdO[consumer.stage()];
@@ -310,8 +313,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     return {};
                 }
             };
-            // With options RowStep says which step it is, without options head and row_tile do. is_first: counts as
-            // masked, which is right for all tiles.
+            // With options, RowStep has the head and row tile of the step. Without options, the arguments have them.
+            // is_first: the first step is always computed as a masked tile, which is right for every tile.
             const auto block_scores = [&](int stage, int32_t head, int32_t row_tile, bool is_first,
                                           const typename BlockScores::SeenThroughRanges& ranges) -> BlockScores {
                 if constexpr (kOptions) {

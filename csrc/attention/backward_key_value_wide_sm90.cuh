@@ -1,18 +1,20 @@
-// Attention backward for Hopper with more than 128 dims: what backward_key_value_sm90.cuh computes, in other roles, as
-// the gradients of 64 keys alone take half of an SM's registers. A CTA stays on its SM and claims one tile of 64 keys,
-// or a split of its query rows, after the other. A step has 64 rows. Three warpgroups compute one gradient each:
+// Attention backward for Hopper with more than 128 dims. Computes the same as backward_key_value_sm90.cuh, but divides
+// the work between warpgroups by gradient, because dK and dV of only 64 keys take half of an SM's registers. CTAs are
+// persistent and claim work tiles. A work tile is 64 keys and all query rows that see these keys, or a split of the
+// rows (row_splits.h). A step has 64 rows. Each of three warpgroups computes one gradient:
 //
 //   dV   Sᵀ = K·Qᵀ,  Pᵀ = exp(scale·Sᵀ - lse) → shared memory;  dV += Pᵀ·dO
 //   dK   dPᵀ = V·dOᵀ,  Pᵀ ← shared memory,  dSᵀ = Pᵀ∘(dPᵀ - delta) → shared memory;  dK += dSᵀ·Q
 //   dQ   dSᵀ ← shared memory,  dQ = dS·K, 64 dims at a time → shared memory
 //
-//   ring, stages                full: its bytes have landed         empty: all who need it are done with it
-//   work    2                   says which key tile                 after its gradients
-//   keys    1                   K, V; before the first product      after the last
-//   rows    kStages             Q, dO and row terms of a step       after its dV and dK
-//   probabilities, gradients    Pᵀ, dSᵀ of a step; kPassStages      when the next warpgroup has read it
-//   panels  kPanelStages        64 dims of dQ; of split tiles       when the addition has read it
-//                               also of dK and dV
+//   ring            stages         a full stage holds                  a stage becomes empty
+//   work            2              a work tile                         after the work tile's gradients
+//   keys            1              K, V of a work tile                 after the work tile's last product
+//   rows            kStages        Q, dO and row terms of a step       after the step's dV and dK
+//   probabilities   kPassStages    Pᵀ of a step                        when the warpgroup of dK has read Pᵀ
+//   gradients       kPassStages    dSᵀ of a step                       when the products of dQ have read dSᵀ
+//   panels          kPanelStages   64 dims of dQ or, for split key     when the addition has read the panel
+//                                  tiles, of dK or dV
 #pragma once
 
 #include <cstdint>
@@ -33,9 +35,9 @@
 
 namespace fastattn {
 
-// The warpgroups of dV (kIsDv) and dK. Their scores are transposed, [keys, rows], so that Pᵀ and dSᵀ are operands A of
-// dV and dK in registers. A warpgroup runs ahead of the others until a ring stops it: while one computes
-// exponentials or stores, the tensor cores have products of the others.
+// The warpgroup of dV (kIsDv) or of dK. It computes S or dP transposed, [keys, rows], so that Pᵀ or dSᵀ in registers is
+// the A operand of its gradient. A warpgroup runs ahead of the others until it waits at a ring. So while one warpgroup
+// computes exponentials or stores results, the tensor cores execute products of the other warpgroups.
 template <typename Config, DataType kDataType, bool kIsDv>
 struct BackwardKeyGradientSm90 {
     using ScoreKeyTile = std::conditional_t<kIsDv, typename Config::KeyTile, typename Config::ValueTile>;
@@ -55,10 +57,10 @@ struct BackwardKeyGradientSm90 {
     uint32_t num_steps = 0;       // steps that this warpgroup has finished
     uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all warpgroups
 
-    // Opaque: values derived from it for each product would take registers in the loop.
+    // Opaque: otherwise the compiler derives an address for each product before the loop, where they take registers.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
-    // Returns the ring of rows at the step that is computed, or `ahead` steps later.
+    // Returns the ring of rows at the current step, or `ahead` steps later.
     FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
@@ -76,7 +78,8 @@ struct BackwardKeyGradientSm90 {
 
     // Starts dV += P·dO, or dK += dS·Q.
     FASTATTN_DEVICE void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
-        // 256 dims at once would be 128 accumulators and 4 registers of A. An instruction may have 65536 / 512 = 128.
+        // 256 dims in one instruction would take 128 accumulators and 4 registers of A. With 512 threads in a CTA, an
+        // instruction can have at most 65536 / 512 = 128 registers.
         constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
         const int stage = rows().stage;
         const uint32_t sRows = address_of(kIsDv ? shared.sdO[stage] : shared.sQ[stage]);
@@ -105,7 +108,7 @@ struct BackwardKeyGradientSm90 {
         }
     }
 
-    // Turns S into P, in 16 bits, and passes it on.
+    // Turns S into P, rounds P to 16 bits, and passes P to the warpgroup of dK.
     FASTATTN_DEVICE void finish_probabilities(StepScores& scores, Scores& rS, ScoresAsA& rP) const {
         scores.probabilities(rP, rS, shared.terms[rows().stage]);
         const Ring<Config::kPassStages> ring = passed(shared.probabilities);
@@ -117,7 +120,8 @@ struct BackwardKeyGradientSm90 {
         if (lane == 0) ring.arrive_full();
     }
 
-    // Turns dP - delta into dS, in 16 bits, and passes it on.
+    // Turns dP - delta into dS with the P of the warpgroup of dV, rounds dS to 16 bits, and passes dS to the warpgroup
+    // of dQ.
     FASTATTN_DEVICE void finish_gradients(const KeyWorkTile<Config>& keys, Scores& rdP, ScoresAsA& rdS,
                                           int32_t row_tile, bool is_full) const {
         Ring<Config::kPassStages> from = passed(shared.probabilities);
@@ -156,7 +160,7 @@ struct BackwardKeyGradientSm90 {
         if (lane == 0) to.arrive_full();
     }
 
-    // Waits for S or dP, and turns it into P or dS. With options row_tile does not count.
+    // Waits for S or dP, and turns it into P or dS. With options, row_tile is not used.
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
         if constexpr (kIsDv) {
@@ -176,7 +180,7 @@ struct BackwardKeyGradientSm90 {
             Gradient rG;
 #pragma unroll
             for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
-            ptx::written_by_wgmma(rG);  // else the zeros could be written after the first product's fence
+            ptx::written_by_wgmma(rG);  // otherwise the zeros could be written after the first product's fence
             const int32_t begin_full = warp_uniform(keys.begin_full[0]), end_full = warp_uniform(keys.end_full[0]);
             const auto is_full = [&](int32_t row_tile) {
                 if constexpr (Config::kOptions) return (shared.steps[rows().stage].full_for & 1) != 0;
@@ -192,7 +196,7 @@ struct BackwardKeyGradientSm90 {
                     Scores rX;
                     rows().wait_full();
                     start_scores(rX, rows().stage);
-                    // The code for masked tiles is right for all.
+                    // The code for masked tiles is right for every tile.
                     finish_step(keys, rX, rA, row_tile, /*is_full=*/false);
                 }
                 while (--num_left > 0) {
@@ -230,11 +234,11 @@ struct BackwardKeyGradientSm90 {
         });
     }
 
-    // Passes dK or dV to the warp that adds panels, after all panels that come before.
+    // Passes the panels of dK or dV to the warp that adds panels. The order is: the tile's dQ, then dK, then dV.
     FASTATTN_DEVICE void store_panels(const Gradient& rG) {
         constexpr int kBefore = kIsDv ? Config::kQueryPanels : 0;
         constexpr int kPanels = kIsDv ? Config::kValuePanels : Config::kQueryPanels;
-        // Waits until the warpgroup before has stored its last panel.
+        // Waits until the warpgroup of dQ (before dK) or of dK (before dV) has stored its last panel.
         ptx::bar_sync(kIsDv ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
         for_constant<kPanels>([&](auto panel) {
             const Ring<Config::kPanelStages> ring(
@@ -242,8 +246,8 @@ struct BackwardKeyGradientSm90 {
             store_panel<panel.value * kPanelDims / kMmaN>(ring, shared.sPanel, rG, warp, lane);
         });
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
-        // dV is stored last, and no barrier follows it: the next tile's dQ depends on a P that this warpgroup has yet
-        // to compute.
+        // dV is stored last, and needs no barrier after it: the next panels are the next tile's dQ, which depends on a
+        // P that the warpgroup of dV computes only after this.
         if constexpr (!kIsDv) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
     }
 };
@@ -258,7 +262,7 @@ struct BackwardQueryGradientSm90 {
     const AttentionBackwardParams& params;
     int warp, lane;
 
-    // Returns whether masks hide keys from rows, and K has NaN or infinity.
+    // Returns whether masks may hide keys from rows, and K has NaN or infinity.
     FASTATTN_DEVICE bool has_nonfinite(const KeyWorkTile<Config>& keys) const {
         const bool has_bias = Config::kOptions && params.scores.bias.kind != BiasView::Kind::kNone;
         if (keys.are_all_full() && !has_bias) return false;
@@ -267,8 +271,8 @@ struct BackwardQueryGradientSm90 {
         return warp_uniform(ptx::bar_red_or(kQueryWarpgroup, kWarpgroupSize, is_own)) != 0;
     }
 
-    // Writes a block of K, with zeros for NaN and infinity (device/nonfinite.cuh), to a panel, which dQ overwrites
-    // later.
+    // Copies a block of K, with zeros instead of NaN and infinity (device/nonfinite.cuh), to sPanel, which dQ
+    // overwrites later. Returns the copy.
     FASTATTN_DEVICE const uint16_t* finite_block(const uint16_t* sBlock, float* sPanel) const {
         static_assert(KeyTile::kBlockBytes <= kPanelElements * sizeof(float), "it fits");
 #pragma unroll 1
@@ -313,7 +317,7 @@ struct BackwardQueryGradientSm90 {
                     start_panel(rdQ, shared.sdS[gradients.stage], sBlock);
                     wait_gemm<0>(rdQ);  // leaves no product in flight
                     if (panel == Config::kQueryPanels - 1) gradients.release(lane);
-                    // Waits until every warp's product has read the block of K that dQ overwrites.
+                    // Waits until every warp's product has read the copy of K, which dQ overwrites.
                     if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
                     store_panel<0>(ring, shared.sPanel, rdQ, warp, lane);
                 }
@@ -327,9 +331,10 @@ struct BackwardQueryGradientSm90 {
     }
 };
 
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores and
-// num_claimed are zero. Any lengths, packed or not. With options the warpgroup of dV applies masks, bias and dropout.
-// It marks what they hide or drop in the P that it passes on (kHiddenProbability).
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim and kValueDim; sums, semaphores
+// and num_claimed are zero. Sequences can have any length, packed or not. With options, the warpgroup of dV applies
+// masks, bias and dropout. In the P that it passes to the warpgroup of dK, it marks what is hidden or dropped
+// (kHiddenProbability).
 template <int kHeadDim, int kValueDim, DataType kDataType, bool kOptions>
 __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>::kNumThreads, 1)
     attention_backward_key_value_wide_sm90(const __grid_constant__ AttentionBackwardParamsSm90 all_params) {

@@ -1,5 +1,6 @@
-// How dK, dV and dQ leave the backward kernels for Hopper: in panels of 64 rows by 64 dims, which a warp adds to sums
-// in global memory, or straight to the gradients.
+// How the backward kernels for Hopper write dQ, dK and dV. dQ, and dK and dV of split key tiles, are passed in panels
+// of 64 rows by 64 dims to a warp that adds them to sums in global memory. dK and dV of other key tiles are stored
+// directly in the gradients.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +21,16 @@
 
 namespace fastattn {
 
-// Starts to add a panel to sums in global memory, and waits until it has been read from shared memory: it may then be
-// overwritten, but the addition may still be under way. Called by one thread.
+// Starts to add a panel to sums in global memory, and waits until the panel has been read from shared memory. The panel
+// can then be overwritten, although the addition may not be complete. Called by one thread.
 FASTATTN_DEVICE void start_to_add(float* sums, const float* sPanel) {
     ptx::cp_reduce_async_bulk_add_f32(sums, shared_address(sPanel), kPanelElements * sizeof(float));
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read();
 }
 
-// Stores a warp's 16 rows of the panel at address sPanel: 64 columns of an accumulator from 8 * kFirstTile on, and
-// zeros past its last column.
+// Stores a warp's 16 rows of the panel at address sPanel: 64 columns of the accumulators rC, from column 8 * kFirstTile
+// on, and zeros past the last column of rC.
 template <int kFirstTile, int kNumTiles>
 FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNumTiles][4], int warp, int lane) {
     sPanel += (warp * kWarpSize + lane) * sizeof(float4);
@@ -45,7 +46,7 @@ FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNum
     }
 }
 
-// Passes 64 columns of a gradient, in a stage of sPanels, to the warp that adds panels.
+// Passes 64 columns of a gradient to the warp that adds panels, through the ring's stage of sPanels.
 template <int kFirstTile, int kStages, int kNumTiles>
 FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
                                  const float (&rC)[1][kNumTiles][4], int warp, int lane) {
@@ -56,8 +57,8 @@ FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanel
     if (lane == 0) ring.arrive_full();
 }
 
-// Stores dK or dV of a warp's 16 keys, times factor; or adds them to `sums`. first_key: the warp's first in the key
-// tile.
+// Stores dK or dV of a warp's 16 keys, times factor, in `view`. If `sums` has data, adds them to `sums` instead.
+// first_key: the warp's first key, counted from the first key of the key tile.
 template <DataType kDataType, typename Config, int kTilesD>
 FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const HeadsView<float>& sums,
                                     const KeyWorkTile<Config>& keys, float (&rC)[1][kTilesD][4], int first_key,
@@ -82,21 +83,22 @@ FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const Heads
     });
 }
 
-// Returns whether dQ goes to its sums through panels. Otherwise consumers add it themselves.
+// Returns whether dQ is added to its sums through panels. Otherwise consumers add dQ to the sums from registers.
 template <typename Config>
 FASTATTN_DEVICE bool dq_takes_panels(const AttentionBackwardParams& params) {
     return !Config::kAddsDqFromRegisters || params.semaphores != nullptr;
 }
 
-// Adds one adder's panels: those of dQ in each step and, for a split key tile, those of dK and dV. With semaphores, dQ
-// is added from the first keys to the last, and dK and dV from the first split to the last: an adder waits only for
-// CTAs that have claimed their work before, and for adders of its own CTA. Called by one warp for each of
-// Config::kAdders adders, with the ring through which its panels come.
+// Adds the panels of one adder: panels of dQ in each step and, for a split key tile, panels of dK and dV. With
+// semaphores, dQ is added from the first keys to the last, and dK and dV from the first split to the last. So an adder
+// waits only for CTAs that have claimed their work earlier, and for adders of its own CTA. Called by one warp for each
+// of the Config::kAdders adders, with the barriers of the ring that passes the adder's panels.
 template <typename Config, int kStages>
 FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
                                 const RingBarriers<kStages>& barriers, const float (*sPanels)[kPanelElements],
                                 int adder, int lane) {
-    // Each adder has its own panels of dQ. If there is one panel only, the adders add to it one after the other.
+    // Each adder has its own panels of dQ. But if a tile of dQ has only one panel, all adders add to this panel: with
+    // semaphores, one after another.
     const int first_panel = adder * Config::kPanelsOfAdder % Config::kQueryPanels,
               adders_before = adder * Config::kPanelsOfAdder / Config::kQueryPanels;
     const bool in_order = params.semaphores != nullptr;

@@ -1,4 +1,4 @@
-// The warps of the backward kernels for Hopper that claim work tiles, and that copy what work tiles need.
+// The producer warps of the backward kernels for Hopper: one claims work tiles, and one copies their operands.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace fastattn {
 
-// Calls take(keys) for each work tile that this CTA has claimed.
+// Calls take(keys) for each work tile that this CTA claims, and returns when none is left.
 template <typename Config, typename Take>
 FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Take&& take) {
     for (Ring<2> ring(shared.work);;) {
@@ -27,16 +27,17 @@ FASTATTN_DEVICE void for_work(BackwardStorageSm90<Config>& shared, int lane, Tak
     }
 }
 
-// Claims work tiles, and passes them to all other warps. Claims the next one when the copies of a tile's last rows have
-// been issued, at most kStages steps before the tile is over, so that CTAs that finish sooner get more. Called by one
-// warp.
+// Claims work tiles, and passes them to all other warps. Claims the next work tile only when the copies of the current
+// tile's last rows have been issued, at most kStages steps before the current tile is finished. So CTAs that finish
+// sooner get more work tiles. Called by one warp.
 template <typename Config>
 FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params, int lane) {
     const KeyTileOrder order(params, Config::kBlockN, lane);
     for (Ring<2> ring(shared.work);; ring.advance()) {
         if (lane == 0) {
-            // Waits until the copies of the previous tile's last rows have been issued; their phase has the parity of
-            // the other stage. The first wait returns at once.
+            // Waits until the copies of the previous tile's last rows have been issued. rows_issued completes one phase
+            // for each tile, so the parity of the previous tile's phase is the other stage's index. The first wait
+            // returns at once.
             ptx::mbarrier_wait_parity(shared_address(&shared.rows_issued), ring.stage ^ 1);
             ring.wait_empty();
         }
@@ -61,7 +62,7 @@ FASTATTN_DEVICE void claim(BackwardStorageSm90<Config>& shared, const AttentionB
     }
 }
 
-// Copies K, V, Q, dO and row terms of the work tiles. Called by one warp.
+// Copies K, V, Q, dO and row terms of all work tiles to shared memory. Called by one warp.
 template <typename Config>
 FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const AttentionBackwardParamsSm90& all_params,
                              int lane) {
@@ -87,7 +88,7 @@ FASTATTN_DEVICE void produce(BackwardStorageSm90<Config>& shared, const Attentio
         keys.for_steps([&](int32_t head, int32_t row_tile, bool ranges_hide_none) {
             const int stage = row_ring.stage;
             const int32_t first_row = row_tile * kBlockM, num_rows = keys.rows.length - first_row;
-            // Past the end of a packed sequence lie the next one's rows, which may be NaN.
+            // Past the end of a packed sequence are rows of the next sequence, which may contain NaN: they are zeroed.
             const bool has_others = is_packed && num_rows < kBlockM;
             constexpr uint32_t kBytes = RowTile::kBytes + GradOutTile::kBytes + sizeof(Terms);
             if (lane == 0) {

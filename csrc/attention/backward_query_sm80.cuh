@@ -1,4 +1,5 @@
-// The end of the backward pass: dQ = scale · (the sums over all keys), rounded, or added to fp32.
+// The end of the backward pass: multiplies dQ's sums over all keys by the scale, and rounds the products to dQ, or adds
+// them to an fp32 gradient (sum_query).
 //
 // One CTA owns one row tile of one head. It reads the sums, which are in the order of accumulators
 // (attention/query_sums.h), and turns them into rows through shared memory:

@@ -1,10 +1,11 @@
-// The end of the backward pass on Hopper: dQ = scale · (the sums over all keys), rounded, or added to fp32; and
-// likewise dK and dV of split key tiles.
+// The end of the backward pass on Hopper: multiplies dQ's sums over all keys by the scale, and rounds the products to
+// dQ, or adds them to an fp32 gradient (sum_query). Does the same for dK and dV of split key tiles.
 //
-// One CTA owns one row tile of one head. CTAs with higher indices own 64 keys of dK or dV each. Memory bandwidth binds.
+// One CTA owns one row tile of one head. CTAs with higher indices own 64 keys of dK or dV each. Memory bandwidth limits
+// the kernel.
 //
-//   panels (query_sums.h), 16 bytes a lane → registers → exchange pairs of columns with the neighbour → scale, round →
-//   rows of the gradient, 8 bytes a lane
+//   panels (query_sums.h), 16 bytes a lane → registers → exchange pairs of columns with the neighbouring lane →
+//   scale, round → rows of the gradient, 8 bytes a lane
 #pragma once
 
 #include <cstdint>
@@ -27,14 +28,15 @@ namespace fastattn {
 
 inline constexpr int kQueryThreadsSm90 = 256;
 
-// Rounds factor · sums into up to 64 rows of `gradient`, or adds it to `total` if that has data; gradient.head_dim
-// counts in both cases. num_rows: how many rows exist from first_in_memory on, maybe more than 64, or fewer than one.
+// Rounds factor · sums into up to 64 rows of `gradient` or, if `total` has data, adds factor · sums to rows of `total`.
+// The rows have gradient.head_dim columns in both cases. num_rows: how many rows exist from row first_in_memory on; can
+// be more than 64, or <= 0.
 template <int kHeadDim, DataType kDataType>
 FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const HeadsView<float>& total, int32_t batch,
                                  int32_t head, int32_t first_in_memory, int32_t num_rows, const float* sums,
                                  float factor) {
     if (num_rows <= 0) return;
-    constexpr int kQuad = 4, kPairsAtOnce = 2;  // so many loads of 32 bytes are in flight together
+    constexpr int kQuad = 4, kPairsAtOnce = 2;  // kPairsAtOnce loads of 32 bytes are in flight together
     constexpr int kPairs = query_tile_elements(/*in_panels=*/true, kPanelRows, kHeadDim) / (2 * kPanelBlockElements);
     constexpr int kPairsPerPass = kQueryThreadsSm90 / kWarpgroupSize;
     static_assert(kPairs % (kPairsAtOnce * kPairsPerPass) == 0, "all lanes exchange in every pass");
@@ -52,8 +54,9 @@ FASTATTN_DEVICE void finish_sums(const HeadsView<uint16_t>& gradient, const Head
         }
 #pragma unroll
         for (int i = 0; i < kPairsAtOnce; ++i) {
-            // A lane has two columns of two rows in each block. Neighbours swap one block: an even lane then has four
-            // columns of the left block, its odd neighbour four of the right, and each stores four at a time.
+            // In each block, a lane has two columns of two rows. Neighbouring lanes swap one block: an even lane then
+            // has four columns of the left block, and its odd neighbour four columns of the right block. So each lane
+            // stores four columns of a row at a time.
             const float4 sent = is_odd ? left[i] : right[i];
             const float4 received{exchange(sent.x), exchange(sent.y), exchange(sent.z), exchange(sent.w)};
             const float4 first = is_odd ? received : left[i], second = is_odd ? right[i] : received;
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
     using Config = SummingConfigSm90<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kElements = query_tile_elements(/*in_panels=*/true, kBlockM, kHeadDim);
     static_assert(kBlockM == kPanelRows, "a panel has all rows of a tile");
-    ptx::griddepcontrol_wait();  // waits until the kernel before has written the sums
+    ptx::griddepcontrol_wait();  // waits until the previous kernel has written the sums
     const bool is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
     const uint32_t num_query_ctas = num_tiles * params.query.heads * params.query.batch;
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(kQueryThreadsSm90)
 
     constexpr int kBlocks = Config::kBlockN / kPanelRows;
     const uint32_t block = blockIdx.x - num_query_ctas, split_tile = block / (2 * kBlocks);
-    // Ranges of keys are ignored here: with them, key tiles are never split (scheduler/choose_row_splits.h).
+    // Ranges of keys are ignored here: with ranges, key tiles are never split (scheduler/choose_row_splits.h).
     const KeyTileOrder order(params, Config::kBlockN, threadIdx.x % kWarpSize);
     WorkTile found;
     KeyWorkTile<Config> keys;

@@ -1,12 +1,12 @@
-// Attention backward with ranges of keys: finds which row tiles see which key tiles, so that no others are visited.
+// Attention backward with ranges of keys: finds which row tiles see which key tiles. The other kernels skip the rest.
 //
-//   one CTA, a warp, owns a row tile:   each lane tests one of 32 key tiles → two ballots → two words of SeenTiles
+//   one CTA of one warp owns a row tile:   each lane tests one of 32 key tiles → two ballots → two words of SeenTiles
 //
-// In the first word a bit says that some row sees some key of a key tile, in the second that every row sees every key.
-// The words of all row tiles form matrices of bits, [row tiles, key tiles]. A CTA of key_value reads a column to find
-// the row tiles that see its keys, and part of a row to count the CTAs that add to a tile's dQ before it. As both read
-// the same bits, no CTA waits for an addition that never comes, whatever wrong cu_seqlens leave there. Preconditions:
-// those of RowTileRanges.
+// A bit of the first word says that some row sees some key of a key tile. A bit of the second word says that every row
+// sees every key. The words of all row tiles form two matrices of bits, [row tiles, key tiles]. In the first matrix, a
+// CTA of the key_value kernel reads a column to find the row tiles that see its keys, and part of a row to count the
+// CTAs that add to a row tile's dQ before it. Because both uses read the same bits, no CTA waits for an addition that
+// never comes, even if wrong cu_seqlens leave some bits wrong or unwritten. Preconditions: those of RowTileRanges.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,13 @@
-// Attention backward, once per query row: delta = rowsum(dO * O) - dlse, and shift and log2_sum, which normalise P.
-// Also zeroes the sums and counters of the kernels after it.
+// Attention backward, the terms of each query row: delta = rowsum(dO * O) - dlse, and shift and log2_sum, which
+// normalise P = exp(S - shift) / 2^log2_sum. Also zeroes the sums and counters of the kernels after this one.
 //
-// P = exp(S - lse) loses its normalisation if lse is huge: with every visible key at finfo.min, finfo.min + log(n)
-// rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their
-// maximum as shift and log2 of their sum as log2_sum, from one more pass over their keys.
+// Usually shift is lse, and log2_sum is 0. But P = exp(S - lse) loses its normalisation if lse is huge: if every
+// visible key has the score finfo.min, finfo.min + log(n) rounds to finfo.min, and P would be 1 instead of 1 / n. Only
+// an additive bias makes such scores. In a row with a huge lse, shift is instead the reference of the online softmax
+// (device/softmax.cuh), and log2_sum is log2 of the sum of exp(S - shift). Both come from one more pass over the row's
+// keys.
 //
-//   one CTA, 64 rows of one head:   dO, O → delta   (8 lanes a row, loads of 4 rows in flight: memory bandwidth binds)
+//   one CTA, 64 rows of one head:   dO, O → delta   (8 lanes for each row, loads of 4 rows in flight; memory-bound)
 //   if some lse is huge:            Q·Kᵀ of 64 keys → scores → online softmax   (4 warps of 16 rows, chunked_gemm.cuh)
 //
 // Preconditions: those of HeadsView, head dims multiples of 8.
@@ -28,25 +30,26 @@ namespace fastattn {
 
 template <DataType kDataType>
 struct BackwardRowsConfigSm80 {
-    // Each warp computes Q·Kᵀ of 16 rows and 64 keys, so that a row's softmax stays in one warp. 64 dims take it 32
-    // HMMA, 20 LDSM and 8 LDGSTS. Nothing spills but one number of the pass over keys on sm_90.
+    // Each warp computes Q·Kᵀ of 16 rows and 64 keys, so that a row's softmax stays in one warp. For 64 dims, a warp
+    // executes 32 HMMA, 20 LDSM and 8 LDGSTS. Nothing spills, except one register of the pass over keys on sm_90.
     static constexpr int kTilesM = 1, kTilesN = 8;
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/4, /*kWarpsN=*/1, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
     static constexpr int kMinCtasPerSm = 3;
     static constexpr int kRowsPerThread = 4;     // of dO and O, whose loads are in flight together
-    static constexpr int kMostZeros = 64 * 256;  // floats that a CTA zeroes, as many as its rows have in dQ's sums
+    static constexpr int kMostZeros = 64 * 256;  // floats that a CTA zeroes: the dQ sums of its rows with 256 dims
     static constexpr int kMostLanesPerRow = 8;
     static_assert(kBlockM * kMostLanesPerRow == kRowsPerThread * kNumThreads, "all rows at once");
     static_assert(kBlockM <= kNumThreads, "a thread for each row");
     static_assert(has_room_for(kMinCtasPerSm, sizeof(typename Gemm::Storage) + kBlockM * sizeof(float)));
 
-    // Half an ulp of an lse of 1024 is 6e-5, an eighth of fp16's rounding of P.
+    // Up to here, rounding lse gives P a relative error of at most 6e-5 (half an ulp of 1024). That is an eighth of the
+    // error from rounding P to fp16.
     static constexpr float kLargeLse = 1024.0f;
     FASTATTN_DEVICE static bool is_large(float lse) { return fabsf(lse) > kLargeLse && fabsf(lse) < kInfinity; }
 };
 
-// Returns the dot product of 8 elements of each.
+// Returns the dot product of two chunks of 8 elements.
 template <DataType kDataType>
 FASTATTN_DEVICE float dot(const uint4& a, const uint4& b) {
     float sum = 0.0f;
@@ -62,7 +65,7 @@ template <typename Config, DataType kDataType>
 FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t grad_stride, const uint16_t* gOut,
                                   int64_t out_stride, int32_t num_rows, int32_t head_dim) {
     constexpr int kRowsPerThread = Config::kRowsPerThread;
-    // A power of two of lanes, at most 8, shares a row: a warp reads 128 bytes of each of 4 rows then.
+    // A power of two of lanes, at most 8, shares a row. With 8 lanes, a warp reads 128 bytes of each of 4 rows.
     const int num_chunks = head_dim / kChunkElements;
     const int log2_lanes = num_chunks > 4 ? 3 : num_chunks > 2 ? 2 : num_chunks - 1;
     const int lanes = 1 << log2_lanes, lane_of_row = threadIdx.x & (lanes - 1);
@@ -89,8 +92,9 @@ FASTATTN_DEVICE void sum_products(float* sSums, const uint16_t* gGrad, int64_t g
     }
 }
 
-// Finds a maximum of each row's scores and the sum of their exponentials relative to it, as the forward pass does.
-// rows: the tile's rows, from first_row of the sequence on. keys: all keys of the sequence.
+// Runs the online softmax of the forward pass over all keys that the rows see. `softmax` then holds a reference for
+// each row, and the sum of the exponentials relative to this reference. rows: the tile's rows, which begin with row
+// first_row of the sequence. keys: all keys of the sequence.
 template <typename Config, typename RangesOf>
 FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/true>& softmax,
                                    typename Config::Gemm& gemm, const HeadScores& scores, RangesOf&& ranges_of,
@@ -167,7 +171,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
         return row_pointer(view, batch, head)[begin + row];
     };
 
-    // Each thread takes one row once the sums of all rows are complete.
+    // Each thread finishes one row when the sums of all rows are complete.
     const int32_t row = threadIdx.x;
     const bool exists = row < num_rows, is_additive = params.log2_sum.data != nullptr;
     const float lse = exists ? number_of(params.lse, row) : 0.0f;
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
     const HeadScores scores(options, batch, head, rows.length, keys.length);
     const int lane = threadIdx.x % kWarpSize;
-    const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
+    const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sums
     typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
     OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
     if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);

@@ -1,6 +1,6 @@
-// Turns Sᵀ into Pᵀ and dPᵀ into dSᵀ, between the products of a consumer of the backward kernels for Hopper, for one
-// block of 64 keys and one row tile. One version scales scores and masks them by a window, the other has every option
-// and spills a few registers in the loop.
+// Turns Sᵀ into Pᵀ and dPᵀ into dSᵀ, for one block of 64 keys and one row tile. Consumers of the backward kernels for
+// Hopper call it between their products. One version only scales scores and masks them by a window. The other version
+// has every option, and spills a few registers in the loop.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace fastattn {
 template <typename Config, DataType kDataType>
 struct BackwardScoresTypes {
     using Scores = float[1][Config::kTilesM][4];     // [64 keys, kBlockM rows]
-    using ScoresAsA = uint32_t[Config::kTilesK][4];  // the same in 16 bits
+    using ScoresAsA = uint32_t[Config::kTilesK][4];  // P or dS in 16 bits
 
     FASTATTN_DEVICE static void to_operand(ScoresAsA& rA, const Scores& rC) {
         tiles_to_operand<Config::kTilesM>(rA, rC[0]);
@@ -35,23 +35,24 @@ struct BackwardScoresTypes {
 };
 
 // The position of a warp's scores. first_key: the warp's first key in the sequence. is_full: every row sees every key.
-// dropout_seed: with options only.
+// dropout_seed: set only with options.
 template <typename Config>
 struct ScoresPosition {
     const AttentionBackwardParams& params;
     const KeyWorkTile<Config>& keys;
     int32_t first_key;
-    std::conditional_t<Config::kOptions, const RowStep&, RowStep> step;  // with options in shared memory
+    std::conditional_t<Config::kOptions, const RowStep&, RowStep> step;  // with options, a reference to shared memory
     bool is_full;
     int lane;
     int64_t dropout_seed;
 
-    // Finds which rows see this lane's keys. Called anew for each masked tile, as registers are scarce.
+    // Finds which rows see this lane's keys. Computes the rows of each key again for every masked tile, because keeping
+    // them would take registers.
     FASTATTN_DEVICE SeenRows seen_rows() const { return keys.seen_rows(first_key, step.row_tile, lane); }
 };
 
-// Starts dP at -delta, to which V·dOᵀ is added. With dropout it starts at 0, because the dropout factor multiplies dP
-// alone.
+// Initialises rdP with -delta, so that adding V·dOᵀ gives dP - delta. With dropout, initialises rdP with 0, because the
+// dropout factor multiplies V·dOᵀ but not delta.
 template <bool kOptions, int kTilesM>
 FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                            const ScoreParams& params, int lane) {
@@ -63,8 +64,8 @@ FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const fl
     }
 }
 
-// Without options. Call for each block: prepare(), wait for S, probabilities(), init_gradients(), wait for dP,
-// gradients().
+// The version without options. For each block, a consumer calls prepare(), waits for S, calls probabilities() and
+// init_gradients(), waits for dP, and calls gradients().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -114,16 +115,16 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     }
 };
 
-// Marks, in P that one warpgroup passes to another with options, a key that the row does not see. The bits are a NaN
-// that no conversion makes. A negative P is one that dropout drops.
+// The bits that replace P of a key that a row does not see, where one warpgroup passes P to another with options. They
+// are a NaN that no conversion makes. A negative P is one that dropout drops.
 inline constexpr uint32_t kHiddenProbability = 0xffff;
 
-// The factor of P that is passed on with a softcap, whose derivative may make it so small that fp16 would lose its
-// digits, or with dropout. At most 1 before, P has room for it.
+// The factor by which P is multiplied before it is passed on, with a softcap or dropout. The derivative of a softcap
+// may make P so small that fp16 would lose digits. P is at most 1, so the product does not overflow.
 template <DataType kDataType>
 inline constexpr float kPassedFactor = kDataType == DataType::kFloat16 ? 16384.0f : 1.0f;
 
-// With options. While S is computed, prepare() draws the dropout mask and loads the bias.
+// The version with options. While S is computed, prepare() draws the dropout mask and loads the bias.
 template <typename Config, DataType kDataType>
 struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -137,7 +138,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         static_assert(Config::kBlockM == 64, "as seen_of_transposed() takes them");
         uint32_t seen = ~0u;
 
-        // Looks at the first block before the step has scores, when registers are least scarce.
+        // Called for a step's first block before the step has scores, when the most registers are free.
         FASTATTN_DEVICE SeenThroughRanges(const AttentionBackwardParams& params, const KeyWorkTile<Config>& keys,
                                           const RowStep& step, int32_t first_key, int lane) {
             if (const int2* ranges = step.ranges) {
@@ -173,7 +174,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         }
     }
 
-    // Turns rS = S into P · d score / d (scale * S). rP16: P after dropout, without its factor.
+    // Turns rS = S into P · d score / d (scale * S). Sets rP16 to P after dropout, without the dropout factor.
     FASTATTN_DEVICE void probabilities(ScoresAsA& rP16, Scores& rS, const Terms& terms) {
         seen = position.is_full ? SeenRows::all() : position.seen_rows();
         seen.seen[0] &= through_ranges.seen;
@@ -185,7 +186,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         start_score_gradients<true>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
-    // Returns P of 16 rows, as probabilities() leaves it, in the form that passed_to_score_gradients() takes.
+    // Returns P of 16 rows in the form that passed_to_score_gradients() takes. rP: as probabilities() leaves rS.
     FASTATTN_DEVICE uint4 passed_probabilities(const ScoresAsA&, const Scores& rP, int k) const {
         uint32_t packed[4];
         constexpr float kFactor = kPassedFactor<kDataType>;
@@ -212,7 +213,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return {packed[0], packed[1], packed[2], packed[3]};
     }
 
-    // Turns rdP, which init_gradients() has initialised, into dS. rP: as probabilities() leaves it.
+    // Turns rdP into dS. rdP: V·dOᵀ, added to what init_gradients() has written. rP: as probabilities() leaves rS.
     FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
             const float factor = position.params.scores.dropout_factor;
@@ -294,8 +295,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 };
 
-// With options: turns rdP, which start_score_gradients() has initialised, into dS. packed(k): P as
-// passed_probabilities() returns it.
+// Turns rdP into dS, with options. rdP: V·dOᵀ, added to what start_score_gradients() has written. packed(k): P of rows
+// [16 * k, 16 * k + 16), as passed_probabilities() returns it.
 template <DataType kDataType, int kTilesM, typename Packed>
 FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
                                                const ScoreParams& params, bool is_full, int lane, Packed&& packed) {

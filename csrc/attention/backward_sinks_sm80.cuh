@@ -2,10 +2,10 @@
 //
 //   grad_sinks[h] = sum over batch and rows of exp(sink - shift) / 2^log2_sum * -delta
 //
-//   one CTA owns a head:   threads take adjacent rows, 4 at once → sum of a thread → of a warp → of the CTA
+//   one CTA owns a head:   adjacent threads take adjacent rows, 4 each → sum of a thread → of a warp → of the CTA
 //
-// Sums are added in a fixed order, without atomics. Rows with an lse of -inf see nothing, not even the sink, or belong
-// to no sequence: their shift, log2_sum and delta are not read.
+// Sums are added in a fixed order, without atomics. A row with an lse of -inf sees nothing, not even the sink, or
+// belongs to no sequence. The kernel does not read the shift, log2_sum and delta of such a row.
 #pragma once
 
 #include "attention/backward.h"

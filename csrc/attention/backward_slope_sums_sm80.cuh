@@ -1,7 +1,8 @@
 // Attention backward, the gradient of ALiBi slopes, from the sums of row tiles that backward_slopes_sm80.cuh has
 // written:
 //
-//   grad_slopes[batch, head] = sum over the row tiles of the sequence, or of all sequences if they share their slopes
+//   grad_slopes[batch, head] = sum of slope_sums[tile, head] over the row tiles of the sequence,
+//                              or of all sequences if they share their slopes
 //
 //   one CTA owns one gradient:   threads take row tiles, kBackwardSlopeSumsThreads apart → sum of a thread → warp → CTA
 //
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kBackwardSlopeSumsThreads)
     const bool is_shared = params.grad_slopes.batch == 1, is_packed = params.packed.cu_seqlens_q != nullptr;
     const int32_t end_batch = is_shared ? params.query.batch : own_batch + 1;
 
-    // Tiles are counted over all sequences, so that many short sequences keep all threads busy too.
+    // Threads take turns over the tiles of all sequences, so that many short sequences also keep all threads busy.
     float sum = 0.0f;
     int32_t next_tile = threadIdx.x;  // this thread's next tile, counted from the sequence's first one
     for (int32_t batch = own_batch; batch < end_batch; ++batch) {

@@ -1,14 +1,16 @@
-// Attention backward, the gradient of ALiBi slopes, of each row tile:
+// Attention backward, the gradient of ALiBi slopes, summed over each row tile:
 //
 //   slope_sums[tile, head] = sum of -dS * |i + Sk - Sq - j|,  dS = P (dropout(dO·Vᵀ) - delta)
 //
-// One CTA owns 64 rows of a head and walks over the keys that they see, 64 at a time, in a fixed order: no atomics, and
-// the same bits every time. Each of 4 warps owns 32 x 32 of a tile. device/chunked_gemm.cuh pipelines S and dO·Vᵀ:
+// One CTA owns 64 rows of a head and walks over the keys that these rows see, 64 at a time. The order is fixed and
+// there are no atomics, so that the result has the same bits every time. Each of 4 warps owns 32 x 32 elements of a
+// tile. device/chunked_gemm.cuh pipelines S and dO·Vᵀ:
 //
 //   copy     Q K | dO V    Q K of the next tile | dO V …
 //   multiply     | Q·Kᵀ    dO·Vᵀ                | Q·Kᵀ …
 //
-// backward_slope_sums_sm80.cuh adds the row tiles up. Preconditions: those of HeadsView, head dims multiples of 8.
+// backward_slope_sums_sm80.cuh adds up the sums of row tiles. Preconditions: those of HeadsView; head dims are
+// multiples of 8.
 #pragma once
 
 #include "attention/backward.h"
@@ -32,9 +34,9 @@ struct BackwardSlopesConfigSm80 {
     static constexpr int kTilesM = 2, kTilesN = 4;  // of a warp
     using Gemm = ChunkedGemm<kDataType, /*kWarpsM=*/2, /*kWarpsN=*/2, kTilesM, kTilesN>;
     static constexpr int kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN, kNumThreads = Gemm::kNumThreads;
-    // With 168 registers, for three CTAs on an SM, 16 bytes spilled.
+    // With 168 registers, so that three CTAs fit on an SM, 16 bytes spilled.
     static constexpr int kMinCtasPerSm = 2;
-    static_assert(kBlockM == kSlopesBlockM, "as the workspace has them");
+    static_assert(kBlockM == kSlopesBlockM, "the workspace has one sum for each tile of kSlopesBlockM rows");
 };
 
 template <typename Config>
@@ -53,10 +55,10 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardSlopesStorageSm80<Config>*>(shared_bytes);
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm86) >= Config::kMinCtasPerSm,
-                  "also where it is smallest");
+                  "also with the shared memory of sm_86");
 
-    // Prologue: finds the CTA's rows and the operands in memory. The last rows, which see most keys under a causal
-    // mask, come first.
+    // Prologue: finds the CTA's rows and the operands in memory. CTAs start with the last rows, because these see the
+    // most keys under a causal mask.
     const ScoreParams& options = params.scores;
     const int lane = threadIdx.x % kWarpSize;
     const int32_t num_tiles = ceil_div(params.query.rows, kBlockM);
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(BackwardSlopesConfigSm80<kDataType>::kNumThrea
     };
 
     static_assert(kBlockM == kBlockN, "may_see() takes a square");
-    const auto seen_from = [&](int32_t key_tile) {  // the tile itself, or the next of which some row may see some key
+    const auto seen_from = [&](int32_t key_tile) {  // this tile, or the next in which some row may see some key
         while (options.ranges.data != nullptr && key_tile < end_tile &&
                !may_see(params.seen_tiles, batch, head, rows, keys.length, first_row, key_tile * kBlockN, kBlockN)) {
             ++key_tile;

@@ -1,4 +1,4 @@
-// The work tile of a CTA of the backward pass on sm_80: its keys, and the query rows that see them.
+// The work tile of a CTA of the backward pass on sm_80: its keys, and the query rows that see these keys.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,10 @@
 
 namespace fastattn {
 
-// kBlockN keys of one KV head, and the tiles of kBlockM query rows that see some of them through the window: the same
-// tiles for each query head of that KV head. With ranges of keys, those from the first to the last that sees some of
-// them. Constructed by all lanes of a warp together.
+// kBlockN keys of one KV head, and row tiles [begin_tile, end_tile) of kBlockM query rows each, the same for every
+// query head of the KV head. Without ranges of keys, these are the row tiles that see some of the keys through the
+// window. With ranges, they extend from the first to the last row tile that sees some of the keys. Constructed by all
+// lanes of a warp together.
 template <int kBlockM_, int kBlockN_>
 struct KeyWorkTileSm80 {
     static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
@@ -61,8 +62,8 @@ struct KeyWorkTileSm80 {
     }
 };
 
-// The steps of a CTA: for one query head after the other, the row tiles that see its keys. All lanes of a warp walk
-// together. kOptions: there may be ranges of keys.
+// The steps of a CTA: one query head after another, and for each head the row tiles that see the CTA's keys. All lanes
+// of a warp call the functions together. kOptions: there may be ranges of keys.
 template <typename WorkTile, bool kOptions>
 struct RowTileWalk {
     const AttentionBackwardParams& params;
@@ -85,13 +86,16 @@ struct RowTileWalk {
         find();
     }
 
-    // Returns whether the tile needs no mask but a bias. Without kOptions: every existing row sees every key. With
-    // kOptions, which has no registers to compare windows: ranges of keys, clipped to the window, hide no key, and
-    // every row exists. Other rows would see NaN in keys that a bias hides from all existing rows.
+    // Returns whether nothing but a bias hides keys of the tile from rows. Without kOptions, this means that every
+    // existing row sees every key. With kOptions, it means that ranges of keys, clipped to the window, hide no key, and
+    // that all kBlockM rows exist: a row that does not exist would not be masked, and would take up NaN from keys that
+    // a bias hides from all existing rows. With kOptions but without ranges, returns false, because the loop has no
+    // registers left to compare windows.
     FASTATTN_DEVICE bool is_full() const { return kOptions ? seen_whole_ : tile.is_full(row_tile); }
 
-    // Returns how many key tiles before this one add to dQ of the row tile at hand; 0 with ranges if no order is kept.
-    // window: the tile's own, recomputed by the caller, as the one stored here would take registers.
+    // Returns how many key tiles before this one add to dQ of the current row tile. With ranges of keys, returns 0 if
+    // additions are not ordered (no semaphores). window: a copy of tile.window that the caller recomputes, because
+    // reading tile.window here would keep it in registers throughout the loop.
     FASTATTN_DEVICE int32_t num_before(const Window& window) const {
         if (has_ranges()) {
             return params.semaphores != nullptr ? row_tiles().num_before(head, row_tile) : 0;
@@ -105,11 +109,11 @@ struct RowTileWalk {
     FASTATTN_DEVICE bool has_ranges() const { return kOptions && params.scores.ranges.data != nullptr; }
 
     FASTATTN_DEVICE RowTilesOfKeys row_tiles() const {
-        // Opaque: values derived from it would take a register in the loop.
+        // Opaque: otherwise a value that the compiler derives from rows.begin takes a register in the loop.
         return RowTilesOfKeys::of(params.seen_tiles, tile.batch, ptx::opaque(tile.rows.begin), tile.key_tile);
     }
 
-    // Skips row tiles that ranges of keys leave out.
+    // With ranges of keys, skips row tiles that see none of the keys.
     FASTATTN_DEVICE void find() {
         if (has_ranges()) {
             seen_whole_ = row_tiles().find(head, row_tile, tile.begin_tile, tile.end_tile, tile.end_head) &&
@@ -118,9 +122,9 @@ struct RowTileWalk {
     }
 };
 
-// Returns the CTA's index. If semaphores order the additions to dQ, from the first keys to the last, CTAs claim their
-// indices as they start: a CTA then waits only for CTAs that already run. Called by all threads; shared_cta lies in
-// shared memory.
+// Returns the index of the CTA's work tile. If semaphores order the additions to dQ, from the first keys to the last,
+// CTAs claim their indices in the order in which they start. A CTA then waits only for CTAs that already run. Called by
+// all threads. shared_cta is in shared memory.
 FASTATTN_DEVICE uint32_t cta_in_order(const AttentionBackwardParams& params, uint32_t& shared_cta) {
     if (params.semaphores == nullptr) return blockIdx.x;
     if (threadIdx.x == 0) shared_cta = atomicAdd(params.num_claimed, 1);

@@ -1,5 +1,5 @@
-// The work tiles of the backward kernels for Hopper: their keys, the query rows that see them, and their order. claim()
-// in backward_producer_sm90.cuh takes them.
+// The work tiles of the backward kernels for Hopper: the keys of a work tile, the query rows that see these keys, and
+// the order of work tiles. claim() in backward_producer_sm90.cuh claims work tiles in this order.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@
 
 namespace fastattn {
 
-// A tile of keys of one head, and a split of the query rows that see any of them.
+// A tile of keys of one KV head, and the query rows that see any of these keys: all of them or, if the key tile is
+// split (scheduler/row_splits.h), those of one split.
 template <typename Config>
 struct KeyWorkTile {
     int32_t batch, head;          // of K and V
@@ -23,21 +24,21 @@ struct KeyWorkTile {
     int32_t sequence_begin;       // in K and V
     Sequence rows;
     Window window;
-    int32_t begin_tile, end_tile;  // around the row tiles that see the keys
+    int32_t begin_tile, end_tile;  // this range contains the row tiles that see the keys
     int32_t first_sums_tile;       // the sequence's first tile in dQ's sums
     int32_t split, num_splits;
     uint32_t split_tile;                // the split key tile's index in the sums of dK and dV
     int32_t begin_head, num_heads;      // query heads of this split
-    int32_t begin_row_tile, num_steps;  // the split's first row tile, and its steps
-    bool has_ranges;                    // of keys: then row_tiles has the steps, not begin_row_tile
+    int32_t begin_row_tile, num_steps;  // the row tile of the split's first step, and the number of steps
+    bool has_ranges;                    // of keys: then row_tiles says which steps there are, not begin_row_tile
     RowTilesOfKeys row_tiles;
-    // [i]: the row tiles of which some row sees a key of consumer i.
+    // [i]: the row tiles in which some row sees a key of consumer i. Set only with kSkipsHidden.
     int32_t begin_seen[Config::kKeyOwners], end_seen[Config::kKeyOwners];
-    // [i]: the row tiles whose rows all see every key of consumer i; the last entry: every key of the tile. With
-    // ranges, which may hide keys, end_full is 0.
+    // [i]: the row tiles whose rows all see every key of consumer i. The last entry is for all keys of the tile. With
+    // ranges of keys, which may hide keys in any row tile, end_full is 0.
     int32_t begin_full[Config::kKeyOwners + 1], end_full[Config::kKeyOwners + 1];
 
-    // Fills in the work tile. Returns false if there are no such keys, or fewer splits.
+    // Fills in the work tile. Returns false if the keys do not exist, or if the key tile has no split row_split.idx.
     FASTATTN_DEVICE bool find(const AttentionBackwardParams& params, const RowSplit& row_split, const WorkTile& found) {
         constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kConsumerKeys = Config::kConsumerKeys;
         const bool is_packed = params.packed.cu_seqlens_q != nullptr;
@@ -91,12 +92,13 @@ struct KeyWorkTile {
 
     FASTATTN_DEVICE bool is_split() const { return num_splits > 1; }
 
-    // Returns whether some row of a tile may see a key of the consumer. Like seen_steps(), with kSkipsHidden only.
+    // Returns whether some row of a row tile may see a key of the consumer. Only with kSkipsHidden, like seen_steps().
     FASTATTN_DEVICE bool sees(int32_t row_tile, int consumer) const {
         return has_ranges || (begin_seen[consumer] <= row_tile && row_tile < end_seen[consumer]);
     }
 
-    // The number of steps in which some row sees a key of the consumer, and of the steps before and after them.
+    // How many steps come before the steps in which some row sees a key of the consumer, how many these steps are, and
+    // how many come after.
     struct SeenSteps {
         int32_t before, seen, after;
     };
@@ -114,7 +116,7 @@ struct KeyWorkTile {
                0;
     }
 
-    // Returns bits: bit i says that every row of the tile sees every key of consumer i.
+    // Returns a bit mask. Bit i says that every row of the row tile sees every key of consumer i.
     FASTATTN_DEVICE uint32_t full_for(int32_t row_tile) const {
         uint32_t full = 0;
         for (int i = 0; i < Config::kKeyOwners && has_all_rows(row_tile); ++i) {
@@ -123,7 +125,8 @@ struct KeyWorkTile {
         return full;
     }
 
-    // Finds which rows of a tile see this lane's two keys, of the 16 from warp_key on, through the window.
+    // Finds which rows of a row tile see this lane's two keys through the window. warp_key: the first of the warp's 16
+    // keys, to which the two belong.
     FASTATTN_DEVICE SeenRows seen_rows(int32_t warp_key, int32_t row_tile, int lane) const {
         RowRange seen_by[2];
 #pragma unroll
@@ -134,10 +137,11 @@ struct KeyWorkTile {
         return SeenRows::of<Config::kTilesM>(seen_by, row_tile * Config::kBlockM, lane);
     }
 
-    // Calls function(head, row_tile, ranges_hide_none) for each step, in the consumers' order. Without ranges it goes
-    // from the last rows to the first, so that CTAs of adjacent keys work on the same rows under a causal mask, and for
-    // each row tile through all query heads. With ranges it goes through one head after the other. Called by all lanes
-    // of a warp.
+    // Calls function(head, row_tile, ranges_hide_none) for each step, in the order in which consumers compute steps.
+    // Without ranges of keys, the order is from the last row tile to the first, and for each row tile through all query
+    // heads. CTAs of adjacent keys then work on the same rows under a causal mask. With ranges, the order is one head
+    // after another, and for each head from the first row tile to the last. ranges_hide_none: there are ranges, they
+    // hide no key of the tile, and all rows exist. Called by all lanes of a warp.
     template <typename Function>
     FASTATTN_DEVICE void for_steps(Function&& function) const {
         int32_t query_head = begin_head, row_tile = has_ranges ? begin_tile : begin_row_tile;
@@ -157,8 +161,8 @@ struct KeyWorkTile {
         }
     }
 
-    // Finds the row tiles that ranges of keys leave: find() is called by one lane and cannot. Called by all lanes of a
-    // warp.
+    // Sets the number of steps, and the range of row tiles, from the ranges of keys. find() cannot do this, because
+    // only one lane calls find(). Called by all lanes of a warp.
     FASTATTN_DEVICE void find_through_ranges(int lane) {
         const auto visited = row_tiles.visited(begin_head, begin_head + num_heads, end_tile);
         __syncwarp();  // waits until every lane has read the work tile
@@ -172,16 +176,17 @@ struct KeyWorkTile {
     }
 
   private:
-    // With options, row tiles with rows that do not exist are not full: a bias may be NaN or infinity in those rows.
+    // Returns whether all rows of a row tile exist. With options, other row tiles never count as full, because the bias
+    // of rows that do not exist may be NaN or infinity.
     FASTATTN_DEVICE bool has_all_rows(int32_t row_tile) const {
         return (row_tile + 1) * Config::kBlockM <= rows.length;
     }
 };
 
-// The order in which key tiles are claimed. With packed sequences, tiles are counted sequence by sequence, so that only
-// tiles that exist are claimed. Called by all lanes of a warp.
+// The order in which key tiles are claimed. With packed sequences, key tiles are numbered sequence by sequence, so that
+// only tiles that exist are claimed. All lanes of a warp call the functions together.
 struct KeyTileOrder {
-    uint32_t upto = 0;  // tiles of the sequences up to this lane's last one
+    uint32_t upto = 0;  // number of tiles of all sequences up to this lane's last one
 
     FASTATTN_DEVICE static uint32_t num_tiles(const AttentionBackwardParams& params, int32_t batch, int32_t block_n) {
         const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
@@ -196,7 +201,7 @@ struct KeyTileOrder {
         if (params.packed.cu_seqlens_k == nullptr) return;
         const int32_t per_lane = sequences_per_lane(params);
         const int32_t end = min((lane + 1) * per_lane, params.key.batch);
-        constexpr uint32_t kMost = 0x7fffffff;  // overlapping sequences may have more
+        constexpr uint32_t kMost = 0x7fffffff;  // sequences that overlap may have more tiles in all
         for (int32_t batch = lane * per_lane; batch < end; ++batch) {
             upto = min(upto + num_tiles(params, batch, block_n), kMost);
         }
@@ -207,7 +212,8 @@ struct KeyTileOrder {
         }
     }
 
-    // Returns false past the last tile. Leaves out tiles of overlapping sequences for which there is no workspace.
+    // Finds key tile number `tile`. Returns false past the last one. Also returns false for tiles beyond the workspace,
+    // of which sequences that overlap may have some.
     FASTATTN_DEVICE bool find(WorkTile& found, const AttentionBackwardParams& params, uint32_t tile,
                               int32_t block_n) const {
         const HeadsView<const uint16_t>& key = params.key;

@@ -6,19 +6,22 @@
 
 namespace fastattn {
 
-// Kernels for scores that are only scaled and masked by a window. Selected by head dim; variant: keys in pages.
+// Kernels that only scale scores and mask them by a window. Selected by head dim. The variant of a KernelKey says
+// whether a kernel takes keys in pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
     return table;
 }
 
-// Kernels with every option. Selected by head dim; variant: keys in pages.
+// Kernels with every option. Selected by head dim. The variant of a KernelKey says whether a kernel takes keys in
+// pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_options_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward with options");
     return table;
 }
 
-// Lists the key tiles that the kernels with options visit where rows see ranges of keys.
+// The kernel that runs before a kernel with options if rows see only ranges of keys. It lists the key tiles that the
+// kernel with options visits.
 inline KernelTable<AttentionForwardParams>& attention_key_ranges_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward, ranges of keys");
     return table;

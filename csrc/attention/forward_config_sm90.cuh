@@ -30,7 +30,8 @@ template <int kHeadDim_, int kValueDim_, typename Tile_ = ForwardTileSm90<kHeadD
 struct ForwardConfigSm90 : Tile_ {
     using Tile = Tile_;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
-    // Only the kernel with options takes ranges of keys, and so lists of key tiles. Its Tile is not the plain kernel's.
+    // Only the kernel with options takes ranges of keys, and so visits lists of key tiles. Its Tile differs from the
+    // plain kernel's.
     static constexpr bool kTakesRanges = !std::is_same_v<Tile, ForwardTileSm90<kHeadDim, kValueDim>>;
     static constexpr int kBlockM = Tile::kNumConsumers * kWarpgroupM;
     static constexpr int kNumWarps = 4 * Tile::kNumConsumers + 4;
@@ -47,21 +48,22 @@ struct ForwardConfigSm90 : Tile_ {
                                     Tile::kProducerRegisters + Tile::kNumConsumers * Tile::kConsumerRegisters));
 };
 
-// The warps of the producer that gather rows if keys lie in small pages.
+// How many warps of the producer gather the rows of K and V if keys are in small pages (see paged_tiles_sm90.cuh).
 inline constexpr int kGatheringWarps = 3;
 inline constexpr int kGatheringThreads = kGatheringWarps * kWarpSize;
 
-// A work tile, which the producer passes to the consumers in shared memory: they have no registers for it.
+// One CTA's part of a work tile. The producer writes it to shared memory. The other warps read its fields there each
+// time, because they have no registers to hold them.
 struct CtaWorkTile {
     RowsOfCta rows;
-    KeyTiles key_tiles;  // key tiles of this CTA's split, or their indices in `list`
+    KeyTiles key_tiles;  // of this CTA's split; with ranges of keys, indices in `list`
     TilePartials partials;
-    int32_t cta;                              // this CTA's number among those of `partials`
-    int32_t first_nonfinite, last_nonfinite;  // first and last key in which make_finite() zeroed something
+    int32_t cta;                              // this CTA's number, as `partials` counts CTAs
+    int32_t first_nonfinite, last_nonfinite;  // the first and last key whose V make_finite() changed
 
-    KeyTileList list;  // with ranges of keys
+    KeyTileList list;  // used only with ranges of keys
 
-    // Returns the key tile to visit when num_left are left.
+    // Returns the key tile to visit when num_left of this split's key tiles are left.
     template <bool kTakesRanges>
     FASTATTN_DEVICE int32_t key_tile(const AttentionForwardParams& params, int32_t num_left) const {
         const int32_t tile_idx = key_tiles.tile(num_left);
@@ -85,24 +87,25 @@ struct alignas(1024) ForwardStorageSm90 {
     RingBarriers<Config::kStages> key, value;
     StageBarriers<Config::kStages> gathered_key, gathered_value, finite_value;
     int32_t first_bits[Config::kStages];                    // first bit (ColumnBits) of each stage's key tile
-    int32_t some_pages_missing[4 * Config::kNumConsumers];  // for each consumer warp: see MissingPages
+    int32_t some_pages_missing[4 * Config::kNumConsumers];  // a flag of each consumer warp: see MissingPages
     LargestScores<4 * Config::kNumConsumers> largest_scores;
     RingBarriers<2> work;
-    CtaSteps steps;  // `steps` and `walk` are the producer's, which has few registers
+    CtaSteps steps;  // the producer's own, as it has too few registers for `steps` and `walk`
     WorkTileWalk walk;
-    RingBarriers<2> claims;  // in a cluster of two, CTA 0 tells CTA 1 which work tile it claimed
+    RingBarriers<2> claims;  // in a cluster of two, CTA 0 sends CTA 1 the work tile that CTA 0 claimed
     uint32_t claimed[2];
-    // Two tiles for the stages of `work`; from kSplitTiles on, the split tiles, which are combined at the end.
+    // Entries 0 and 1 hold the work tiles that are not split, one for each stage of `work`. The entries from
+    // kSplitTiles on hold the split work tiles, which are needed until their partials are combined at the end.
     CtaWorkTile work_tiles[4];
     int next_tile[2];  // for each stage of `work`: an index into work_tiles, or kNoMoreTiles
-    int num_split;     // split tiles of this CTA: at most two, in which its steps begin and end
+    int num_split;     // this CTA's split work tiles: at most the one where its steps begin and the one where they end
 };
 
-// Ids of named barriers; 0 is that of __syncthreads().
+// IDs of named barriers; __syncthreads() uses ID 0.
 enum ForwardBarrierSm90 : int { kAllConsumers = 1, kOneConsumer };  // kOneConsumer + i: warpgroup i
 
-// Initialises the barriers. On return, those of every CTA of the cluster may be used, and CTA 0 may claim work tiles.
-// Called by all threads.
+// Initialises the barriers and, in CTA 0 of a cluster, opens the counter of claimed work tiles. On return, the barriers
+// of every CTA of the cluster may be used. Called by all threads.
 template <typename Config>
 FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params) {
     const int cluster_size = all_params.schedule.cluster_size();
@@ -115,7 +118,7 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
         shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));  // warps that read work tiles
         shared.query.init(kConsumerWarps);
         shared.key.init(kConsumerWarps * cluster_size);
-        shared.value.init(kConsumerWarps * cluster_size + 1);  // + the warp of keep_values_finite()
+        shared.value.init(kConsumerWarps * cluster_size + 1);  // + 1: the warp of keep_values_finite()
         shared.gathered_key.init(kGatheringThreads);
         shared.gathered_value.init(kGatheringThreads);
         shared.finite_value.init(1);
@@ -131,7 +134,7 @@ void launch_forward_sm90(LaunchedKernel& kernel, void (*function)(AttentionForwa
                          const AttentionForwardParams& params, bool packs_heads, Stream stream) {
     const DeviceFacts facts = device_facts();
     const bool is_packed = params.packed.cu_seqlens_q != nullptr, is_paged = params.paged.block_table != nullptr;
-    // Heads with a stride of 0, which are the same memory, cannot lie side by side in a box of a tensor map.
+    // Heads with a stride of 0 share memory, so that a tensor map cannot place them next to each other in a box.
     const bool may_pack = packs_heads && params.max_logits == nullptr && params.query.head_stride != 0;
     const auto box_rows = [&](int rows) { return key_box_rows(params.paged, params.key.batch, rows); };
     const bool has_boxes = box_rows(Config::kBlockN) > 0;

@@ -59,7 +59,7 @@ struct ForwardConsumerSm90 {
           key_ring(shared.key),
           value_ring(shared.value) {}
 
-    // Waits until the producer has passed on the next work tile, and returns it; null after the last.
+    // Waits until the producer has published the next work tile, and returns it. Returns null after the last one.
     FASTATTN_DEVICE const CtaWorkTile* next_tile() const {
         const Ring<2> ring(shared.work, num_done);
         ring.wait_full();
@@ -84,12 +84,13 @@ struct ForwardConsumerSm90 {
         start_gemm_qk<kDataType, Config::kHeadDim>(
             rS,
             OperandDescriptor::k_major(
-                ptx::opaque(sQ)),  // opaque: values derived from it would take registers in the loops
+                ptx::opaque(sQ)),  // opaque: values derived from sQ would take registers in the loops
             OperandDescriptor::k_major(shared_address(shared.sK[key_ring.stage])));
         ptx::wgmma_commit_group();
     }
 
-    // Returns the first bit (ColumnBits) of the key tile whose Q·Kᵀ was started last. Call it before the wait for Q·Kᵀ.
+    // Returns the first bit (ColumnBits) of the key tile whose Q·Kᵀ was started last. Call it before wait_qk(), which
+    // releases the stage.
     FASTATTN_DEVICE int32_t first_bit() const { return shared.first_bits[key_ring.stage]; }
 
     FASTATTN_DEVICE void start_pv(float (&rO)[1][kTilesD][4], const uint32_t (&rP)[kTilesK][4]) {
@@ -111,24 +112,26 @@ struct ForwardConsumerSm90 {
 
     FASTATTN_DEVICE void release_value() { value_ring.release_to_cluster(lane, cluster_size); }
 
-    // Waits until V has landed and keep_values_finite() has zeroed NaN and infinity in it. V lands only after that warp
-    // has released the stage's previous round: without the first wait, the second could take the phase of two rounds
-    // ago, which has the same parity.
+    // Waits until V has landed and keep_values_finite() has zeroed NaN and infinity in it. The second wait tests only
+    // the parity of a phase, and would also succeed at the phase of two rounds ago. The first wait rules that out: V
+    // lands only after the warp of keep_values_finite() has released the stage's previous round, and so has completed
+    // that round's phase of finite_value.
     FASTATTN_DEVICE void wait_finite_value() const {
         value_ring.wait_full();
         value_ring.wait(shared.finite_value);
     }
 
-    // Adds the NaN and infinity that make_finite() zeroed in V to O, in the rows that see their keys: sees(row, key).
-    // Finds them in global memory, between the first and the last key that has some. It may also find values that were
-    // not zeroed: P·V has added these, and adding a NaN or an infinity twice changes nothing. Their weights do not
-    // matter either (see device/nonfinite.cuh).
+    // Adds to O the NaN and infinity that make_finite() zeroed in V, in the rows that see their keys: sees(row, key).
+    // Reads V again from global memory, from the first to the last key whose V make_finite() changed. There it may also
+    // find NaN and infinity that were not zeroed. P·V has already added these values, and adding NaN or infinity a
+    // second time changes nothing. Every value is added with the weight 1, because its weight in P does not matter (see
+    // device/nonfinite.cuh).
     template <typename Sees>
     FASTATTN_DEVICE void add_nonfinite_values(const AttentionForwardParams& params, const CtaWorkTile& tile,
                                               float (&rO)[1][kTilesD][4], Sees&& sees) const {
         if (tile.last_nonfinite < 0) return;
         const RowsOfCta& rows = tile.rows;
-        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // read anew: it has no registers in the loops
+        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // read again: saves a register in the loops
         const int32_t own_row = rows.first_row + thread / kWarpSize * kMmaM + accumulator_row(own_lane);
         const int32_t own_columns = params.value.head_dim - accumulator_column(own_lane);
 #pragma unroll 1
@@ -163,7 +166,7 @@ struct ForwardConsumerSm90 {
                                     float (&rO)[1][kTilesD][4], Softmax& softmax, float factor = 1.0f) const {
         const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
         const int first_row = warp_in_cta() * kMmaM;
-        // Opaque: values derived from it would take registers in the main loops.
+        // Opaque: values derived from `lane` would take registers in the main loops.
         const int own_lane = ptx::opaque(lane);
         if (tile.partials.count == 1) {
             rows.store_exact_rows(first_row, rO, softmax, own_lane);
@@ -186,8 +189,8 @@ struct ForwardConsumerSm90 {
         }
     }
 
-    // Combines the partials of split tiles wherever this CTA is the last to arrive. Called by all consumers after
-    // the last work tile. `factor` multiplies the output.
+    // Combines the partials of this CTA's split tiles, as far as this CTA is the last to arrive
+    // (scheduler/combine.cuh). Called by all consumers after the last work tile. `factor` multiplies the output.
     FASTATTN_DEVICE void combine_split_tiles(const AttentionForwardParams& params, float factor = 1.0f) {
         using TileCombiner = Combiner<PartialRowsOfTile, ConsumerThreads>;
         using Storage = typename TileCombiner::Storage;
@@ -212,7 +215,7 @@ struct ForwardConsumerSm90 {
                                rows.queries.begin + rows.row_of(own_row + row));
         });
         for_own_rows<1>(lane, [&](int, int half, int row) {
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
             if (!one_of_four || row >= rows_left) return;
             row_pointer(params.lse, rows.batch,
                         rows.head_of(own_row + row))[rows.queries.begin + rows.row_of(own_row + row)] =

@@ -22,13 +22,14 @@ struct TileRowLocator {
     FASTATTN_DEVICE int32_t row_in_memory(int row) const { return rows.begin + first_row + row; }
 };
 
-// Two quads at a time: with more, the plain kernel for 32 dims spills in its loops. Other CTAs of the SM hide the
-// latency.
+// kQuadsAtOnce is 2, because with more the plain kernel for 32 dims spills in its loops. Other CTAs on the SM hide the
+// latency of the loads.
 template <int kBlockM, int kHeadDim, DataType kDataType>
 using PartialRowsSm80 =
     PartialRows<kBlockM, kHeadDim, kDataType, /*kSlotsPerCta=*/1, /*kQuadsAtOnce=*/2, TileRowLocator>;
 
-// Stores a warp's rows of O, rounded to 16 bits, and their lse. sO: where the warp stages them.
+// Stores a warp's rows of O, rounded to 16 bits, and their lse. sO: shared memory in which the warp stages its rows,
+// [kWarpM, kHeadDim].
 template <typename Config, DataType kDataType, typename Softmax>
 FASTATTN_DEVICE void store_rounded_rows(const AttentionForwardParams& params, const QueryTile& tile,
                                         const Sequence& rows, float (&rO)[Config::kTilesM][Config::kTilesD][4],
@@ -42,7 +43,7 @@ FASTATTN_DEVICE void store_rounded_rows(const AttentionForwardParams& params, co
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, rows.length - first_row, sO, lane, params.out.head_dim);
     float* gLse = row_pointer(params.lse, tile.batch, tile.head) + rows.begin;
     for_own_rows<Config::kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
+        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
         if (one_of_four && first_row + row < rows.length) gLse[first_row + row] = softmax.row_lse[m][half];
     });
 }

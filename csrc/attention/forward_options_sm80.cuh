@@ -1,15 +1,17 @@
 // Attention forward with every option: what forward_sm80.cuh computes, with softcap, ALiBi or a bias on the scores,
 // dropout, and either ranges of keys or keys in pages.
 //
-// CTA and warps (of 16 rows) are those of forward_sm80.cuh. A step has two more parts, before and after the softmax:
+// CTAs and warps divide the work as in forward_sm80.cuh; a warp always has 16 rows. A step has two more parts: the
+// scores before the softmax, and dropout after it.
 //
 //   cp.async      K2 |   V2   |                 K1                 |   V1   | …
 //   tensor cores     | Q·K2ᵀ  | scores, softmax, dropout     P·V2  | Q·K1ᵀ  | …
 //
-// Options are chosen at run time, alike for a whole CTA. Key tiles that no row sees are skipped; with ranges of keys,
-// key_ranges_sm80.cuh lists the others. Tiles of which some row does not see every key, and with a bias all tiles, are
-// masked. kPaged: while a step computes, each thread looks up its rows of the next tile in the block table.
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
+// Options are chosen at run time by branches, which all threads of a CTA take alike. Key tiles that no row sees are
+// skipped; with ranges of keys, key_ranges_sm80.cuh lists the tiles that are left. A tile is masked if some row does
+// not see every key of it; with a bias, all tiles are masked. kPaged: keys are in pages. While a step computes, each
+// thread looks up its rows of the next tile in the block table. Preconditions: those of HeadsView; head dims are
+// multiples of 8 and at most kHeadDim.
 #pragma once
 
 #include "attention/forward.h"
@@ -44,7 +46,7 @@ struct alignas(128) ForwardOptionsStorageSm80 {
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
     KeySplit split;
-    KeyRange full_tiles;  // tile_idx of full tiles; in shared memory, as the loop has no registers
+    KeyRange full_tiles;  // values of tile_idx of full tiles; in shared memory to save registers in the loop
     LargestScores<Config::kNumWarps> largest_scores;
 };
 
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - warp_row);
 
     OnlineSoftmax<kTilesM, /*kInNats=*/true> softmax(kLog2E);
-    if (options.sinks != nullptr && split.idx == 0) {  // in the first split only
+    if (options.sinks != nullptr && split.idx == 0) {  // only one split may count the sink
         softmax.set_sink(options.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     const Dropout dropout(options, tile.batch * params.query.heads + tile.head);
@@ -97,7 +99,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
 
     // Producer: every thread copies its chunks of each tile. Key tiles go from the last to the first, or from the end
     // of the list to its beginning. tile_idx is a tile's index in the list or, without a list, the tile itself. Only
-    // the first tile that is visited may lack keys: in a list it is the last tile that is not full.
+    // the first tile that is visited may reach past the last key: in a list, such a tile is not full and has the
+    // highest number, so it is the last entry.
     const int32_t num_tiles = ceil_div(keys.length, kBlockN), num_complete = keys.length / kBlockN;
     int32_t tile_idx = has_ranges ? min(list.num_tiles(), num_tiles) - 1 : end_tile - 1;
     const int32_t begin_idx = has_ranges ? 0 : begin_tile;
@@ -130,7 +133,8 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
             loader.template load<true>(num_rows);
         }
     };
-    // Moves a loader to tile `next`. After it has copied key_tile, it stands one tile before key_tile in memory.
+    // Moves a loader that has copied key_tile to tile `next`. The loader itself has moved on to the tile before
+    // key_tile in memory, so only lists of tiles need a skip.
     const auto skip_to = [&](auto& loader, const HeadsView<const uint16_t>& view, int32_t next) {
         if constexpr (!kPaged) {
             if (has_ranges) loader.skip((next - (key_tile - 1)) * int64_t{kBlockN} * view.row_stride);
@@ -141,13 +145,13 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     const SwizzledBlocks<kHeadDim> sK(shared.sK, ldmatrix_lane_b(lane));  // [kBlockN, kHeadDim]
     const SwizzledBlocks<kHeadDim> sV(shared.sV, ldmatrix_lane(lane));    // [kBlockN, kHeadDim]
 
-    // Computes one key tile.
+    // Computes key_tile. Unless it is the last one, also starts to copy K of next_tile.
     const auto step = [&](int32_t next_tile, bool is_last) {
         const int32_t first_key = key_tile * kBlockN;
         float rS[kTilesM][kTilesN][4];  // [kWarpM, kBlockN]: scores, then probabilities
 
         ptx::cp_async_wait_group<0>();  // waits for K and, in the first step, Q
-        // Waits until K has landed, and until every warp has read the previous V, so that it may be overwritten.
+        // Waits until K has landed, and until every warp has read the previous V, so that V may be overwritten.
         bool some_absent = false;
         if constexpr (kPaged) {
             some_absent = __syncthreads_or(own_rows.has_hole(table, first_key, threadIdx.x));
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         gemm_qk<kDataType>(rS, sQ, sK);
 
         ptx::cp_async_wait_group<0>();  // waits for V
-        // Waits until V has landed, and until every warp has read K, so that it may be overwritten.
+        // Waits until V has landed, and until every warp has read K, so that K may be overwritten.
         bool some_nonfinite = false;
         if (is_masked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
@@ -173,7 +177,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         if (!is_last) load(load_k, kBlockN);
         ptx::cp_async_commit_group();
 
-        // Made anew in each step: the loop has no registers for the bias's address.
+        // Made again in each step: the bias's address would otherwise take registers during the whole loop.
         const HeadScores scores(options, slope, ptx::opaque(tile.batch), tile.head, rows.length, keys.length);
         scores.to_scores(rS, warp_row, first_key, lane);
         const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         key_tile = next_tile;
     }
 
-    // Epilogue. It finds the tile again: the loops have no registers for its indices.
+    // Epilogue. Finds the tile again, because its indices would take registers in the loops.
     const float factor = options.dropout_factor;
     const KeySplit& own = shared.split;
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);

@@ -1,15 +1,17 @@
 // Attention forward for Hopper with every option: what forward_sm90.cuh computes, with softcap, ALiBi or a bias on the
 // scores, dropout, and ranges of keys. Roles, rings, work tiles and shared memory are those of forward_sm90.cuh.
 //
-// A work tile has rows of one head. Every step takes row maxima, because Q·Kᵀ is not final: scale, softcap and bias
-// follow, then the softmax, then dropout. One loop, which starts in the middle of a step, holds all of that once:
+// A work tile has rows of one head. After Q·Kᵀ, a step computes the scores (scale, softcap, bias, mask), the softmax,
+// and then dropout. Every step computes row maxima before the exponentials, because P overwrites the scores. The loop
+// starts in the middle of a step, so that the code of all these passes exists only once:
 //
 //   tensor cores   Q·K0ᵀ |                    Q·K1ᵀ | P0·V0 |                    Q·K2ᵀ | P1·V1 | …
 //   other pipes          | scores, P0, dropout       | scores, P1, dropout              | scores, P2, dropout
 //
-// Options are chosen at run time, alike for a whole CTA. A bias may hide keys in every tile. With ranges of keys,
-// key_ranges_sm80.cuh lists the key tiles to visit. Preconditions: those of HeadsView, head dims multiples of 8 and at
-// most kHeadDim and kValueDim. Any lengths, packed or not, any window, sinks, any finite scale.
+// Options are chosen at run time by branches, which all threads of a CTA take alike. A bias may hide keys in any tile,
+// so every step waits until NaN and infinity in V are zeroed. With ranges of keys, key_ranges_sm80.cuh lists the key
+// tiles to visit. Preconditions: those of HeadsView; head dims are multiples of 8, and at most kHeadDim and kValueDim.
+// Takes any lengths, packed or not, any window, sinks, and any finite scale.
 #pragma once
 
 #include <cstdint>
@@ -72,10 +74,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         const HeadScores scores(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
-        BiasTile<kTilesN> bias(scores, own_row, lane);  // of the key tile that is computed
+        BiasTile<kTilesN> bias(scores, own_row, lane);  // of the key tile of this step
         const Dropout dropout(options, rows.batch * params.query.heads + rows.head);
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
-        if (options.sinks != nullptr && tile.is_first_split()) {  // in the first split only
+        if (options.sinks != nullptr && tile.is_first_split()) {  // only one split may count the sink
             softmax.set_sink(options.sinks[rows.head], lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
 
         // Epilogue.
         consumer.add_nonfinite_values(params, tile, rO, [&](int32_t row, int32_t key) {
-            // Made anew: the loop has no registers for it.
+            // Made here again, because keeping `scores` would take registers in the loop.
             const HeadScores late(options, rows.batch, rows.head, rows.queries.length, rows.keys.length);
             const bool is_in_range = options.ranges.data == nullptr ||
                                      RowRanges(options.ranges, rows.batch, rows.head, rows.queries).sees(row, key);

@@ -20,7 +20,8 @@
 
 namespace fastattn {
 
-// Finds the steps of this cluster (scheduler/key_splits.h). Called by the producer's first warp.
+// Finds the steps of this cluster (scheduler/key_splits.h), and sets shared.walk to the first of them. Called by the
+// producer's first warp.
 template <typename Config>
 FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                 int lane) {
@@ -42,9 +43,10 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     shared.num_split = 0;
 }
 
-// Claims the cluster's next unsplit work tile and returns its index. Work tiles differ in length, so none is dealt in
-// advance. CTA 0 claims for both CTAs and sends CTA 1 the index. ring: the stage of `work` that will hold the work
-// tile. Called by one thread of the producer, once it has issued the copies of the current work tile's last keys.
+// Returns the index of the cluster's next work tile, if work tiles are not split. Clusters claim work tiles one at a
+// time, because work tiles differ in length. If `claimed` is null, they take work tiles in turn instead. CTA 0 claims
+// for both CTAs of a cluster, and sends CTA 1 the index. ring: the stage of `work` that will hold the work tile. Called
+// by one thread of the producer, once it has issued the copies of the current work tile's last keys.
 template <typename Config>
 FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
                                          const AttentionForwardParamsSm90& all_params, int rank, const Ring<2>& ring) {
@@ -52,7 +54,7 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
     const ForwardScheduleSm90& schedule = all_params.schedule;
     const uint32_t clusters = clusters_in_grid(schedule.cluster_size());
     if (params.claimed == nullptr) return shared.walk.tile_idx + clusters;
-    const Ring<2> claims = ring.before(shared.claims);  // one step behind: the first work tile is not claimed
+    const Ring<2> claims = ring.before(shared.claims);  // one step behind, as the first work tile is not claimed
     uint32_t& claimed = shared.claimed[claims.stage];
     if (rank > 0) {
         claims.expect(sizeof(claimed));
@@ -62,9 +64,9 @@ FASTATTN_DEVICE uint32_t next_whole_tile(ForwardStorageSm90<Config>& shared,
         return tile_idx;
     }
     const uint32_t ticket = take_ticket(params.claimed), tile_idx = clusters + ticket;
-    // Clusters take num_tiles tickets in all: num_tiles - clusters of them yield a work tile, as the first of each
-    // cluster is not claimed, and each cluster takes one more to learn that none is left. The last one resets the
-    // counter.
+    // Clusters take num_tiles tickets in all. Of these, num_tiles - clusters yield a work tile, because the first work
+    // tile of each cluster is not claimed. Each cluster takes one more ticket to learn that no work tile is left. The
+    // cluster with the last ticket resets the counter.
     if (ticket == schedule.num_tiles - 1) reset_tickets(params.claimed, params.launch_id, ticket);
     if (schedule.cluster_size() > 1) {
         claims.wait_empty();
@@ -97,7 +99,8 @@ FASTATTN_DEVICE void publish_work_tile(ForwardStorageSm90<Config>& shared, const
         tile.rows = rows;
         if constexpr (Config::kTakesRanges) tile.list = rows.tile_list(all_params.attention);
         tile.key_tiles = tiles.slice(walk.steps(is_split, tiles.num_tiles()));
-        // CTAs of one rank combine among themselves. They are numbered in the order of their clusters.
+        // A CTA combines partials only with CTAs of its own rank. `partials` numbers the CTAs of a rank in the order of
+        // their clusters, after all CTAs of the rank before.
         const auto first_of_rank = static_cast<int32_t>(rank * clusters_in_grid(schedule.cluster_size()));
         tile.partials = {partials.count, first_of_rank + partials.first, 1};
         tile.cta = first_of_rank + static_cast<int32_t>(cluster);
@@ -109,7 +112,8 @@ FASTATTN_DEVICE void publish_work_tile(ForwardStorageSm90<Config>& shared, const
 }
 
 // Calls begin(tile) for each work tile, then take(tile, key_tile, is_masked) for each of its key tiles, in the
-// consumers' order. kPublishes: this warp of the producer passes the work tiles to all other warps.
+// consumers' order. kPublishes: whether this warp is the one that passes work tiles to all other warps. Called by a
+// whole warp of the producer.
 template <bool kPublishes, typename Config, typename Begin, typename Take>
 FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                       int rank, int lane, Begin&& begin, Take&& take) {
@@ -122,7 +126,8 @@ FASTATTN_DEVICE void for_tiles_of_cta(ForwardStorageSm90<Config>& shared, const 
         __syncwarp();  // waits until all lanes see the index
         const int idx = shared.next_tile[ring.stage];
         if (idx == kNoMoreTiles) return;
-        // A reference, so that its fields are read from shared memory each time: the producer has few registers.
+        // A reference, so that its fields are read from shared memory each time: the producer has too few registers for
+        // them.
         CtaWorkTile& tile = shared.work_tiles[idx];
         begin(tile);
         for (int32_t num_left = tile.key_tiles.num_tiles(); num_left > 0; --num_left) {
@@ -143,7 +148,7 @@ template <typename Config>
 FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const TensorMap& query, const CtaWorkTile& tile,
                                 Ring<1>& ring) {
     using QueryTile = typename Config::QueryTile;
-    if (tile.key_tiles.num_tiles() == 0) {  // without keys consumers skip Q
+    if (tile.key_tiles.num_tiles() == 0) {  // without keys, consumers do not read Q
         ring.wait_empty();
         ring.arrive_full();
         ring.advance();
@@ -159,8 +164,8 @@ FASTATTN_DEVICE void load_query(ForwardStorageSm90<Config>& shared, const Tensor
     ring.advance();
 }
 
-// Tells the consumers which key tile the stage gets, in the form that masks take (ColumnBits). Called by one thread
-// before it arrives at `full`.
+// Waits until the stage is empty, and tells the consumers which key tile the stage will hold: writes the tile's first
+// bit (ColumnBits), which masks need. Called by one thread before it arrives at `full`.
 template <typename Config>
 FASTATTN_DEVICE void publish_key_tile(ForwardStorageSm90<Config>& shared, const Ring<Config::kStages>& key_ring,
                                       int32_t key_tile) {
@@ -168,36 +173,37 @@ FASTATTN_DEVICE void publish_key_tile(ForwardStorageSm90<Config>& shared, const 
     shared.first_bits[key_ring.stage] = key_tile * ColumnBits<Config::kTilesN>::kPerTile;
 }
 
-// Zeroes NaN and infinity in a tile of V whose first key is first_key, and records the first and last key that had any.
-// Called by one warp, and seldom.
+// Zeroes NaN and infinity in a tile of V whose first key is first_key. Records in `tile` the first and last key that
+// had any. Called by one warp, only for a tile that has some.
 template <DataType kDataType, typename ValueTile>
 FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& tile, int lane) {
-    __syncwarp();  // waits until every lane has searched its elements: below, lanes change others
+    __syncwarp();  // waits until every lane has searched: below, a lane changes elements that others have searched
     constexpr int kPairsPerBlock = ValueTile::kBlockBytes / 4, kPairsPerRow = ValueTile::kRowBytes / 4;
 #pragma unroll 1
-    for (int i = lane; i < ValueTile::kBytes / 4; i += kWarpSize) {  // they lie in blocks of columns, row by row
+    for (int i = lane; i < ValueTile::kBytes / 4; i += kWarpSize) {  // pairs go row by row in each block of columns
         uint32_t& pair = reinterpret_cast<uint32_t*>(sV)[i];
         const uint32_t nonfinite = nonfinite_mask<kDataType>(pair);
         if (nonfinite == 0) continue;
         pair &= ~nonfinite;
         const int32_t key = first_key + i % kPairsPerBlock / kPairsPerRow;
-        if (key >= tile.rows.keys.length) continue;  // no row sees what lies past the last key
+        if (key >= tile.rows.keys.length) continue;  // no row sees keys past the sequence's last
         atomicMin(&tile.first_nonfinite, key);
         atomicMax(&tile.last_nonfinite, key);
     }
     ptx::fence_proxy_async_shared();
 }
 
-// Zeroes NaN and infinity in a tile of V in which a mask may hide keys: 0 · NaN is NaN, so P = 0 does not remove them.
-// At the end ForwardConsumerSm90::add_nonfinite_values() adds them, from memory, to the rows that see them. Called by
-// one warp for every tile of V. Consumers wait for it at masked tiles only, so it counts as one more consumer of the
-// ring: no stage is refilled before this warp is done with it.
+// Zeroes NaN and infinity in a tile of V in which a mask may hide keys. P = 0 does not remove a hidden key's NaN or
+// infinity, because 0 · NaN and 0 · infinity are NaN. After the last key tile,
+// ForwardConsumerSm90::add_nonfinite_values() reads these values from memory again, and adds them to the rows that see
+// their keys. Called by one warp for every tile of V. Consumers wait for this warp at masked tiles only. So the warp
+// counts as one more consumer of the ring, and no stage is refilled before the warp has released it.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
                                         Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,
                                         bool is_masked, int lane) {
     using ValueTile = typename Config::ValueTile;
-    constexpr int kUnroll = 4;  // the producer has few registers
+    constexpr int kUnroll = 4;  // more loads at once would take more registers than the producer has
     value_ring.wait_full();
     uint16_t* sV = shared.sV[value_ring.stage];
     const bool may_hide = is_masked || bias.kind != BiasView::Kind::kNone;  // a bias may hide any key
@@ -209,10 +215,10 @@ FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, cons
     value_ring.release(lane);
 }
 
-// Copies Q with one lane, and each box of K and V with a lane of its own. A key tile is one box or, in pages, several,
-// none of which crosses a page. If other warps gather the rows of key tiles instead, waits for these, marks the
-// stages as full, and zeroes NaN and infinity in V. Calls ahead(rows, first_key) for each key tile before the consumers
-// come to it. Called by one warp.
+// Copies Q with one lane, and K and V in boxes, each box with a different lane. A key tile is one box or, in pages,
+// several boxes, none of which crosses a page. If other warps gather the rows of key tiles instead (key_box_rows is 0),
+// waits for their copies, marks the stages as full, and zeroes NaN and infinity in V. After each key tile calls
+// ahead(rows, first_key), which may prefetch what consumers need with the key tile. Called by one warp.
 template <DataType kDataType, typename Config, typename Ahead>
 FASTATTN_DEVICE void produce_tiles(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                    int rank, int cluster_size, int lane, Ahead&& ahead) {

@@ -1,16 +1,17 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
-// One CTA computes kBlockM query rows of one head. Each warp owns 32 of them (16 above 128 dims) from start to end, and
-// all lanes also copy. Key tiles come as in key_tiles.cuh. Masked tiles have a loop of their own, which reads the
-// bounds of each row from shared memory: the loop of full tiles has no registers for them. K and V have one buffer
+// One CTA computes kBlockM query rows of one head. Each warp owns 32 of the rows (16 above 128 dims) from start to end,
+// and all threads also copy. key_tiles.cuh has the order of key tiles. Masked tiles have a loop of their own. It reads
+// the bounds of each row's keys from shared memory, because the bounds do not fit in registers. K and V have one buffer
 // each: while one is multiplied, the other is copied.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
 //
-// S, P and O stay in registers (PTX ISA, mma.m16n8k16), and so does Q if there are enough. If row tiles are few, CTAs
-// split their keys (key_splits.h). Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim.
-// Any lengths, packed or not, any window, sinks, any finite scale; forward_options_sm80.cuh has the other options.
+// S, P and O stay in registers (PTX ISA, mma.m16n8k16), and Q too if there are enough (kQueryInRegisters). If there are
+// few row tiles, CTAs split the keys of each (key_splits.h). Preconditions: those of HeadsView; head dims are multiples
+// of 8 and at most kHeadDim. Takes any lengths, packed or not, any window, sinks, and any finite scale;
+// forward_options_sm80.cuh has the other options.
 #pragma once
 
 #include <type_traits>
@@ -41,7 +42,8 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    // Masked steps read these again each time, as they have no registers for them.
+    // Masked steps read `sees`, `tiles` and `num_keys` each time they need them, because they have no registers to hold
+    // them.
     KeyRange sees[Config::kBlockM];  // the keys that each row sees
     KeyTiles tiles;
     int32_t num_keys;
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     using Config = ForwardConfigSm80<kHeadDim>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
-    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: before it, the loops spill
+    constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: copied earlier, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
@@ -82,11 +84,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
 
     if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - first_row - warp * kWarpM);
 
-    // The softmax takes maxima of Q·Kᵀ, so scores must grow with it: they are multiplied by |scale|, and Q by the sign
-    // of scale, or by 0.
+    // The softmax takes maxima of Q·Kᵀ, so scores must increase with Q·Kᵀ. So Q is multiplied by the sign of scale, or
+    // by 0 if scale is 0, and Q·Kᵀ by |scale|.
     const float scale = params.scores.scale, sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : scale;
     OnlineSoftmax<kTilesM> softmax(params.scale_log2);
-    if (params.scores.sinks != nullptr && split.idx == 0) {  // in the first split only
+    if (params.scores.sinks != nullptr && split.idx == 0) {  // only one split may count the sink
         softmax.set_sink(params.scores.sinks[tile.head], lane % kLanesPerRow == 0);
     }
     float rO[kTilesM][kTilesD][4] = {};  // [kWarpM, kHeadDim]
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         }
 
         ptx::cp_async_wait_group<0>();  // waits for V
-        // Waits until V has landed, and until every warp has read K, so that it may be overwritten.
+        // Waits until V has landed, and until every warp has read K, so that K may be overwritten.
         bool some_nonfinite = false;
         if constexpr (kMasked) {
             some_nonfinite = __syncthreads_or(has_nonfinite<kDataType>(load_v));
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         };
         if constexpr (!kLoadsKeysLate) load_next_k();
 
-        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // `warp` and `lane` have no registers here
+        const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // saves the registers of `warp`, `lane`
         const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
         if constexpr (kMasked) {
@@ -184,11 +186,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     if (num_left > tiles.num_full) {
         do {
             step(num_left, std::true_type{});
-        } while (--num_left > shared.tiles.num_full);  // num_full has no register in this loop
+        } while (--num_left > shared.tiles.num_full);  // tiles.num_full would take a register in this loop
     }
     for (; num_left > 0; --num_left) step(num_left, std::false_type{});
 
-    // Epilogue. It finds the tile again: the loops have no registers for its indices.
+    // Epilogue. Finds the tile again, because its indices would take registers in the loops.
     const KeySplit& own = shared.split;
     const QueryTile out_tile = query_tile(params, kBlockM, own.tile_idx, own.is_split);
     const Sequence out_rows = query_rows(params, out_tile.batch);

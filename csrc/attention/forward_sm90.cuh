@@ -1,15 +1,16 @@
 // Attention forward for Hopper: O = softmax(scale · Q·Kᵀ + mask) · V, and the lse. FlashAttention-2 (Dao 2023,
-// algorithm 1) with the roles and overlaps of FlashAttention-3 (Shah et al. 2024). A CTA stays on its SM and takes work
-// tiles of kBlockM rows: rows of one head, or of all heads that share a key head. If work tiles are few, CTAs split
-// their keys (key_splits.h). One warpgroup produces and gives registers to the others, each of which consumes: it
-// computes 64 rows of O.
+// algorithm 1) with the roles and overlaps of FlashAttention-3 (Shah et al. 2024). CTAs are persistent and take one
+// work tile after another. A work tile has kBlockM rows: of one head, or of all heads that share a key head. If there
+// are few work tiles, CTAs split the keys of each (key_splits.h). One warpgroup is the producer, and gives up registers
+// to the others. Each of the others is a consumer and computes 64 rows of O.
 //
-//   ring, stages    full: its bytes have landed       empty: every consumer's warps have read it
-//   work   2        says which rows                   after its output
-//   Q      1        before the first Q·Kᵀ             after the last
-//   K, V   kStages  before Q·Kᵀ, before P·V           after each
+//   ring, stages    consumers wait for `full`         consumers arrive at `empty`
+//   work   2        before a work tile                after its output is stored
+//   Q      1        before its first Q·Kᵀ             after its last Q·Kᵀ
+//   K, V   kStages  before Q·Kᵀ, before P·V           after Q·Kᵀ, after P·V
 //
-// Two products of a consumer are in flight at a time, each a wgmma group. Key tiles come as in key_tiles.cuh:
+// A consumer has up to two products in flight, each in a wgmma group of its own: Q·Kᵀ of a key tile, and P·V of the key
+// tile before. key_tiles.cuh has the order of key tiles.
 //
 //   tensor cores   Q·K0ᵀ |           Q·K1ᵀ | P0·V0 |           Q·K2ᵀ | P1·V1 | …   (gaps: products of other consumers)
 //   other pipes          | softmax → P0    |       softmax → P1      |       softmax → P2
@@ -30,9 +31,9 @@
 
 namespace fastattn {
 
-// Preconditions: those of HeadsView, head dims multiples of 8 and at most kHeadDim and kValueDim. Any lengths, packed
-// or not, any window, sinks, any finite scale. The CTAs of a cluster of two need the same key tiles: each copies one
-// half of every tile into both.
+// Preconditions: those of HeadsView; head dims are multiples of 8, and at most kHeadDim and kValueDim. Takes any
+// lengths, packed or not, any window, sinks, and any finite scale. The CTAs of a cluster of two need the same key
+// tiles: each CTA copies one half of every key tile into the shared memory of both.
 template <int kHeadDim, int kValueDim, DataType kDataType>
 __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumThreads, 1)
     attention_forward_sm90(const __grid_constant__ AttentionForwardParamsSm90 all_params) {
@@ -69,14 +70,14 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         const int32_t num_tiles = warp_uniform(tiles.num_tiles());
         const int32_t own_row = rows.first_row + warpgroup * kWarpgroupM + warp * kMmaM;
         OnlineSoftmax<1> softmax(params.scale_log2);
-        if (params.scores.sinks != nullptr && tile.is_first_split()) {  // in the first split only
+        if (params.scores.sinks != nullptr && tile.is_first_split()) {  // only one split may count the sink
             const int32_t row = own_row + accumulator_row(lane);
             softmax.set_sinks(params.scores.sinks[rows.head_of(row)], params.scores.sinks[rows.head_of(row + 8)],
                               lane % kLanesPerRow == 0);
         }
         float rO[1][kTilesD][4];     // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];     // [64, kBlockN]
-        uint32_t rP[2][kTilesK][4];  // operand A of P·V: [64, kBlockN] 16-bit, of two key tiles
+        uint32_t rP[2][kTilesK][4];  // operands A of P·V of two key tiles: [64, kBlockN] 16-bit each
 #pragma unroll
         for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
 
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                                         rows.keys_of(own_row + accumulator_row(lane) + 8), lane);
 
         const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
-        // Computed before the loops: in them it would take their uniform registers.
+        // Computed before the loops, because inside them the computation would take uniform registers that they need.
         const int32_t num_left_unmasked = warp_uniform(missing.num_unmasked());
         if (params.max_logits != nullptr) shared.largest_scores.start(rows.num_rows() - own_row);
         // How many of the last tiles need neither masks nor maxima.
@@ -95,7 +96,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (num_left <= num_left_unmasked) return;
             mask_warpgroup_scores(rS, seen, missing.present(first_bit, lane), first_bit);
         };
-        // Gives rows their first softmax reference. They get their first scores in the first tile or in a masked one.
+        // Gives rows that have no softmax reference their first one, and tracks the largest scores if they are wanted.
+        // Called only for the first tile and for tiles that may be masked, because a row has its first score in one of
+        // them.
         const auto start_softmax = [&] {
             const bool wants_maxima = params.max_logits != nullptr;
             if (!wants_maxima && !softmax.lacks_references()) return;
@@ -103,8 +106,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             if (wants_maxima) shared.largest_scores.update(max);
             softmax.start(max);
         };
-        // Turns S into P. Computes maxima only if the sums of P show that a softmax reference is outgrown; S is still
-        // in registers then. Leaves no product in flight.
+        // Turns S into P. Computes maxima only if the sums of P show that a softmax reference is outgrown. P is then
+        // computed again from S, which is still in registers. Leaves no product in flight.
         const auto to_probabilities = [&](uint32_t (&rNextP)[kTilesK][4]) {
             auto sums = softmax.template exponentiate_to<kDataType, FASTATTN_EXP2_ON_FMA>(rNextP, rS);
             RowValues<1> factor{{{1.0f, 1.0f}}};
@@ -113,9 +116,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                 is_outgrown = softmax.is_outgrown_by_sums(sums);
                 if (is_outgrown) factor = softmax.follow(maxima_of_lane(rS));
             };
-            // This branch before the wait makes all exponentials overlap P·V: without it ptxas moves the wait up among
-            // them. With kMasksInPlace, registers are short: `factor` before the wait would make ptxas serialise the
-            // products.
+            // The branch of follow_sums() before the wait makes all exponentials overlap P·V: without the branch, ptxas
+            // moves the wait up among the exponentials. With kMasksInPlace the branch follows the wait, because
+            // registers are scarce: if `factor` were computed before the wait, ptxas would serialise the products.
             constexpr bool kWaitsEarly = Config::kMasksInPlace || FASTATTN_WAITS_EARLY;
             if constexpr (!kWaitsEarly) follow_sums();
             consumer.wait_pv(rO);  // leaves no product in flight
@@ -126,9 +129,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             }
             softmax.add(sums);
         };
-        // Does the same with one P, as no registers are left for a second. S becomes P in place, and is packed into
-        // rP[0] after the wait for P·V, which reads rP[0]. As S is overwritten, the maxima come before the
-        // exponentials.
+        // Turns S into P with only one rP, because no registers are left for a second. P overwrites S, and is packed
+        // into rP[0] after the wait for the previous P·V, which reads rP[0]. Maxima are computed before the
+        // exponentials, because the exponentials overwrite S.
         const auto to_probabilities_in_place = [&] {
             const auto max = maxima_of_lane(rS);
             if (params.max_logits != nullptr) shared.largest_scores.update(max);
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             to_probabilities(rNextP);
             consumer.release_value();
         };
-        // Does the same for a tile that may be masked. With kMasksInPlace, both P are rP[0].
+        // Computes one key tile that may be masked. With kMasksInPlace, rThisP and rNextP are both rP[0].
         const auto masked_step = [&](const uint32_t (&rThisP)[kTilesK][4], uint32_t (&rNextP)[kTilesK][4],
                                      int32_t num_left) {
             consumer.start_qk(rS);
@@ -169,11 +172,11 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
 
         if (num_tiles > 0) {
             int32_t num_left = num_tiles;
-            if (sign != 1.0f) {  // the softmax takes maxima of Q·Kᵀ, so scores must grow with it
+            if (sign != 1.0f) {  // the softmax takes maxima of Q·Kᵀ, so scores must increase with Q·Kᵀ
                 QueryTile::for_pairs_of(shared.sQ[warpgroup], threadIdx.x % kWarpgroupSize, kWarpgroupSize,
                                         [&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
                 ptx::fence_proxy_async_shared();
-                ptx::bar_sync(kOneConsumer + warpgroup, kWarpgroupSize);  // waits until every thread has changed its Q
+                ptx::bar_sync(kOneConsumer + warpgroup, kWarpgroupSize);  // waits until all of Q is changed
             }
             consumer.start_qk(rS);
             const int32_t first_bit = consumer.first_bit();
@@ -183,7 +186,8 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
             to_probabilities(rP[0]);
             consumer.wait_finite_value();
             --num_left;
-            // Masked tiles, and one more if the number of the others is odd.
+            // Tiles that need masks or maxima. If an odd number of tiles is left after them, one more tile, because the
+            // loop of full steps takes two at a time.
             if constexpr (Config::kMasksInPlace) {
                 for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) masked_step(rP[0], rP[0], num_left);
             } else {
@@ -194,8 +198,9 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
                         for (int e = 0; e < 4; ++e) rP[1][k][e] = rP[0][k][e];
                     }
                 }
-                // Two steps a round. An odd number of steps begins with the second; if rP were copied at the end
-                // instead, ptxas would serialise the products.
+                // Each round has two steps, so that P alternates between rP[0] and rP[1] and ends in rP[0]. If num_left
+                // is odd, the first round has only its second step, which reads the copy in rP[1]. If rP were copied
+                // after this loop instead, ptxas would serialise the products.
                 for (; num_left > num_left_fast || num_left % 2 != 0; --num_left) {
                     if (num_left % 2 == 0) masked_step(rP[0], rP[1], num_left--);
                     masked_step(rP[1], rP[0], num_left);

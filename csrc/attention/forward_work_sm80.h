@@ -16,7 +16,7 @@
 
 namespace fastattn {
 
-// Returns the parameters of a launch. They have no workspace if no tile can be split.
+// Returns the parameters with which the kernel is launched: `params`, but without a workspace if no tile can be split.
 inline AttentionForwardParams launched_params_sm80(const AttentionForwardParams& params, int32_t block_m,
                                                    int32_t block_n) {
     AttentionForwardParams launched = params;
@@ -38,7 +38,7 @@ struct QueryTile {
 };
 
 // Returns the row tile of a work tile. The last row tiles of all heads come first: under a causal mask they take
-// longest. in_split_order: tile_idx counts in the order of key_splits.h, without groups of heads.
+// longest. in_split_order: whether tile_idx counts in the order of key_splits.h, in which heads form no groups.
 FASTATTN_DEVICE QueryTile query_tile(const AttentionForwardParams& params, int32_t block_m, uint32_t tile_idx,
                                      bool in_split_order) {
     const int32_t num_tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
@@ -57,8 +57,8 @@ FASTATTN_DEVICE Sequence keys_of_sequence(const AttentionForwardParams& params, 
     return sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
 }
 
-// Finds the CTA's split, and writes it to shared memory, where every thread reads it. A call that leaves no copy in
-// registers: inlined, or with a copy, it would take registers from the main loops. Called by a whole warp.
+// Finds the CTA's split, and writes it to shared memory, where every thread reads it. Not inlined, and returns nothing,
+// because its code or a copy of the split would take registers from the main loops. Called by a whole warp.
 template <int kBlockM, int kBlockN, bool kPaged>
 __device__ __noinline__ void find_split(KeySplit& split, const AttentionForwardParams& params) {
     const int lane = threadIdx.x % kWarpSize, num_tiles = ceil_div(params.query.rows, kBlockM);
@@ -76,7 +76,7 @@ __device__ __noinline__ void find_split(KeySplit& split, const AttentionForwardP
     if (lane == 0) split = found;
 }
 
-// Finds the CTA's split, and writes it to shared memory. Called by all threads.
+// Finds the CTA's split, writes it to shared memory, and returns it. Called by all threads.
 template <int kBlockM, int kBlockN, bool kPaged>
 FASTATTN_DEVICE KeySplit own_split(KeySplit& shared_split, const AttentionForwardParams& params, int warp) {
     if (params.partials.values == nullptr) {

@@ -16,13 +16,14 @@
 
 namespace fastattn {
 
-// How clusters take work tiles, one after the other. The CTAs of a cluster need the same key tiles: they take two heads
-// that read one key head, or two adjacent row tiles. A tile has rows of one head or, row by row, of all heads that read
-// a key head: row m of 2^log2_packed packed heads is row m / 2^log2_packed of head m % 2^log2_packed.
+// How the work of a launch is divided into work tiles, which clusters take one after another. The CTAs of a cluster
+// need the same key tiles: they take two heads that share a key head, or two adjacent row tiles of one head. A CTA's
+// tile has rows of one head or, packed, of all 2^log2_packed heads that share a key head. Packed row m is row m /
+// 2^log2_packed of head m % 2^log2_packed.
 struct ForwardScheduleSm90 {
-    int32_t heads_per_cluster, tiles_per_cluster;  // of the cluster's CTAs: 1 and 1, 2 and 1, or 1 and 2
-    int32_t log2_packed;                           // 0: a tile has rows of one head
-    uint32_t num_tiles;                            // work tiles
+    int32_t heads_per_cluster, tiles_per_cluster;  // how many a cluster has: 1 and 1, 2 and 1, or 1 and 2
+    int32_t log2_packed;                           // 0: heads are not packed
+    uint32_t num_tiles;                            // number of work tiles
     bool may_split;                                // clusters may split the keys of a work tile: see key_splits.h
 
     FASTATTN_HOST_DEVICE int cluster_size() const { return heads_per_cluster * tiles_per_cluster; }
@@ -34,39 +35,41 @@ struct AttentionForwardParamsSm90 {
     int32_t key_box_rows;  // of K and V: see key_box_rows()
 };
 
-// Returns how many rows of K or V a box of TMA has, if a CTA copies `rows` rows of a tile: in pages, the most that
-// never cross a page. 0: boxes would not begin where the swizzle's pattern does, and rows are gathered one by one.
+// Returns how many rows of K or V a TMA box has, if a CTA copies `rows` rows of each key tile. In pages, this is the
+// largest number with which no box crosses a page. Returns 0 if such boxes would not begin where the swizzle's pattern
+// does: rows are then gathered one by one.
 inline int32_t key_box_rows(const PagedParams& paged, int32_t num_pages, int32_t rows) {
     if (paged.block_table == nullptr) return rows;
-    if (num_pages == 0) return 0;  // there is no tensor to make boxes of
+    if (num_pages == 0) return 0;  // there is no tensor to copy from
     if (paged.max_pages == 1) return rows;
     const int32_t box_rows = std::gcd(paged.page_size, rows);
     return box_rows % kSwizzleRows == 0 ? box_rows : 0;
 }
 
-// Chooses the schedule of a launch. tiles_to_pair_under_mask: two row tiles under a mask see different keys, and both
-// visit what either sees. That pays if a head has at least so many tiles. 0: clusters never pay, as the L2 cache
-// delivers what each CTA needs, or rows are gathered without TMA. packs_heads: a tile may hold rows of several heads.
+// Chooses the schedule of a launch. packs_heads: whether a tile may have rows of several heads.
+// tiles_to_pair_under_mask: how many row tiles a head must have for a cluster to take two of them under a mask. Two row
+// tiles then see different keys, and both CTAs visit every key tile that one of them sees. 0: there are no clusters,
+// because the L2 cache delivers what single CTAs need, or because rows are gathered without TMA.
 inline ForwardScheduleSm90 forward_schedule_sm90(const LaunchedKernel& kernel, const AttentionForwardParams& params,
                                                  int32_t block_m, int32_t block_n, int32_t tiles_to_pair_under_mask,
                                                  bool packs_heads, int32_t num_sms) {
     ForwardScheduleSm90 schedule{1, 1, 0, 0, false};
     const int32_t group = params.query.heads / params.key.heads;
     int64_t tiles = ceil_div(params.query.rows, block_m), heads = params.query.heads;
-    // A box of TMA, 64 rows of a tile, must hold whole rows of all heads.
+    // A box of Q has 64 packed rows: some rows in all packed heads. So the number of packed heads must divide 64.
     const bool can_pack = packs_heads && group > 1 && group <= 64 && (group & (group - 1)) == 0;
     const int64_t packed_tiles = ceil_div(int64_t{params.query.rows} * group, block_m);
-    constexpr int64_t kMostRows = 1 << 30;  // fits in 32 bits, with a tile to spare
+    constexpr int64_t kMostRows = 1 << 30;  // leaves room for one more tile in 32 bits
     if (can_pack && packed_tiles < tiles * group && int64_t{params.query.rows} * group < kMostRows) {
         while (1 << schedule.log2_packed < group) ++schedule.log2_packed;
         tiles = packed_tiles;
         heads = params.key.heads;
     }
     const bool fills_gpu = tiles * heads * params.query.batch >= num_sms;
-    const bool may_pair = params.scores.ranges.data == nullptr;  // else the lists of two CTAs differ
+    const bool may_pair = params.scores.ranges.data == nullptr;  // else the CTAs' lists of key tiles would differ
     if (may_pair && tiles_to_pair_under_mask > 0 && fills_gpu && num_sms % 2 == 0) {
         const bool is_masked = params.scores.has_window();
-        constexpr int64_t kTilesOfOddCount = 16;  // among so many, one idle CTA hardly matters
+        constexpr int64_t kTilesOfOddCount = 16;  // from this many on, one idle CTA in the last pair hardly matters
         if (group % 2 == 0 && schedule.log2_packed == 0) {
             schedule.heads_per_cluster = 2;
         } else if (is_masked ? tiles >= tiles_to_pair_under_mask : tiles % 2 == 0 || tiles >= kTilesOfOddCount) {
@@ -88,16 +91,16 @@ FASTATTN_DEVICE int32_t work_tile_heads(const AttentionForwardParams& params, co
     return params.query.heads / (schedule.heads_per_cluster << schedule.log2_packed);
 }
 
-// The rows of CTA `rank` of a cluster in a work tile. They may lie past the last row.
+// The rows that CTA `rank` of a cluster has in a work tile. They may be past the last row of the sequence.
 struct RowsOfCta {
     int32_t batch, kv_head;
     int32_t head, log2_packed;           // first head; 2^log2_packed heads are packed
     int32_t first_row;                   // counts packed rows, like cluster_begin and cluster_end
     int32_t cluster_begin, cluster_end;  // rows of all of the cluster's CTAs
-    Sequence queries, keys;              // counted without packed heads
+    Sequence queries, keys;              // in rows and keys of one head
     Window window;
 
-    // in_split_order: tile_idx counts in the order of key_splits.h, without groups of heads.
+    // in_split_order: whether tile_idx counts in the order of key_splits.h, in which heads form no groups.
     FASTATTN_DEVICE RowsOfCta(const AttentionForwardParams& params, const ForwardScheduleSm90& schedule,
                               uint32_t tile_idx, bool in_split_order, int rank, int32_t block_m)
         : log2_packed(schedule.log2_packed) {
@@ -121,18 +124,19 @@ struct RowsOfCta {
         window = window_of(params.scores, queries.length, keys.length);
     }
 
-    // Returns where the sequence's keys lie, if in pages.
+    // Returns the page table of the sequence. Must not be read if keys are not in pages.
     FASTATTN_DEVICE PageTable page_table(const AttentionForwardParams& params) const {
         return {params.paged, batch, params.key.batch, keys.length};
     }
 
-    // Returns where K and V have a key; absent if its page is missing.
+    // Returns the location of a key in K and V. A key whose page is missing is absent.
     FASTATTN_DEVICE TokenLocation location_of(const AttentionForwardParams& params, int32_t key) const {
         if (params.paged.block_table == nullptr) return {batch, keys.begin + key};
         return page_table(params).find(key);
     }
 
-    // Returns where the tensor maps have a key. An absent key lies one row past a page's last: TMA copies zeros for it.
+    // Returns the location of a key in the tensor maps. For an absent key, that is one row past the last row of a page,
+    // for which TMA writes zeros.
     FASTATTN_DEVICE TokenLocation mapped_location(const AttentionForwardParams& params, int32_t key) const {
         const TokenLocation location = location_of(params, key);
         return location.is_present() ? location : TokenLocation{0, params.paged.page_size};
@@ -158,7 +162,7 @@ struct RowsOfCta {
         return {keys_of(cluster_begin), keys_of(cluster_end - 1), block_n};
     }
 
-    // Returns the same or, with ranges of keys, indices into tile_list().
+    // Returns the key tiles of the cluster or, with ranges of keys, indices in tile_list().
     template <bool kTakesRanges>
     FASTATTN_DEVICE KeyTiles key_tiles(const AttentionForwardParams& params, int32_t block_n) const {
         if constexpr (kTakesRanges) {

@@ -1,7 +1,8 @@
 // For the forward kernels: lists the key tiles that each row tile sees through its ranges of keys. Full tiles, of which
-// every row sees every key, come first, then the tiles of which some row sees some key, both in ascending order.
+// every row sees every key, come first. Then come the other tiles of which some row sees some key. Both groups are in
+// ascending order.
 //
-// One CTA, a single warp, writes one list of SeenTiles (KeyTileList).
+// A CTA is a single warp. It writes the list of one row tile (KeyTileList) to SeenTiles.
 //
 //   pass over full tiles, then over the others:   each lane tests one key tile → ballot → lanes append their tiles
 //

@@ -8,15 +8,16 @@
 
 namespace fastattn {
 
-// The steps of a split: begin, begin - 1, ..., end + 1. The number of a step counts the steps of the work tile that are
-// left, itself included.
+// The steps of a split of a work tile, in this order: begin, begin - 1, ..., end + 1. A step's number is how many steps
+// of the whole work tile are left, with this step.
 struct Steps {
     int32_t begin, end;
 
     FASTATTN_DEVICE int32_t count() const { return begin - end; }
 };
 
-// The key tiles that a row tile sees through its ranges of keys: its entries in SeenTiles. Full tiles come first.
+// Lists the key tiles that a row tile sees through its ranges of keys, full tiles first. The list is stored in the row
+// tile's entries in SeenTiles.
 struct KeyTileList {
     int32_t* entries;  // null: there are no ranges, or no rows
 
@@ -24,15 +25,16 @@ struct KeyTileList {
     FASTATTN_DEVICE int32_t& num_tiles() const { return entries[1]; }
     FASTATTN_DEVICE int32_t& tile(int32_t idx) const { return entries[2 + idx]; }
 
-    // Returns a tile that exists: with wrong cu_seqlens the list may hold any number, and then last_tile is returned.
+    // Returns the idx-th tile of the list, or last_tile if the list holds a number there that is not in [0, last_tile].
+    // With wrong cu_seqlens, it may hold any number.
     FASTATTN_DEVICE int32_t checked_tile(int32_t idx, int32_t last_tile) const {
         return static_cast<int32_t>(min(static_cast<uint32_t>(tile(idx)), static_cast<uint32_t>(last_tile)));
     }
 };
 
-// The key tiles that a CTA visits. First come the masked tiles, of which some row does not see every key: those at the
-// end of the rows' keys, then those at the beginning. The full tiles follow. Each group goes from its last tile to its
-// first.
+// The key tiles that a CTA visits. Masked tiles, of which some row does not see every key, come first: those after the
+// full tiles in memory, then those before the full tiles. The full tiles come last. Each of the three groups is visited
+// from its last tile to its first.
 struct KeyTiles {
     int32_t begin, count;          // the tiles of which some row sees some key: the first one and their number
     int32_t begin_full, end_full;  // the full tiles, of which every row sees every key
@@ -49,7 +51,7 @@ struct KeyTiles {
         num_all_full = num_full = end_full - begin_full;
     }
 
-    // Returns indices into the list.
+    // Returns the tiles of a list, as indices in the list.
     FASTATTN_DEVICE static KeyTiles of_list(const KeyTileList& list) {
         KeyTiles indices({0, 0}, {0, 0}, 1);
         indices.count = list.num_tiles();
@@ -59,7 +61,7 @@ struct KeyTiles {
 
     FASTATTN_DEVICE int32_t num_tiles() const { return count; }
 
-    // Returns the tiles of these steps: tile(num_left) of the result is tile(num_left + steps.end) of this.
+    // Returns the tiles of some steps: tile(num_left) of the result is this struct's tile(num_left + steps.end).
     FASTATTN_DEVICE KeyTiles slice(Steps steps) const {
         KeyTiles tiles = *this;
         tiles.begin += steps.end;
@@ -76,8 +78,8 @@ struct KeyTiles {
         return from_begin >= end_full ? from_begin : from_begin - num_all_full;
     }
 
-    // Returns how many tiles a loader skips to reach tile(num_left - 1). After tile(num_left), it stands one tile
-    // before that one in memory.
+    // Returns how many tiles a loader must skip, after it has loaded tile(num_left), to reach tile(num_left - 1).
+    // Without a skip, the loader's next tile is the one before tile(num_left) in memory.
     FASTATTN_DEVICE int64_t tiles_skipped(int32_t num_left) const { return tile(num_left - 1) - (tile(num_left) - 1); }
 };
 

@@ -1,16 +1,18 @@
-// The producer of the forward kernels for Hopper, for contiguous keys and keys in pages: produce() copies K and V in
-// boxes of TMA (produce_tiles()) or gathers their rows. MissingPages tells the consumers which keys to mask.
+// The producer of the forward kernels for Hopper, for contiguous keys and for keys in pages. produce() copies K and V
+// by TMA in boxes (produce_tiles()), or gathers their rows with cp.async (gather_rows()). MissingPages tells the
+// consumers which keys to mask.
 //
-// A box lies in one page. If pages hold whole tiles, or one page a whole sequence, a key tile is one box, as it is
-// without pages. Otherwise it is several boxes, and each lane of a warp looks up and copies one. If pages are so small
-// or odd that boxes would begin in the middle of the swizzle's pattern, three warps gather the rows with cp.async:
+// A box never crosses a page. A key tile is one box without pages, with pages that hold whole tiles, and with only one
+// page per sequence. Otherwise a key tile is several boxes, and each lane of a warp looks up and copies one box. With
+// some page sizes, boxes would begin in the middle of the swizzle's pattern (key_box_rows() returns 0). Three warps
+// then gather the rows instead:
 //
 //   warps 1 to 3   wait for `empty` → look up rows, start copies → arrive at `gathered` when the copies have landed
 //   warp 0         wait for `gathered` → fence between the proxies → arrive at `full` → zero NaN in V;  copies Q by TMA
 //
-// Warp 0 waits for the copies, so that the threads that started them can go on to the next stage. A key whose page does
-// not exist is absent (device/paged_rows.cuh): its zeros come from a box past a page's last row, or from a copy of 0
-// bytes.
+// Warps 1 to 3 do not wait for their own copies: warp 0 waits for the copies, so that warps 1 to 3 can go on to the
+// next stage. A key whose page does not exist is absent (device/paged_rows.cuh). Its row in shared memory becomes
+// zeros: TMA copies a box past a page's last row, or cp.async copies 0 bytes.
 #pragma once
 
 #include <cstdint>
@@ -26,9 +28,9 @@
 
 namespace fastattn {
 
-// Gathers a warp's rows of a tile, kRowsPerPass at a time: kLanesPerGatheredRow lanes copy the 128 or 64 bytes that a
-// row has in a block of columns. Each lane looks up one of every 32 rows, and the others get the location from it by
-// shuffle.
+// Gathers a warp's rows of a tile, kRowsPerPass rows in each pass. kLanesPerGatheredRow lanes copy a row together: the
+// row has 128 or 64 bytes in each block of columns. Of every 32 rows, each lane looks up one. The lanes that copy a row
+// get its location by shuffle.
 template <int kBlockN, int kLanesPerGatheredRow>
 struct GatheredRows {
     static constexpr int kRowsPerPass = kWarpSize / kLanesPerGatheredRow;
@@ -39,7 +41,7 @@ struct GatheredRows {
     int warp, lane;  // warp: 0 to kGatheringWarps - 1
     TokenLocation found[kLookUps];
 
-    // Returns a row of the tile; it may lie past the tile's last one.
+    // Returns a row that this warp copies in a pass. It may be past the tile's last row.
     FASTATTN_DEVICE int row(int pass, int row_in_pass) const {
         return (pass * kGatheringWarps + warp) * kRowsPerPass + row_in_pass;
     }
@@ -52,16 +54,16 @@ struct GatheredRows {
         }
     }
 
-    // Starts to copy the rows of one head that find() has located into a tile in shared memory.
+    // Starts to copy the rows that find() has located, of one head, into a tile in shared memory.
     template <typename Tile>
     FASTATTN_DEVICE void copy(Tile, uint32_t tile, const HeadsView<const uint16_t>& pages, const PageStrides& strides,
                               int32_t head) const {
-        const int own_lane = ptx::opaque(lane);  // opaque: values derived from it would take registers in the loop
+        const int own_lane = ptx::opaque(lane);  // opaque: values derived from `lane` would take registers in the loop
         const int row_in_pass = own_lane / kLanesPerGatheredRow, chunk = own_lane % kLanesPerGatheredRow;
         const uint16_t* gHead = row_pointer(pages, 0, head, 0) + chunk * kChunkElements;
         const int chunks_from_here = pages.head_dim / kChunkElements - chunk;
         static_assert(Tile::kChunksPerRow == kLanesPerGatheredRow, "lanes copy a row of a block");
-        constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // 2: the producer has few registers
+        constexpr int kUnroll = kLookUps > 1 ? kPasses : 2;  // 2: more would take more registers than the producer has
 #pragma unroll kUnroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const TokenLocation& lane_found = found[kLookUps > 1 ? pass / kPassesPerLookUp : 0];
@@ -85,7 +87,7 @@ struct GatheredRows {
     }
 };
 
-// Copies K and V row by row. Called by kGatheringWarps warps.
+// Copies K and V row by row. Called by kGatheringWarps warps. warp: 0 to kGatheringWarps - 1.
 template <typename Config>
 FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                  int warp, int lane) {
@@ -131,17 +133,17 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
                 value_ring.advance();
             });
     }
-    __syncwarp();                    // waits until all lanes are here, as the barrier takes whole warps
+    __syncwarp();                    // waits until all lanes are here, because the cluster's barrier counts whole warps
     wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more
 }
 
-// Finds the keys of a work tile that lie in missing pages. If there are any, all its key tiles are masked; otherwise
-// only those that contiguous keys would mask.
+// Finds which keys of a work tile are in missing pages. If there are any, all key tiles of the work tile are masked.
+// Otherwise the same key tiles are masked as without pages.
 template <typename Config>
 struct MissingPages {
     PageTable table;
-    int32_t num_full;  // key tiles of which every row would see every key
-    int32_t* some;     // the warp's flag in shared memory, because some loops lack a register for it
+    int32_t num_full;  // number of key tiles of which, with all pages, every row sees every key
+    int32_t* some;     // the warp's flag, in shared memory because some loops have no register for it
 
     // Called by all threads of a warpgroup. All warpgroups get the same result.
     FASTATTN_DEVICE MissingPages(ForwardStorageSm90<Config>& shared, const AttentionForwardParams& params,
@@ -149,7 +151,7 @@ struct MissingPages {
         : table(rows.page_table(params)), num_full(tiles.num_full), some(&shared.some_pages_missing[warp_in_cta()]) {
         bool any = false;
         if (table.params.block_table != nullptr) {
-            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // with those of other splits, and unlisted ones
+            const KeyTiles all = rows.key_tiles(Config::kBlockN);  // also of other splits, and where ranges hide keys
             const bool lacks =
                 table.lacks_some(all.begin * Config::kBlockN, (all.begin + all.num_tiles()) * Config::kBlockN,
                                  threadIdx.x % kWarpgroupSize, kWarpgroupSize);
@@ -162,7 +164,7 @@ struct MissingPages {
     // Returns how many of the last tiles that the CTA visits need no mask.
     FASTATTN_DEVICE int32_t num_unmasked() const { return is_any() ? 0 : num_full; }
 
-    // Returns the present columns of a masked tile, in the form that mask_warpgroup_scores() takes.
+    // Returns which columns of a masked tile are present, as the bits that mask_warpgroup_scores() takes.
     FASTATTN_DEVICE uint32_t present(int32_t first_bit, int lane) const {
         if (!is_any()) return 0xffffffff;
         using Bits = ColumnBits<Config::kTilesN>;
@@ -170,7 +172,7 @@ struct MissingPages {
         return Bits::spread(present_columns<Config::kTilesN>(table, first_key, lane));
     }
 
-    // Returns the same with column i in bit i.
+    // Returns which columns of the tile that starts at first_key are present, with column i of this lane in bit i.
     FASTATTN_DEVICE uint32_t present_in_order(int32_t first_key, int lane) const {
         return is_any() ? present_columns<Config::kTilesN>(table, first_key, lane) : 0xffffffff;
     }

@@ -1,5 +1,5 @@
-// How a forward kernel stores rows other than by plain rounding: as a partial of a split, as rows combined from
-// partials (scheduler/combine.cuh), or as fp32 output (params.exact_out).
+// How a forward kernel stores rows that it does not simply round to 16 bits: the partial rows of a split, rows combined
+// from partials (scheduler/combine.cuh), and fp32 output (params.exact_out).
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,9 @@
 
 namespace fastattn {
 
-// Locator finds the tile's rows in memory. It has num_rows(), which counts the rows of the tile that exist, batch(),
-// head_of(row) and row_in_memory(row). kSlotsPerCta: 1 if a CTA has a single split, else 2. kQuadsAtOnce: see
+// The rows of a tile, as scheduler/combine.cuh takes them. A Locator finds them in memory. It has batch(),
+// head_of(row), row_in_memory(row), and num_rows(): how many rows exist from the tile's first row on, which may be less
+// than 0 or more than kBlockM. kSlotsPerCta: 1 if a CTA has a single split, else 2. kQuadsAtOnce: see
 // scheduler/combine.cuh.
 template <int kBlockM_, int kValueDim_, DataType kDataType, int kSlotsPerCta, int kQuadsAtOnce_, typename Locator>
 struct PartialRows {
@@ -34,7 +35,8 @@ struct PartialRows {
 
     FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, params.value.head_dim}; }
 
-    // Writes four columns of a combined row, and its lse. One of the partials has counted the sink, if there is one.
+    // Writes four columns of a combined row and, with column 0, its lse. finish_row() gets no sink, because the first
+    // split's partial has counted it.
     FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const RowResult result = finish_row(partial.max, partial.sum, -kInfinity);
         const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
@@ -59,7 +61,7 @@ struct PartialRows {
             const int row = first_row + warp_row;
             const float sum = row_reduce_sum(softmax.row_sum[m][half]);
             if (row >= num_rows()) return;
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sum
             if (one_of_four) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
             float* gValues = own_slots.values_of(slot, row);
 #pragma unroll
@@ -71,7 +73,7 @@ struct PartialRows {
         });
     }
 
-    // For a tile that is not split: writes a warp's rows to the fp32 output, and their lse.
+    // Writes a warp's rows to the fp32 output, and their lse, for a tile that is not split.
     template <int kTilesM, int kTilesD, typename Softmax>
     FASTATTN_DEVICE void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
                                           int lane) const {
@@ -80,7 +82,7 @@ struct PartialRows {
             const int row = first_row + warp_row;
             if (row >= num_rows()) return;
             const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same
+            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
             if (one_of_four) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
             float* gRow = row_pointer(params.exact_out, locator.batch(), head, row_in_memory);
             store_exact(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
@@ -88,16 +90,17 @@ struct PartialRows {
     }
 };
 
-// The threads of a CTA that ends with one split. The index is read anew: values derived from it would otherwise stay in
-// registers during the main loops.
+// The threads of a CTA that has only one split and ends with it. index() reads the thread's index again: values derived
+// from threadIdx.x would otherwise stay in registers during the main loops.
 template <int kNumThreads>
 struct LateThreadsOfCta : AllThreadsOfCta {
     static constexpr int kCount = kNumThreads;
     FASTATTN_DEVICE static int index() { return ptx::tid_x(); }
 };
 
-// Writes the output if the tile is not split. Otherwise stores a partial, and combines partials wherever this CTA is
-// the last to arrive. Called by all threads; each warp has kWarpM rows. sTile: shared memory that is free by now.
+// Writes the fp32 output if the tile is not split. Otherwise stores this CTA's partial, and combines partials as far as
+// this CTA is the last to arrive (scheduler/combine.cuh). Called by all threads; each warp has kWarpM rows. sTile:
+// shared memory that the main loops no longer use.
 template <int kNumThreads, int kWarpM, typename Rows, int kTilesM, int kTilesD, typename Softmax, typename Tile>
 FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& split, float (&rO)[kTilesM][kTilesD][4],
                                               Softmax& softmax, Tile& sTile) {

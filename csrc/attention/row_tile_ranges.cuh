@@ -10,13 +10,14 @@
 
 namespace fastattn {
 
-// some: some row sees some key of a key tile. all: every row sees every key of it.
+// What the rows of a row tile see of a key tile. some: some row sees some key. all: every row sees every key.
 struct SeenKeys {
     bool some, all;
 };
 
-// The ranges of one row tile. The CTA, a single warp, owns the row tile, and each lane tests a key tile of its own.
-// Ranges are clipped to the keys of the sequence. Precondition: a row tile has at most kMostRowsWithRanges rows.
+// The ranges of keys of one row tile. The CTA, which is a single warp, owns the row tile, and each lane tests a
+// different key tile. Ranges are clipped to the window and to the keys of the sequence. Precondition: a row tile has at
+// most kMostRowsWithRanges rows.
 class RowTileRanges {
   public:
     using Storage = KeyRange[kMostRowsWithRanges * kMostRanges];  // [rows, num], in shared memory
@@ -39,7 +40,7 @@ class RowTileRanges {
         ranges_of_row_ = ranges.num;
         num_ranges_ = min(rows.length - first_row, tiles.block_m) * ranges.num;
 
-        // Clip the ranges of each row to its window.
+        // Clip the ranges of each row to the keys that its window has.
         const Window window = window_of(params.scores, rows.length, num_keys);
         const RowRanges row_ranges(ranges, batch, head, rows);
         for (int32_t i = threadIdx.x; i < num_ranges_; i += kWarpSize) {
@@ -50,7 +51,7 @@ class RowTileRanges {
         __syncwarp();  // waits until every lane has written its ranges
     }
 
-    // Returns what the rows see of a key tile; nothing if it lies past the last tile.
+    // Returns what the rows see of a key tile: nothing if the key tile is past the last one.
     FASTATTN_DEVICE SeenKeys look_at(int32_t key_tile) const {
         if (key_tile >= ceil_div(num_keys, block_n_)) return {false, false};
         const int32_t begin = key_tile * block_n_, end = begin + block_n_;
@@ -72,7 +73,8 @@ class RowTileRanges {
     int32_t block_n_, ranges_of_row_, num_ranges_;
 };
 
-// Returns a launch with one CTA for each row tile of each batch and head that has ranges of its own.
+// Returns a launch with one CTA for each row tile of each batch and head. If ranges are broadcast over the batch or the
+// heads, one CTA serves all of them.
 template <typename Params>
 Launch launch_for_row_tiles(const Params& params) {
     const KeyRangesView& ranges = params.scores.ranges;

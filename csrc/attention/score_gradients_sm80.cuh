@@ -33,8 +33,9 @@ struct RowTermsOfLane {
     }
 };
 
-// Calls function(m, n, e, dS) for each element. rS: scores. rDP: dropout(dO·Vᵀ) without its factor. dS is exactly 0,
-// even if an input is NaN, for a key that the row does not see (a score of -inf) and for a row past the first num_rows.
+// Calls function(m, n, e, dS) for each element. rS: scores. rDP: dropout(dO·Vᵀ), not yet multiplied by dropout_factor.
+// num_rows: how many of the warp's rows exist. dS is exactly 0, even if an input is NaN, in rows that do not exist, and
+// for keys that a row does not see (their scores are -inf).
 template <int kTilesM, int kTilesN, typename Function>
 FASTATTN_DEVICE void for_score_gradients(const float (&rS)[kTilesM][kTilesN][4],
                                          const float (&rDP)[kTilesM][kTilesN][4], const RowTermsOfLane<kTilesM>& rows,

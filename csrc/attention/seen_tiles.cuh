@@ -23,8 +23,9 @@ struct RowTilesOfKeys {
                 tiles.pitch / 2, key_tile};
     }
 
-    // Moves `head` and `row_tile` to the next row tile in [begin_tile, end_tile) that sees some key, which may be the
-    // given one. Sets `head` to end_head if there is none. Returns whether every row of the tile sees every key.
+    // Moves `head` and `row_tile` to the first row tile, from the given one on, that sees some key of the key tile.
+    // Searches row tiles [begin_tile, end_tile) of each head. Sets `head` to end_head if there is none. Returns whether
+    // every row of the row tile that it found sees every key.
     FASTATTN_DEVICE bool find(int32_t& head, int32_t& row_tile, int32_t begin_tile, int32_t end_tile,
                               int32_t end_head) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
@@ -44,12 +45,13 @@ struct RowTilesOfKeys {
         return false;
     }
 
-    // The row tiles that find() visits: how many, and [begin, end) around those of all heads.
+    // How many row tiles find() visits in all heads together, and a range [begin, end) that contains all of them.
     struct Visited {
         int32_t count, begin, end;
     };
 
-    // Finds them among the first end_tile row tiles. Heads that share their ranges have the same words.
+    // Finds what find() visits among the first end_tile row tiles of heads [begin_head, end_head). If heads share their
+    // ranges (head_stride is 0), they have the same words, and only those of one head are read.
     FASTATTN_DEVICE Visited visited(int32_t begin_head, int32_t end_head, int32_t end_tile) const {
         const uint32_t bit = 1u << key_tile % kWarpSize;
         Visited visited{0, end_tile, 0};
@@ -68,11 +70,12 @@ struct RowTilesOfKeys {
         return visited;
     }
 
-    // Counts the key tiles before this one that a row tile sees: they add to its dQ first.
+    // Counts the key tiles before key_tile that a row tile sees. Their CTAs add to the row tile's dQ before the CTA of
+    // key_tile.
     FASTATTN_DEVICE int32_t num_before(int32_t head, int32_t row_tile) const {
         const uint2* line = words_of(head, row_tile);
         int32_t count = 0;
-#pragma unroll 1  // loads that overlap would take registers
+#pragma unroll 1  // unrolled, the loads would take more registers
         for (int32_t first = 0; first < key_tile; first += kWarpSize) {
             count += __popc(line[first / kWarpSize].x << (kWarpSize - min(key_tile - first, kWarpSize)));
         }
@@ -80,7 +83,7 @@ struct RowTilesOfKeys {
     }
 
   private:
-    // Returns the words of this lane's row tile, `first` plus the lane; zeros if it is not before `end`.
+    // Returns both words of row tile `first` + lane, or zeros if that is not before `end`.
     FASTATTN_DEVICE uint2 word_of(int32_t head, int32_t first, int32_t end) const {
         const int32_t own = first + threadIdx.x % kWarpSize;
         return own < end ? words_of(head, own)[key_tile / kWarpSize] : uint2{0, 0};
@@ -91,8 +94,9 @@ struct RowTilesOfKeys {
     }
 };
 
-// Returns whether some row of a square of `block` rows and keys may see some of its keys through ranges. Tests all
-// tiles that overlap the square. rows: the rows of the sequence in the packed tensor.
+// Returns whether, in a square of `block` rows by `block` keys, some row may see some key through its ranges. May also
+// return true if no row does, because it tests all tiles that overlap the square as a whole. rows: the rows of the
+// sequence in the packed tensor.
 FASTATTN_DEVICE bool may_see(const SeenTiles& tiles, int32_t batch, int32_t head, const Sequence& rows,
                              int32_t num_keys, int32_t first_row, int32_t first_key, int32_t block) {
     const int32_t last_row = min(first_row + block, rows.length) - 1, last_key = min(first_key + block, num_keys) - 1;

@@ -1,13 +1,14 @@
 // Appends tokens to a paged KV cache, each to the slot that the caller names, as servers do before attention. Keys are
-// stored as they come: RoPE is up to the caller.
+// stored without rotation: the caller applies RoPE.
 //
 //   page, row = divmod(slots[i], page_size)
 //   k_cache[page, :, row] = quantise(k_new[i])     v_cache[page, :, row] = quantise(v_new[i])
 //
-// A row is one token of one KV head. kHeadDim / 8 neighbouring lanes copy a row, 16 bytes each, its key and then its
-// value. The rows of a token are neighbours, so a warp reads whole cache lines. For 8-bit caches, decode/new_tokens.cuh
-// quantises the rows. Memory bandwidth limits the kernel. Preconditions: those of HeadsView and CacheView; head dims
-// are multiples of 8 and at most kHeadDim. If two tokens name one slot, it may end with chunks of both.
+// A row is one token of one KV head. kHeadDim / 8 neighbouring lanes copy a row, 16 bytes each: first its key, then its
+// value. Neighbouring groups of lanes copy neighbouring heads of a token, so a warp reads whole cache lines. For 8-bit
+// caches, decode/new_tokens.cuh quantises the rows. Memory bandwidth limits the kernel. Preconditions: those of
+// HeadsView and CacheView; head dims are multiples of 8 and at most kHeadDim. If two tokens have the same slot, the
+// slot may end up with chunks of both tokens.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,8 @@ FASTATTN_DEVICE TokenLocation location_of_slot(const SlotsView& slots, int32_t t
     return {page, static_cast<int32_t>(slot) - page * slots.page_size};
 }
 
-// Copies this lane's chunk of one row from `tokens` to `cache`. Called by all lanes of the warp.
+// Copies this lane's chunk of one row from `tokens` to `cache`. Quantises the chunk for an 8-bit cache. Called by all
+// lanes of the warp.
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat>
 FASTATTN_DEVICE void append_chunk(const HeadsView<const uint16_t>& tokens, const CacheView& cache, int32_t token,
                                   int32_t kv_head, TokenLocation location, int chunk) {

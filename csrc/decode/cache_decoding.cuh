@@ -10,7 +10,8 @@
 
 namespace fastattn {
 
-// The orders in which four elements become two pairs, lower halves first: (0, 1), (2, 3); and (0, 2), (1, 3).
+// The orders in which four elements become two pairs. kNeighbours: (0, 1) and (2, 3). kEvenAndOdd: (0, 2) and (1, 3).
+// The first element of a pair is the lower half.
 inline constexpr uint32_t kNeighbours = 0x3210, kEvenAndOdd = 0x3120;
 
 // kDataType: the dtype of the floats, and of the operand that they are multiplied by.
@@ -33,7 +34,8 @@ struct CacheDecoding<CacheFormat::kInt8, kDataType_> {
     }
 };
 
-// fp8 becomes fp16 for bf16 queries too: fp16 holds every fp8 number, and sm_89 and later have an instruction.
+// fp8 is decoded to fp16 even if queries are bf16, because fp16 holds every fp8 number, and sm_89 and later have an
+// instruction for this conversion.
 template <DataType kDataType_>
 struct CacheDecoding<CacheFormat::kFp8, kDataType_> : Fp8Decoding {
     static constexpr DataType kDataType = DataType::kFloat16;

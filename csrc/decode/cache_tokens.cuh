@@ -1,7 +1,8 @@
-// Locates the tokens of a sequence in a cache, and copies tiles of them into swizzled shared memory, a warp each.
+// Locates the tokens of a sequence in a cache. Copies tiles of tokens into swizzled shared memory, one warp for each
+// tile.
 //
-// Lengths and tables may hold anything: lengths are clamped, and tokens whose page does not exist are absent, neither
-// read nor written.
+// Lengths and block tables may contain any numbers. Lengths are clamped. Tokens whose page does not exist are absent:
+// they are neither read nor written.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@ FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, 
     return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
 }
 
-// Returns the location of a key, absent if its page does not exist. `page`: its block table entry, if there is a table.
+// Returns the location of a key, absent if the key's page does not exist. `page`: the key's entry of the block table,
+// if there is a table.
 FASTATTN_DEVICE TokenLocation location_of(const CacheLayout& layout, int32_t batch, int32_t key, int32_t page) {
     if (layout.block_table == nullptr) return {batch, key};
     return location_in_page(page, layout.num_blocks, key, layout.by_block_rows.quotient(key), layout.block_rows);
@@ -65,8 +67,8 @@ struct CacheHead {
     }
 };
 
-// Starts to copy the scales of a tile's kKeys tokens. Lane l passes the address of token l's scale, null if the token
-// is absent. The caller writes the scales that are `skipped` (one bit each).
+// Starts to copy the scales of a tile's kKeys tokens. Lane l passes the address of token l's scale, or null if the
+// token is absent. skipped: bit l says that token l's scale is not copied, because the caller writes it.
 template <int kKeys>
 FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
@@ -90,7 +92,7 @@ struct WarpTile {
 
     char* sTile;
     int row, chunk;        // of this lane's first chunk
-    uint32_t lane_offset;  // its offset in the tile, in bytes
+    uint32_t lane_offset;  // of that chunk in the tile, in bytes
 
     FASTATTN_DEVICE WarpTile(void* sTile, int lane)
         : sTile(static_cast<char*>(sTile)),
@@ -98,8 +100,9 @@ struct WarpTile {
           chunk(lane % Layout::kChunksPerRow),
           lane_offset(Layout::offset(row, chunk)) {}
 
-    // Returns the offset of the lane's chunk in a pass. The swizzle of the pass's first row and that of the lane's row
-    // in the pass can be applied one after the other, because the rows share no bit and the swizzle is an exclusive or.
+    // Returns the offset of the lane's chunk in a pass. The swizzle of the pass's first row and the swizzle of the
+    // lane's row in the pass can be applied one after the other, because the two row numbers share no bit and the
+    // swizzle is an exclusive or.
     FASTATTN_DEVICE uint32_t chunk_offset(int pass) const {
         const int first_row = pass * kRowStep;
         const int chunk_xor = first_row * Layout::kPeriod / kSwizzleRows % Layout::kPeriod;
@@ -119,8 +122,9 @@ struct WarpTile {
         }
     }
 
-    // Does the same with rows anywhere in memory. Lane l passes the address of row l % kRows, null for an absent row,
-    // which becomes zero. The caller writes the rows that are `skipped` (one bit each).
+    // Starts to copy rows of row_bytes bytes from anywhere in memory. Lane l passes the address of row l % kRows, or
+    // null if the row is absent; absent rows become zero. skipped: bit r says that row r is not copied, because the
+    // caller writes it.
     FASTATTN_DEVICE void load_rows(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
 #pragma unroll

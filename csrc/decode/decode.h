@@ -9,10 +9,11 @@
 
 namespace fastattn {
 
-inline constexpr int32_t kFewRows = 16;  // rows of the tile that is used if no KV head has more
+inline constexpr int32_t kFewRows = 16;  // rows of the small tile, used if no KV head has more rows
 
-// Returns the kernels for caches of a format, by head dim. Other head dims run in the next larger kernel, which loads
-// only the dims that exist. The variant has tiles of more than kFewRows rows.
+// Returns the flash-decoding kernels for caches of a format, selected by head dim and variant. A head dim that has no
+// kernel runs in the kernel of the next larger head dim, which loads only the dims that exist. Variant true has tiles
+// of more than kFewRows rows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";
@@ -20,7 +21,7 @@ inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// Returns the kernels that append to caches of a format, by head dim as above.
+// Returns the kernels that append to caches of a format, selected by head dim as in decode_split_kernels().
 inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     using Table = KernelTable<AppendParams>;
     constexpr const char* kOperation = "append_to_cache";
@@ -28,7 +29,7 @@ inline KernelTable<AppendParams>& decode_append_kernels(CacheFormat format) {
     return tables[static_cast<int32_t>(format)];
 }
 
-// Returns the kernels that dequantise an 8-bit cache; they take any head dim.
+// Returns the kernels that dequantise an 8-bit cache. Each kernel takes any head dim.
 inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat format) {
     using Table = KernelTable<DequantizeCacheParams>;
     constexpr const char* kOperation = "dequantize_cache";
@@ -36,7 +37,7 @@ inline KernelTable<DequantizeCacheParams>& decode_dequantize_kernels(CacheFormat
     return tables[static_cast<int32_t>(format)];
 }
 
-// Returns the last word of a kernel's name, empty for 16-bit caches.
+// Returns the part of a kernel's name that says the cache's format, empty for 16-bit caches.
 inline const char* name_of(CacheFormat format) {
     return format == CacheFormat::kInt8 ? "int8" : format == CacheFormat::kFp8 ? "fp8" : "";
 }

@@ -1,11 +1,11 @@
-// Dequantises the tokens of 8-bit caches to 16-bit floats, scale * element rounded once, for the attention kernels,
-// which read a prompt's keys many times over.
+// Dequantises the tokens of 8-bit caches to 16-bit floats: scale * element, rounded once. Used before the attention
+// kernels, which read every key of a prompt many times.
 //
 //   k_out[b * max_pages + p] = k_scale[page] * k_cache[page]     page = block_table[b, p]
 //   v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
 //
-// A CTA converts kDequantizedTokens tokens of a KV head, keys and then values. A thread converts 8 elements of a token
-// at a time: it loads 8 bytes and stores 16. Tokens beyond a sequence's length or without a page are not written.
+// A CTA converts kDequantizedTokens tokens of a KV head: first keys, then values. A thread converts 8 elements of a
+// token at a time: it loads 8 bytes and stores 16. Tokens beyond a sequence's length or without a page are not written.
 // Memory bandwidth limits the kernel. Preconditions: those of CacheView; head dims are multiples of 8.
 #pragma once
 
@@ -37,8 +37,8 @@ FASTATTN_DEVICE uint4 dequantised(const uint2& elements, float scale) {
     return {pair(0), pair(2), pair(4), pair(6)};
 }
 
-// Dequantises tokens [first, end) of one head of a sequence. `out`: the head in the sequence's first output block;
-// blocks are out_block elements apart.
+// Dequantises tokens [first, end) of one head of a sequence. `out`: row 0 of the head in the sequence's first output
+// block; blocks are out_block elements apart.
 template <DataType kDataType, CacheFormat kFormat>
 FASTATTN_DEVICE void dequantise_tokens(const CacheView& cache, const CacheLayout& layout, int32_t batch,
                                        int32_t kv_head, int32_t first, int32_t end, uint16_t* out, int64_t out_block) {

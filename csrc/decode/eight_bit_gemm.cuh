@@ -1,12 +1,13 @@
-// Computes the two products of attention on 8-bit keys and values, which are decoded in registers to 16-bit floats,
-// exactly (cache_decoding.cuh). Both results lack a factor of Decoding::kFactor.
+// Computes the two products of attention on 8-bit keys and values, which are decoded exactly to 16-bit floats in
+// registers (cache_decoding.cuh). The caller multiplies both results by Decoding::kFactor.
 //
 // Copies, swizzles and ldmatrix treat a row as 16-bit elements that hold two neighbouring dims each. So a lane receives
 // four neighbouring dims where a matrix of 16-bit elements would give it two. The order of dims is free as long as both
 // operands of a product agree:
-//   Q·Kᵀ  of each 16 dims, lane l holds dims 4 * (l % 4) + 0 … 3 as its k; queries are staged in that order.
-//   P·V   of each 16 dims, one MMA takes the even ones and another the odd ones: lane l accumulates dims
-//         4 * (l % 4) + 0 … 3 in the two.
+//   Q·Kᵀ  of each 16 dims, lane l holds dims 4 * (l % 4) + 0 … 3 as its elements of the MMA's k dim. Queries are staged
+//         in this order.
+//   P·V   of each 16 dims, one MMA takes the even dims and another MMA the odd dims. In the two MMAs together, lane l
+//         accumulates dims 4 * (l % 4) + 0 … 3.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@
 
 namespace fastattn {
 
-// Computes rS = sQ · sKᵀ, without the keys' scales. sQ has the addresses of ldmatrix_lane and the order above; sK,
-// [kTilesN * 8, kHeadDim] bytes, has those of ldmatrix_lane_b.
+// Computes rS = sQ · sKᵀ, without the keys' scales. sQ: addressed as by ldmatrix_lane, with dims in the order above.
+// sK: [kTilesN * 8, kHeadDim] bytes, addressed as by ldmatrix_lane_b.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                   const SwizzledBlocks<kHeadDim / 2>& sK) {
@@ -46,8 +47,8 @@ FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBloc
     }
 }
 
-// Computes rO += rP · sV, with rP rounded to 16 bits. sV, [kTilesN * 8, kHeadDim] bytes, has the addresses of
-// ldmatrix_lane. rO[0][2 * i] and rO[0][2 * i + 1] are the even and the odd dims of 16 * i … 16 * i + 15.
+// Computes rO += rP · sV, with rP rounded to 16 bits. sV: [kTilesN * 8, kHeadDim] bytes, addressed as by ldmatrix_lane.
+// rO[0][2 * i] and rO[0][2 * i + 1] are the even and the odd dims of 16 * i … 16 * i + 15.
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_pv_8bit(float (&rO)[1][kHeadDim / kMmaN][4], const float (&rP)[1][kTilesN][4],
                                   const SwizzledBlocks<kHeadDim / 2>& sV) {

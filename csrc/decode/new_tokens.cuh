@@ -10,9 +10,10 @@
 
 namespace fastattn {
 
-// Writes the rows of a tile that hold new tokens, `new_keys` (one bit each), to the tile and to the cache. The token of
-// the tile's first row stands at first_position and is at gNew, or would be if it were new. Lane l passes as gRow the
-// address in the cache of row l % kRows, null if the row is not to be stored.
+// Writes the new tokens of a tile to the tile and to the cache. new_keys: bit r says that row r holds a new token.
+// first_position: the position of row 0's token. gNew: the address of row 0's token among the new tokens; other rows
+// follow row_stride elements apart. If row 0 is not new, gNew points to where its token would be, before the first new
+// token. gRow: lane l passes the cache address of row l % kRows, or null if the row is not stored.
 template <DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void load_new_tokens(const WarpTile<kHeadDim, kRows>& tile, const uint16_t* gNew, int64_t row_stride,
                                      int head_dim, uint32_t new_keys, const RotaryParams* rotary,
@@ -49,9 +50,10 @@ FASTATTN_DEVICE uint32_t quantise(float ratio) {
     return static_cast<uint32_t>(static_cast<int32_t>(fminf(fmaxf(rintf(ratio), -127.0f), 127.0f))) & 0xff;
 }
 
-// Quantises a chunk symmetrically, round(x / scale). The scale is given, or the row's own: max|x| divided by the
-// format's largest number; 1 for a row of zeros; NaN for a row that is not finite, so that this shows. kLanesOfRow
-// neighbouring lanes pass a chunk of a row each, zeros beyond its end. All lanes of the warp call it.
+// Quantises a chunk symmetrically: round(x / scale). The scale is given, or the row's own. A row's own scale is max|x|
+// divided by the format's largest number; 1 for a row of zeros; and NaN for a row with NaN or infinity, so that the row
+// dequantises to NaN. kLanesOfRow neighbouring lanes pass one chunk of a row each, and zeros beyond the row's end.
+// Called by all lanes of the warp.
 template <CacheFormat kFormat, DataType kDataType, int kLanesOfRow>
 FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given) {
     float values[kChunkElements], largest = 0.0f, spoiled = 0.0f;
@@ -79,8 +81,8 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
     return {{packed[0], packed[1]}, scale};
 }
 
-// Does load_new_tokens with rows quantised to kHeadDim bytes each. Their scales go to sScales and, unless the scale is
-// given, to the cache: lanes pass their addresses as gScale, like gRow.
+// Does what load_new_tokens() does, with rows quantised to kHeadDim bytes each. Writes the scale of each row to sScales
+// and, unless the scale is given, to the cache. gScale: lane l passes the cache address of the scale of row l % kRows.
 template <CacheFormat kFormat, DataType kDataType, int kHeadDim, int kRows>
 FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint16_t* gNew, int64_t row_stride,
                                          int head_dim, uint32_t new_keys, const RotaryParams* rotary,

@@ -1,5 +1,5 @@
-// The rows of a tile, queries times the query heads of a KV head: row = query * group + head in group. Computes their
-// scores from Q·Kᵀ.
+// The rows of a tile, and their scores from Q·Kᵀ. A KV head has one row for each query and each of its query heads: row
+// = query * group + head in group.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +44,8 @@ struct PackedRows {
     const RowFacts* upper;  // the lane's upper row; its lower row is kLowerRow rows further
     KeyRange some;          // existing keys that some row of the tile sees
 
-    // The tile's rows begin with row first_row of the KV head, the warp's with row first_of_warp of the tile. Called by
-    // all threads of the CTA; `mask` is complete after the next barrier.
+    // first_row: the tile's first row among the KV head's rows. first_of_warp: the warp's first row in the tile. Called
+    // by all threads of the CTA. `mask` is complete after the next barrier.
     FASTATTN_DEVICE PackedRows(const DecodeParams& decode, const CachedSequence& tokens, int32_t batch, int32_t kv_head,
                                int32_t first_row, int first_of_warp, TileMask<kRows>& mask, int lane)
         : decode(decode), params(decode.scores), mask(mask), upper(mask.rows + first_of_warp + lane / kLanesPerRow) {
@@ -76,8 +76,8 @@ struct PackedRows {
         if (num_rows == 0) some = {tokens.total, tokens.total};
     }
 
-    // Returns which of kKeys keys the lane's upper and lower row see, one bit each; `present`: the keys that exist.
-    // Called by all lanes of the warp.
+    // Returns which of kKeys keys the lane's upper row (x) and lower row (y) see, as one bit for each key. `present`:
+    // the keys that exist. Called by all lanes of the warp.
     template <int kKeys>
     FASTATTN_DEVICE uint2 seen(uint32_t present, int32_t first_key, int lane) const {
         const auto row_bits = [&](int half) {
@@ -94,7 +94,7 @@ struct PackedRows {
         return first_key < mask.all.begin || end_key > mask.all.end;
     }
 
-    // Returns whether every row sees all of kKeys keys.
+    // Returns whether all kKeys keys exist, and every row sees them.
     template <int kKeys>
     FASTATTN_DEVICE bool see_all(uint32_t present, int32_t first_key) const {
         return present == kAllKeys<kKeys> && !differ(first_key, first_key + kKeys);
@@ -131,7 +131,7 @@ struct PackedRows {
   private:
     static constexpr int kLowerRow = kMmaM / 2;
 
-    // Returns those of `keys` that the tree mask lets the row see. The lanes of a row read alternate bytes of the mask.
+    // Returns which of `keys` the tree mask lets the row see. The lanes of a row read alternate bytes of the mask.
     template <int kKeys>
     FASTATTN_DEVICE uint32_t seen_in_tree(int half, uint32_t keys, int32_t first_key, int lane) const {
         const TreeMaskView& tree = decode.tree_mask;

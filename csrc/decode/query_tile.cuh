@@ -1,8 +1,8 @@
 // Stages the query rows of a tile in swizzled shared memory, rotated if the call has RoPE.
 //
-// fp8 caches are multiplied as fp16, so rows of bfloat16 become fp16 too. Each row is divided by a power of two that
-// brings its largest element close to the largest fp16 number. Only elements below 2^-32 times the row's largest are
-// rounded, by at most 2^-39 times the largest.
+// fp8 keys are multiplied as fp16, so bfloat16 queries are converted to fp16 too. Before the conversion, each row is
+// divided by a power of two that brings the row's largest element close to the largest fp16 number. Only elements below
+// 2^-32 times the row's largest are rounded, by at most 2^-39 times the largest.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +69,8 @@ FASTATTN_DEVICE void stage_queries(uint16_t* sQ, float* sPowers, const DecodePar
             if (chunk == 0) sPowers[row_in_tile] = divided.power;
         }
         if constexpr (k8BitCache) {
-            // Two lanes hold 16 dims: one takes the even pairs of dims, the other the odd ones.
+            // Two neighbouring lanes hold 16 dims. The even lane takes the even pairs of dims, and the odd lane the odd
+            // pairs.
             const bool is_odd = chunk % 2 != 0;
             const uint32_t taken0 = __shfl_xor_sync(0xffffffff, is_odd ? bits.x : bits.y, 1);
             const uint32_t taken1 = __shfl_xor_sync(0xffffffff, is_odd ? bits.z : bits.w, 1);

@@ -1,5 +1,6 @@
-// Loads keys and values into a ring: a warp looks up the locations of a step's keys, starts to copy the keys, and later
-// their values. New tokens are read from k_new and v_new instead of the cache, and appended to the cache.
+// Loads keys and values into a ring. A warp looks up the locations of a step's keys, starts to copy the keys, and later
+// starts to copy their values. New tokens are read from k_new and v_new instead of the cache, and appended to the
+// cache.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,8 @@ struct alignas(128) KeyRing {
     char data[Config::kRingBytes];                                         // stages of K and V alternate, swizzled
     uint32_t present[Config::kStages];                                     // one bit for each key
     float scales[Config::k8Bit ? Config::kStages : 1][2][Config::kWarpN];  // of K and of V
-    // In shared memory because registers are scarce. Loads read it, and all warps read the end of their loop there.
+    // The keys that the group of warps takes. In shared memory because registers are scarce. The warp that loads reads
+    // all of it; all warps read end_key, where their loop ends.
     HeadKeys head;
 
     FASTATTN_DEVICE char* keys(int stage) { return data + 2 * stage * Config::kStageBytes; }
@@ -33,8 +35,8 @@ struct alignas(128) KeyRing {
     FASTATTN_DEVICE float* value_scales(int stage) { return scales[Config::k8Bit ? stage : 0][1]; }
 };
 
-// Loads the steps of a group of warps from one head: each step has kWarpN keys, and starts kBlockN keys after the one
-// before.
+// Loads the keys and values of a group of warps, step by step. A step has kWarpN keys of one head, and starts kBlockN
+// keys after the previous step.
 template <typename Config, DataType kDataType>
 class RingLoader {
   public:
@@ -51,8 +53,8 @@ class RingLoader {
         next_page_ = page_of(first_key);
     }
 
-    // Starts to load K of the step whose keys start at first_key. Looks up the page of the step after it, so that the
-    // next call does not wait for the table.
+    // Starts to load K of the step whose keys start at first_key. Also looks up the page of the next step, so that the
+    // next call does not wait for the block table.
     FASTATTN_DEVICE void load_keys(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const int32_t page = next_page_;
@@ -65,7 +67,7 @@ class RingLoader {
         ptx::cp_async_commit_group();
     }
 
-    // Starts to load V of the step that load_keys() took last.
+    // Starts to load V of the step for which load_keys() was called last.
     FASTATTN_DEVICE void load_values(int stage, int32_t first_key) {
         if (first_key < ring_.head.end_key) {
             const Head cache(params_.v_cache, ring_.head.kv_head);
@@ -86,7 +88,8 @@ class RingLoader {
         uint32_t present, new_keys;
     };
 
-    // Returns the key that this lane looks up: its own, or where keys are adjacent the first of kAdjacentKeys.
+    // Returns the key that this lane looks up: the lane's own key or, if kAdjacentKeys keys are always adjacent, the
+    // first of the kAdjacentKeys keys around it.
     FASTATTN_DEVICE int32_t own_key(int32_t first_key) const {
         const int key = lane_ % kWarpN;
         return first_key + (are_adjacent_ ? key / kAdjacentKeys * kAdjacentKeys : key);
@@ -148,9 +151,9 @@ class RingLoader {
     const DecodeParams& params_;
     KeyRing<Config>& ring_;
     const int lane_;
-    const bool are_adjacent_;  // whether kAdjacentKeys keys always lie in one block, in order
+    const bool are_adjacent_;  // whether kAdjacentKeys keys are always in one block, in order
     Tokens tokens_{};          // of the step that is being loaded
-    int32_t next_page_ = -1;   // the next step's entry of the table
+    int32_t next_page_ = -1;   // the next step's entry of the block table
 };
 
 }  // namespace fastattn

@@ -11,13 +11,13 @@
 namespace fastattn {
 
 // Rotates the pair (a, b) to (a cos - b sin, a sin + b cos), rounding to fp32 after each operation. (x, y) is (a, b) if
-// is_first, else (b, a). Returns the rotated element in the place of x.
+// is_first, else (b, a). Returns the rotated x.
 FASTATTN_DEVICE float rotated_element(float x, float y, float cos, float sin, bool is_first) {
     const float x_cos = __fmul_rn(x, cos), y_sin = __fmul_rn(y, sin);
     return is_first ? __fsub_rn(x_cos, y_sin) : __fadd_rn(y_sin, x_cos);
 }
 
-// The cosines or the sines of one token, whose dtype is known at run time only.
+// The cosines or the sines of one token. Their dtype is known only at run time.
 struct Angles {
     using Kind = RotaryParams::Kind;
 
@@ -57,10 +57,11 @@ struct Angles {
     }
 };
 
-// Returns the rotated chunk that starts at first_dim of the row at gRow; table_row is its token's row in the tables. If
-// a chunk's angles are neighbours and the tables 16-byte aligned, each load takes 16 bytes (8 of 16-bit angles), and
-// none waits for another. Otherwise the partners and angles are loaded one by one. The function is not inlined, because
-// its copies would be a large fraction of every kernel.
+// Returns the rotated chunk that starts at first_dim of the row at gRow. table_row: the row of the token in the tables
+// of cosines and sines. If the angles of a chunk are adjacent and the tables are 16-byte aligned, each load takes 16
+// bytes (8 bytes of 16-bit angles), and no load waits for another. Otherwise angles, and the other elements of the
+// rotated pairs, are loaded one by one. The function is not inlined, because its copies would be a large fraction of
+// every kernel.
 template <DataType kDataType>
 __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t* gRow, int first_dim,
                                       int32_t table_row) {
@@ -73,7 +74,7 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
     if (is_aligned && half_dim % angles_of_chunk == 0) {
         const bool is_first = first_dim < half_dim;
         uint4 partner;
-        int angle, second_angle;  // of element 0 and of element 4; interleaved pairs have four angles
+        int angle, second_angle;  // of elements 0 and 4; interleaved: equal, the chunk has only four angles
         if (rotary.interleaved) {
             const auto swapped = [](uint32_t pair) { return __byte_perm(pair, 0, 0x1032); };
             partner = {swapped(own.x), swapped(own.y), swapped(own.z), swapped(own.w)};
@@ -121,8 +122,8 @@ __device__ __noinline__ uint4 rotated(const RotaryParams& rotary, const uint16_t
 }
 
 // Loads chunk `chunk` of the row at gRow, whose token has the given position. The first 2 * half_dim dims are rotated
-// in pairs, and rounded to 16 bits. Positions outside of the tables are clamped to them. Without rotary, the chunk
-// stays as it is.
+// in pairs, and rounded to 16 bits. Positions outside of the tables are clamped. Without RoPE (rotary is null or
+// kNone), the chunk is returned unchanged.
 template <DataType kDataType>
 FASTATTN_DEVICE uint4 load_rotated(const RotaryParams* rotary, const uint16_t* gRow, int chunk, int32_t position) {
     const int first_dim = chunk * kChunkElements;

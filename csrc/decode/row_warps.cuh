@@ -1,5 +1,5 @@
-// A group of flash-decoding's warps that take the same keys, each for 16 of a tile's rows. One of them loads the keys
-// and values, and all multiply by them.
+// A group of flash-decoding warps that take the same keys, each for 16 rows of the tile. The first warp of the group
+// loads the keys and values, and all warps of the group multiply by them.
 #pragma once
 
 #include "device/fragment.cuh"
@@ -35,7 +35,7 @@ struct RowWarps {
     }
 
   private:
-    static constexpr int kFirstBarrier = 1;  // 0 is that of __syncthreads()
+    static constexpr int kFirstBarrier = 1;  // __syncthreads() uses 0
 };
 
 }  // namespace fastattn

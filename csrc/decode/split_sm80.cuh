@@ -2,25 +2,27 @@
 //
 //   S = mask(ALiBi(softcap(scale * rotate(Q) Kᵀ)))     P = exp(S - lse)     O = P V
 //
-// A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), one work tile after the other. The rows
-// of a tile are all query heads of a KV head times the queries, so each key is loaded once for all of them. The warps
-// take alternate blocks of a few keys, each with its own softmax, accumulator and pipeline. No warp waits for another
-// before the end of the tile, where their results are combined. If several CTAs have splits of a tile, each leaves a
-// partial (scheduler/combine.cuh).
+// A CTA takes splits of the keys of all sequences (scheduler/decode_splits.h), one work tile after another. The rows of
+// a tile are all query heads of a KV head times the queries, so that each key is loaded once for all of them. Warps
+// take alternate blocks of a few keys. Each warp has its own softmax, accumulator and pipeline. No warp waits for
+// another before the end of the tile, where the warps' results are combined. If several CTAs have splits of a tile,
+// each CTA stores a partial, and the partials are combined (scheduler/combine.cuh).
 //
-//   ring             K0 V0 K1 V1 …   kStages of each; a stage is loaded anew as soon as its product has read it
+//   ring             K0 V0 K1 V1 …   kStages of each; a stage is loaded again as soon as its product has read it
 //   step             wait K → Q·Kᵀ → load K → softmax → wait V → P·V → load V
 //
-// The memory accesses that wait for each other, in order: load lengths → block table → K of the first step … store the
-// partial → count the arrival → load partials → store the result.
+// The memory accesses of which each waits for the one before: load lengths → block table → K of the first step … store
+// the partial → count the arrival → load partials → store the result.
 //
-// A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows. One warp fills the ring
-// and all of the group read it. They wait for each other where a single warp waits for its lanes.
+// A tile of more than 16 rows has a group of warps for each ring, one warp for each 16 rows. One warp of the group
+// fills the ring, and all warps of the group read it. The warps of a group synchronise wherever a single warp would
+// synchronise its lanes.
 //
-// New tokens are never read from the cache: a CTA that needs one takes it from k_new and v_new, and the last tile of
-// rows stores it. So one launch appends and attends. Every CTA applies RoPE to its own queries. An 8-bit cache has a
-// scale for each token and head: those of keys multiply scores, those of values multiply P. Preconditions: those of
-// HeadsView, head dims multiples of 8 and at most kHeadDim, a capacity below 2^30.
+// New tokens are never read from the cache: a CTA that needs a new token reads it from k_new and v_new. The CTA that
+// has the last tile of rows stores the token in the cache. So one launch appends and attends. Every CTA applies RoPE to
+// its own queries. An 8-bit cache has a scale for each token and head: the scales of keys multiply scores, and the
+// scales of values multiply P. Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim;
+// the capacity is below 2^30.
 #pragma once
 
 #include "decode/cache_tokens.cuh"
@@ -64,7 +66,7 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
 // The CTA's tile, kept in shared memory because registers are scarce.
 struct CurrentTile {
     TileSplits splits;
-    int64_t first_split;  // of the sequence, counted over all sequences
+    int64_t first_split;  // of the sequence, numbered across all sequences
     int32_t batch, num_tokens;
     int32_t tile_idx, kv_head, first_row;
     int32_t splits_in_run;
@@ -86,7 +88,7 @@ struct alignas(128) DecodeStorageSm80 {
     TileMask<Config::kBlockM> mask;
 };
 
-// Returns the shared memory that a GPU must allow a CTA, 0 if every GPU does.
+// Returns how many bytes of shared memory a GPU must allow for a CTA, or 0 if every GPU allows enough.
 template <typename Config>
 constexpr size_t bytes_needed() {
     constexpr size_t kBytes = sizeof(DecodeStorageSm80<Config>);
@@ -98,9 +100,9 @@ struct DecodeThreads : AllThreadsOfCta {
     static constexpr int kCount = Config::kNumThreads;
 };
 
-// The layout of a group's output: [kBlockM, kHeadDim] fp32, swizzled in stretches of kStretch columns, those of one MMA
-// or, with an 8-bit cache, of two. Lanes write 8 columns of 4 rows at a time (16 columns of 2 rows with an 8-bit cache)
-// and read along a row. Both kinds of access cover all banks.
+// The layout of a group's output: [kBlockM, kHeadDim] fp32, swizzled in stretches of kStretch columns. A stretch is the
+// columns of one MMA tile or, with an 8-bit cache, of two MMA tiles. Lanes write 8 columns of 4 rows at a time (16
+// columns of 2 rows with an 8-bit cache) and read along a row. Both kinds of access cover all banks.
 template <typename Config>
 struct OutputLayout {
     static constexpr int kStretch = Config::k8Bit ? 2 * kMmaN : kMmaN, kPeriod = Config::k8Bit ? 2 : 4;
@@ -135,8 +137,9 @@ FASTATTN_DEVICE void store_output_row(float* sO, const float (&rO)[Config::kTile
     }
 }
 
-// Combines the groups' results into a partial, and this with the partials to its left that wait only for it. If that
-// completes the tile, stores the result; else stores the largest node that the CTA can make so far in a workspace slot.
+// Combines the groups' results into a partial. Then combines the partial with the nodes to its left, of this CTA, that
+// wait only for it (scheduler/partial_tree.h). If the combined node is the whole tile, stores the result. Otherwise
+// stores the node, the largest that the CTA can make so far, in a workspace slot.
 template <typename Config, typename Rows>
 FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
                                    const TilePartials& partials, PartialRange own, int32_t partial) {
@@ -196,7 +199,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                                       ldmatrix_lane(lane));
 
     while (work.next_split() < work.end_split()) {
-        // Prologue: finds the tile, and the keys of it that this CTA takes.
+        // Prologue: finds the tile, and which of its keys this CTA takes.
         const int64_t split = work.next_split();
         const ScheduledSequence sequence = work.sequence_with(split);
         const CachedSequence& tokens = sequence.tokens;
@@ -226,9 +229,9 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 
         OnlineSoftmax<1, /*kInNats=*/true> softmax(kLog2E);
         float rO[1][Config::kTilesD][4] = {};  // [16, kHeadDim], of this warp's rows and keys
-        OutputScale output_scale;              // with an 8-bit cache, the output is rO times this
-        // Each step loads the step kStages later, and the first kStages steps only load. Loads before the loop would
-        // double their code, which each launch fetches from memory.
+        OutputScale output_scale;              // with an 8-bit cache, the output is rO times this scale
+        // Each step starts to load the step kStages later. The first kStages steps only load. Loads before the loop
+        // would be a second copy of the code that loads, and each launch fetches code from memory.
 #pragma unroll 1
         for (int step = -kStages, stage = 0;; ++step, next_key += kBlockN) {
             const int32_t first_key = next_key - kStages * kBlockN;

@@ -1,4 +1,4 @@
-// Stores the rows of a tile, four columns at a time: to the result, or as partials to the workspace.
+// Stores the rows of a tile, four columns at a time: as the result, or as partials in the workspace.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct TileRows {
 
     FASTATTN_DEVICE WorkspaceSlots<kBlockM> slots() const { return {params.partials, value_dim()}; }
 
-    // Finishes four columns of a row, with its sink, and writes them and the lse to the result.
+    // Normalises four columns of a row, counting the row's sink, and writes them and the row's lse to the result.
     FASTATTN_DEVICE void store_result(int row, int column, const RowPartial& partial) const {
         const QueryRow own(params, kv_head, first_row + row);
         const bool has_sink = params.scores.sinks != nullptr;

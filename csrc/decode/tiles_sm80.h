@@ -10,13 +10,15 @@ namespace fastattn {
 // covers the latency of device memory at its full rate.
 //
 // tests/decode/test_cuda_decode.py counts the instructions that 16 keys take. Memory delivers 16 keys of an 8-bit cache
-// in half the time. So with 8 bits and up to 128 dims a warp takes 32 keys at a time, which spreads the instructions of
-// a step over more keys. With 64 dims an SM holds three CTAs with rings of 8 KB, 48 KB of which are in flight.
+// in half the time of a 16-bit cache. So, with 8 bits and up to 128 dims, a warp takes 32 keys at a time, which spreads
+// the instructions of a step over more keys. With 8 bits and 64 dims, an SM holds three CTAs with rings of 8 KB, and at
+// least 48 KB per SM are in flight.
 //
-// kBlockM is 16 rows, or 32 where more than 16 rows read a KV head. Then two warps take the same keys (row_warps.cuh),
-// each for 16 rows with as many registers as before, so an SM holds one such CTA instead of two. The two execute 1.6
-// times the instructions of one warp; two tiles of 16 rows would execute and load twice as much. 64 rows with four
-// warps per ring would gain nothing: a warp would execute as much for a key, and an SM would hold no more warps.
+// kBlockM is 16 rows, or 32 if more than 16 rows read a KV head. With 32 rows, two warps take the same keys
+// (row_warps.cuh), each for 16 rows and with as many registers as a warp of the small tile, so an SM holds one such CTA
+// instead of two. The two warps together execute 1.6 times the instructions of one warp. Two tiles of 16 rows would
+// execute and load twice as much as one. 64 rows with four warps per ring would gain nothing: a warp would execute as
+// many instructions per key, and an SM would hold no more warps.
 template <int kBlockM_, int kHeadDim, bool k8BitCache>
 struct DecodeTileSm80 {
     static constexpr int kBlockM = kBlockM_;

@@ -1,5 +1,5 @@
-// Applies the scales of 8-bit tokens to scores and probabilities, and keeps NaN and infinities in values from rows that
-// do not see them.
+// Applies the scales of 8-bit tokens to scores and probabilities. Prevents NaN and infinities in values from reaching
+// rows that do not see their keys.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ FASTATTN_DEVICE void silence_unseen(float (&rO)[1][kTilesD][4], char* sV, const 
     separate_nonfinite<kDataType>(rO, reinterpret_cast<const uint16_t*>(sV), tile, sees, lane, [&] { warps.sync(); });
 }
 
-// Does the same for a tile of fp8 values [kKeys, kTilesD * 8], where only NaN is not finite. eight_bit_gemm.cuh says
-// which dims rO holds.
+// Does the same for a tile of fp8 values [kKeys, kTilesD * 8], which can be NaN but not infinite. eight_bit_gemm.cuh
+// says which dims each element of rO holds.
 template <int kKeys, int kTilesD, int kRows, int kRowWarps>
 FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, const PackedRows<kRows>& rows,
                                         const RowWarps<kRowWarps>& warps, uint32_t present, int32_t first_key,
@@ -93,14 +93,15 @@ FASTATTN_DEVICE void multiply_columns(float (&rS)[1][kTilesN][4], const float* s
 }
 
 // The scale by which rO must be multiplied to give the output. P is multiplied by the scales of 8-bit values divided by
-// this scale, because 16 bits may not hold P times those scales. It is a power of two, 1 to 32 times the largest scale
-// of the tile of values, so that it seldom changes.
+// the output scale, because P times the values' scales may not fit in 16 bits. The output scale is a power of two, 1 to
+// 32 times the largest scale of the current tile of values. Because any power of two in this range will do, the output
+// scale seldom changes.
 struct OutputScale {
     float inverse = 1.0f;
 
     FASTATTN_DEVICE float value() const { return inverse_of_power(inverse); }
 
-    // Adapts this scale to the scales of kKeys keys, and rO to this scale.
+    // Adapts the output scale to the scales of kKeys keys, and rescales rO accordingly.
     template <int kKeys, int kTilesD>
     FASTATTN_DEVICE void follow(float (&rO)[1][kTilesD][4], const float* sScales, int lane) {
         const float own = fabsf(sScales[lane % kKeys]);
@@ -124,8 +125,8 @@ struct OutputScale {
         }
     }
 
-    // Multiplies P by the values' scales over this scale. The probability of a key that a row does not see stays 0,
-    // whatever the key's scale is.
+    // Multiplies P by the values' scales divided by the output scale. The probability of a key that a row does not see
+    // stays 0, even if the key's scale is NaN or infinite.
     template <int kTilesN, int kRows>
     FASTATTN_DEVICE void weigh(float (&rP)[1][kTilesN][4], const float* sScales, const PackedRows<kRows>& rows,
                                uint32_t present, int32_t first_key, int lane) const {

@@ -1,9 +1,10 @@
-// Common code of the Hopper kernels of the int8 matmul: a cluster of two CTAs, the ring that brings its operands, and
-// how sums in registers become the result.
+// Code that Hopper's int8 matmul kernels share: the cluster of two CTAs, the ring that brings their operands into
+// shared memory, and the epilogue that turns sums in registers into the result.
 //
-// Threads of a CTA: two consumers, which are warpgroups with 64 of the CTA's 128 columns of N each, and a producer
-// warpgroup, of which one thread copies by TMA and others may read what has landed. Each CTA copies its own weights,
-// and half of the input's rows into both CTAs. So a stage is empty when the consumers of both have read it.
+// A CTA has three warpgroups: two consumers, with 64 of the CTA's 128 columns of N each, and a producer. One thread of
+// the producer copies by TMA; its other warps may read what has landed. Each CTA copies its own weights, and half of
+// the input's rows into the shared memory of both CTAs. So a stage is empty only when the readers in both CTAs have
+// read it.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +33,9 @@ struct ClusterParams {
 };
 
 inline constexpr int kConsumerThreads = 2 * kWarpgroupSize;
-inline constexpr int kBothConsumers = 1;  // a named barrier; 0 is that of __syncthreads()
+inline constexpr int kBothConsumers = 1;  // the ID of a named barrier; __syncthreads() uses ID 0
 
-// A stage holds [kBlockM, 128 bytes] of the input, 128B swizzle, and then the weights.
+// A stage holds [kBlockM, 128 bytes] of the input in TMA's 128-byte swizzle, followed by the weights.
 template <typename Tile>
 struct alignas(1024) ClusterStorage {
     static constexpr int kInputBytes = Tile::kBlockM * 128;
@@ -51,8 +52,8 @@ FASTATTN_DEVICE int32_t own_cluster() {
     return static_cast<int32_t>(cluster_in_grid(kClusterSize));
 }
 
-// Called by all threads before any uses the ring. In each CTA num_readers warps release a stage, and num_writers
-// threads arrive when they have filled it.
+// Initialises the ring. Called by all threads before any thread uses the ring. In each CTA, num_readers warps release a
+// stage, and num_writers threads arrive when they have filled it.
 template <typename Tile>
 FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
                                    int num_writers = 1) {
@@ -61,13 +62,13 @@ FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers
         ptx::fence_mbarrier_init();
     }
     __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(kClusterSize);  // waits until the other CTA's are
+    wait_for_cluster(kClusterSize);  // waits until the other CTA's barriers are initialised
 }
 
-// Called by all threads at their end: waits until the other CTA's warps have arrived at this one's barriers for the
+// Called by all threads before they exit. Waits until the other CTA's warps have arrived at this CTA's barriers for the
 // last time.
 FASTATTN_DEVICE void leave_cluster() {
-    __syncwarp();  // waits until all lanes are here, as the barrier takes whole warps
+    __syncwarp();  // waits until all lanes are here, because the cluster's barrier counts whole warps
     wait_for_cluster(kClusterSize);
 }
 
@@ -84,7 +85,7 @@ FASTATTN_DEVICE void for_cluster_tiles(const MatmulSchedule& schedule, Function&
 // A CTA's half of a cluster's tile.
 struct CtaTile {
     int32_t m_tile;
-    int32_t n_tile;  // in tiles of kCtaN
+    int32_t n_tile;  // counts tiles of kCtaN columns
 
     FASTATTN_DEVICE CtaTile(const MatmulSchedule& schedule, const MatmulWorkTile& work, int rank) {
         const TilePosition position = tile_position(schedule, work.tile);
@@ -93,8 +94,9 @@ struct CtaTile {
     }
 };
 
-// Produces the stages of all work tiles; called by one thread. load_weights(tile, step, destination, barrier) starts
-// the copies of a step's weights. Copies this CTA's half of the input's rows into both CTAs.
+// Fills the stages of all work tiles. Called by one thread. Copies this CTA's half of the input's rows into both CTAs,
+// input_columns elements of each row in a step. load_weights(tile, step, destination, barrier) starts the copies of a
+// step's weights.
 template <typename Tile, typename LoadWeights>
 FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
                                          int input_columns, LoadWeights&& load_weights) {
@@ -104,7 +106,7 @@ FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const Clu
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
         const int32_t first_m = tile.m_tile * Tile::kBlockM + rank * kRows;
-#pragma unroll 1  // unrolled it has too few registers
+#pragma unroll 1  // unrolled, it would need more registers than the producer has
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
             const uint32_t landed = ring.acquire(Tile::kStageBytes), stage = shared.input(ring.stage);
             load_weights(tile, step, stage + ClusterStorage<Tile>::kInputBytes, landed);
@@ -117,22 +119,24 @@ FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const Clu
 
 // A consumer thread's position in its CTA.
 struct ConsumerPosition {
-    static constexpr int kHalfDistance = 8;  // between a thread's two columns of N
+    static constexpr int kHalfDistance = 8;  // the distance of a thread's two columns of N
     int warpgroup, warp, lane, rank;
 
     FASTATTN_DEVICE int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
 
-    // Returns the CTA's column of N for the upper or lower half of an accumulator's rows: see device/ptx/wgmma.cuh.
+    // Returns one of this thread's two columns of N, counted in the CTA. half: 0 for the upper eight rows of an
+    // accumulator's 16, 1 for the lower eight; see device/ptx/wgmma.cuh.
     FASTATTN_DEVICE int output(int half) const {
         return first_of_warp() + accumulator_row(lane) + kHalfDistance * half;
     }
 };
 
-// Operands A of a step, which a consumer decodes into registers: rW[k] is for the k-th 16 of the sum.
+// The operands A of a step, which a consumer decodes into registers. rW[k] is the operand for the k-th 16 of the sum.
 template <typename Tile>
 using StepWeights = uint32_t[Tile::kBlockK / kMmaK][4];
 
-// Starts rY += W · Xᵀ over kSumK of K from first_k on, or without kAdds rY = W · Xᵀ. The products run asynchronously.
+// Starts rY += W · Xᵀ, or rY = W · Xᵀ without kAdds, over kSumK of a step's K from first_k on. The products run
+// asynchronously.
 template <DataType kDataType, int kSumK, bool kAdds, typename Tile>
 FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW, OperandDescriptor sX,
                                     int first_k = 0) {
@@ -144,8 +148,8 @@ FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWe
     ptx::wgmma_commit_group();
 }
 
-// One consumer's side of the ring, where it decodes operands A. ahead: the stage to decode next. ring: the stage to
-// release next.
+// One consumer's side of the ring, for a consumer that decodes operands A. ahead: the stage to decode next. ring: the
+// stage to release next.
 template <DataType kDataType, typename Tile>
 struct DecodingConsumer {
     ClusterStorage<Tile>& shared;
@@ -159,8 +163,8 @@ struct DecodingConsumer {
 
     FASTATTN_DEVICE void release() { ring.release_to_cluster(lane, kClusterSize); }
 
-    // Adds the products of a work tile to rY. At most two steps have products in flight. decode(rW) waits for stage
-    // `ahead` and makes operands of it.
+    // Adds the products of a work tile to rY. At most two steps have products in flight. decode(rW) waits until the
+    // stage `ahead` is full, and decodes its weights to rW.
     template <typename Decode>
     FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
         StepWeights<Tile> rW[2];
@@ -222,8 +226,9 @@ struct ClusterPartials {
         return reinterpret_cast<FourSums<Sum>*>(first + int64_t{partials.slot(partial)} * kBlockM * kClusterN);
     }
 
-    // Returns whether this cluster is the last of the tile's clusters. The others leave their partials, in the order of
-    // their registers. The last one leaves none if all others have arrived before.
+    // Returns whether this cluster is the last to arrive among those that split the tile. The other clusters store
+    // their partials, in the order of their registers, and then arrive. A cluster that finds all others arrived stores
+    // nothing: it is the last.
     template <int kBlockM>
     FASTATTN_DEVICE bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile, int rank,
                                   int rows_here) const {
@@ -231,7 +236,7 @@ struct ClusterPartials {
         uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
         bool is_last = threadIdx.x == 0 && arrives_if_last(arrivals, epilogue.launch_id, partials.count);
         if (ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last)) return true;
-        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.launch_id);  // while others store
+        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.launch_id);  // while other threads store their sums
         FourSums<Sum>* own_slot = slot<kBlockM>(own);
 #pragma unroll
         for (int i = 0; i < kBlockM / kMmaN; ++i) {
@@ -244,8 +249,8 @@ struct ClusterPartials {
         return ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last);
     }
 
-    // Adds up the partials of kTiles times 8 rows of M from tile `first_tile` on, in their order, so that bits repeat.
-    // All loads of one partial are in flight together.
+    // Adds up the partials of kTiles times 8 rows of M, from the first_tile-th 8 rows on, in a fixed order, so that
+    // results repeat bit by bit. All loads of one partial are in flight together.
     template <int kBlockM, int kTiles>
     FASTATTN_DEVICE void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
                              int rows_here) const {
@@ -270,9 +275,9 @@ struct ClusterPartials {
     }
 };
 
-// Writes a CTA's sums to the result, in the last cluster of the tile. scaled(half, row, sum) scales a sum of one of the
-// thread's two columns of N; `row` counts in the tile. Position: ConsumerPosition, or another mapping of threads to
-// columns.
+// In the last cluster of a tile, writes a CTA's sums to the result. Called by all consumer threads. scaled(half, row,
+// sum) returns the scaled sum for a row of M, counted in the tile, and for one of the thread's two columns of N.
+// Position: ConsumerPosition, or another mapping of threads to columns.
 template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Scaled>
 FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
                                       const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
@@ -310,7 +315,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
                 }
             }
         }
-        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every warp's sums are there
+        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every warp's sums are in shared memory
         const TilePosition position{tile.m_tile * (kBlockM / kPassM) + pass, tile.n_tile};
         for_own_chunks<kPassM, kCtaN, kConsumerThreads>(epilogue, shared.sums, position,
                                                         [&](const ChunkSums& sums, int64_t row, int32_t column) {
@@ -319,7 +324,8 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
     }
 }
 
-// Returns the tile of a CTA for the library's list. is_gradient: the result has columns of K, and a step some of N.
+// Returns the tile of a kernel for the table of kernels. is_gradient: the columns of the result are K of the weights,
+// and steps run through N.
 template <typename Tile>
 constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
     const MatmulTile tile = Tile::kMatmulTile;
@@ -327,7 +333,7 @@ constexpr Int8TileFacts cluster_tile_facts(bool is_gradient = false) {
     return {{tile.block_m, block_n, block_k, Tile::kNumWarps, tile.ctas_per_sm}, tile};
 }
 
-// Launches as many clusters as can run at a time, but no more than have work.
+// Launches as many clusters as can run at a time, but no more than have work. is_dependent: see host/launch.h.
 template <typename Tile, typename Storage = ClusterStorage<Tile>>
 void launch_clusters(LaunchedKernel& kernel, void (*function)(ClusterParams), const ClusterParams& params,
                      int32_t num_sms, Stream stream, bool is_dependent = false) {

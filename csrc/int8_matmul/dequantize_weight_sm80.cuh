@@ -1,7 +1,7 @@
-// Converts a block of int8 weights to 16-bit floats, scale * int8, each rounded once: for a matmul by cuBLAS.
+// Converts a block of int8 weights to 16-bit floats, scale * int8, each rounded once, for a matmul by cuBLAS.
 //
-// Each thread converts 16 neighbouring weights of a row, which have one scale. It loads 16 bytes and stores 32, so that
-// a warp reads and writes whole sectors. Only memory limits the kernel. Preconditions: those of Int8WeightView; the
+// Each thread converts 16 adjacent weights of a row, which share a scale. It loads 16 bytes and stores 32, so that a
+// warp reads and writes whole sectors. The kernel is bound by memory. Preconditions: those of Int8WeightView; the
 // block's first column is a multiple of 16.
 #pragma once
 

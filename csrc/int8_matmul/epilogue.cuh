@@ -12,8 +12,8 @@
 
 namespace fastattn {
 
-// A CTA's tile of sums [tokens, kColumns] in shared memory. Storing accumulators, and loading rows 16 bytes a thread,
-// have no bank conflicts.
+// A CTA's tile of sums [tokens, kColumns] in shared memory. Neither storing accumulators nor loading rows with 16 bytes
+// a thread has bank conflicts.
 template <int kColumns>
 struct SumsLayout {
     static constexpr int kRowElements = kColumns + 4;
@@ -49,13 +49,13 @@ FASTATTN_DEVICE void activate(Activation activation, float (&values)[kEpilogueCo
     }
 }
 
-// Returns whether a chunk of which `count` elements exist is whole, and can be read or written at once. In a result
-// whose width is not a multiple of 4, few rows are aligned.
+// Returns whether a chunk of elements, of which `count` exist, can be read or written by one instruction: all of its
+// elements exist, and it is aligned. If the width of a result is not a multiple of 4, few rows are aligned.
 FASTATTN_DEVICE bool is_whole_vector(const uint16_t* elements, int count) {
     return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
 }
 
-// Adds the elements, of which `count` exist.
+// Adds the first `count` elements to the values.
 template <DataType kDataType>
 FASTATTN_DEVICE void add_elements(float (&values)[kEpilogueColumns], const uint16_t* elements, int count) {
     if (is_whole_vector(elements, count)) {
@@ -85,13 +85,14 @@ FASTATTN_DEVICE void store_elements(uint16_t* elements, const float (&values)[kE
     }
 }
 
-// A thread's sums for four neighbouring elements of the result. With SwiGLU, `first` are their gates and `up` their
-// ups.
+// A thread's sums for four neighbouring elements of the result. With SwiGLU, `first` holds the elements' gates and `up`
+// their ups; otherwise `up` is not used.
 struct ChunkSums {
     float4 first, up;
 };
 
-// Computes scale * sum + bias of four neighbouring columns of sums. `column` is the first; `count` of them exist.
+// Computes scale * sum + bias for four neighbouring columns of sums, of which `column` is the first. The first `count`
+// of them exist.
 template <DataType kDataType>
 FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
                                         const float4& sums, int32_t column, int count) {
@@ -105,7 +106,8 @@ FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&
     if (epilogue.bias != nullptr) add_elements<kDataType>(values, epilogue.bias + column, count);
 }
 
-// Writes those of four neighbouring elements of the result that exist. `column` is the first.
+// Computes and writes four neighbouring elements of the result, or as many of them as exist. `column` is the first
+// one's column.
 template <DataType kDataType>
 FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row, int32_t column) {
     const int count = min(kEpilogueColumns, epilogue.out.columns - column);
@@ -124,8 +126,8 @@ FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sum
     store_elements<kDataType>(epilogue.out.data + row * epilogue.out.row_stride + column, values, count);
 }
 
-// Calls function(sums, row, column) for each chunk of a tile that this thread finishes and the result has. With SwiGLU,
-// the left half of the tile's columns are gates, and the right half the ups of the same elements.
+// Calls function(sums, row, column) for each chunk of a tile that this thread finishes. Skips chunks outside of the
+// result. With SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
 template <int kRows, int kColumns, int kThreads, typename Function>
 FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums, const TilePosition& position,
                                     Function&& function) {
@@ -145,16 +147,16 @@ FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float*
     }
 }
 
-// The chunks of a tile of sums that a thread exchanges with other CTAs: a few rows in each pass of the CTA, and only
-// rows that the result has.
+// The chunks of a tile of sums that a thread exchanges with other CTAs. In each pass, the CTA's threads take
+// kRowsPerPass rows. Rows outside of the result are skipped.
 template <int kRows, int kColumns, int kThreads>
 struct OwnSums {
     static constexpr int kPerRow = kColumns / kEpilogueColumns, kRowsPerPass = kThreads / kPerRow;
     static constexpr int kPasses = kRows / kRowsPerPass;
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
 
-    float* first;   // in shared memory
-    int rows_left;  // of the result, from this thread's first row on
+    float* first;   // this thread's first chunk, in shared memory
+    int rows_left;  // rows of the result in the tile, from this thread's first row on
 
     FASTATTN_DEVICE OwnSums(float* sSums, int rows_here) {
         const int row = threadIdx.x / kPerRow, column = threadIdx.x % kPerRow * kEpilogueColumns;
@@ -174,9 +176,9 @@ struct OwnSums {
     }
 };
 
-// Adds up the partials of a tile in their order, so that bits repeat. This CTA's own partial is in shared memory, where
-// the whole sum replaces it. Registers, free of accumulators now, hold 36 chunks: kPassesAtOnce sums, and as many
-// partials of each as fit.
+// Adds up the partials of a tile in a fixed order, so that results repeat bit by bit. This CTA's own partial is in
+// shared memory; the whole sum replaces it there. The accumulators' registers are free now. They hold 36 chunks:
+// kPassesAtOnce sums, and for each sum as many partials as fit.
 template <int kPassesAtOnce, typename Own>
 FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_t slot_elements,
                                             const SumPartials& partials, int own_partial) {
@@ -203,7 +205,7 @@ FASTATTN_DEVICE void add_partials_of_passes(const Own& own, float* slots, int64_
                     if (is_there && own.exists(pass)) more[p][i] = __ldcg(&own.partial(slot, pass));
                 }
             }
-            __syncwarp();  // without it nvcc starts five loads, and adds their results before it starts more
+            __syncwarp();  // without it, nvcc adds the results of five loads before it starts more loads
 #pragma unroll
             for (int p = 0; p < kPartialsAtOnce; ++p) {
                 const bool is_own = first_partial + p == own_partial;
@@ -235,16 +237,17 @@ FASTATTN_DEVICE void add_partials(const Own& own, float* slots, int64_t slot_ele
     add(std::integral_constant<int, kMostAtOnce>{});
 }
 
-// Prepares finish_tile(). Called before the steps, which hide its trip to L2.
+// Prepares finish_tile(). Call it before the steps, which hide the trip to L2.
 FASTATTN_DEVICE void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
     if (threadIdx.x == 0 && !is_whole(epilogue.schedule, work)) {
         open_arrivals(epilogue.arrivals + work.tile, epilogue.launch_id);
     }
 }
 
-// Returns true to the last CTA of a split tile, which then has the whole sums. The others leave their partials in the
-// workspace. If all others have arrived before, which is usual where splits are long, the last one leaves none, but
-// only of large tiles: partials of few rows have a few KB, which cost less than the trip to ask.
+// Returns true to the last CTA of a split tile, which then has the whole sums in shared memory. The other CTAs store
+// their partials in the workspace. With more than 16 rows, a CTA first asks whether all others have arrived, as is
+// usual if splits are long. If they have, it is the last CTA and need not store its partial. With fewer rows it does
+// not ask: a partial then has only a few KB, which cost less than the trip to ask.
 template <int kRows, int kColumns, int kThreads>
 FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sSums, int32_t tile, int rows_here) {
     constexpr int64_t kSlotElements = kRows * kColumns;
@@ -266,11 +269,12 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
         if (!__syncthreads_or(is_last)) return false;
     }
     add_partials(own, epilogue.partial, kSlotElements, partials, own_partial, rows_here);
-    __syncthreads();  // waits for the whole tile: with SwiGLU a thread finishes sums that others have added up
+    __syncthreads();  // waits for the whole tile: with SwiGLU a thread finishes sums that other threads added up
     return true;
 }
 
-// Writes a tile's result in its last CTA, and returns true to that alone. All threads are done with sSums afterwards.
+// Writes a tile's result in the last CTA of the tile, and returns true only to that CTA. All threads are done with
+// sSums afterwards.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
 FASTATTN_DEVICE bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
     const TilePosition position = tile_position(epilogue.schedule, work.tile);

@@ -1,20 +1,25 @@
 // Matmul with int8 weights and int8 activations: Y[M, N] = act(Xq · Wᵀ + bias) + residual, where Xq is X[M, K] rounded
-// to int8 with a scale per token, and W = scale * int8[N, K] in its plain layout.
+// to int8 with a scale per token, and W = scale * int8[N, K], row-major.
 //
 // As in gemm_sm80.cuh the tile is computed transposed, W · Xqᵀ. One CTA computes kBlockN columns and kBlockM rows of
-// the result over its split of K, kBlockK in a step, and the last CTA of a tile adds up the partials. Here both
-// operands pass from shared memory to the tensor cores as they are: a row of ldmatrix's matrices is 16 int8 numbers.
+// the result over its split of K, kBlockK in a step, and the last CTA of a tile adds up the partials. Unlike there,
+// both operands go from shared memory to the tensor cores without conversion: a row of ldmatrix's matrices is 16 int8
+// numbers.
 //
 //   cp.async      W of steps 0, 1, 2       | X of 0, 1, 2 |   3    |   4    |
 //   all threads   quantise | wait for X                   | step 0 | step 1 |
 //
-// The tokens are quantised in the same launch, while the first weights are in flight. Every CTA quantises few tokens
-// for itself, and makes the numbers of a step instead of copying them (tokens_of_cta.cuh). More tokens are quantised
-// once for all CTAs (quantize_tokens.cuh). Sums are int32, exact up to kMaxInt8SumK of K. With scales per group along
-// K, the sum of 32 or 64 k starts from the bits of a float whose unit in the last place is 1. Its bits are then those
-// of that float plus the sum, and one FADD makes it fp32, without a conversion. Preconditions: those of Int8WeightView
-// and MatrixView; N a multiple of 8, K of 16 and at most kMaxInt8SumK; no SwiGLU, whose gates and ups would have to lie
-// in one tile.
+// The tokens are quantised in the same launch, while the first weights are in flight. If there are few tokens, each CTA
+// quantises them for itself, and does so in each step instead of copying (tokens_of_cta.cuh). More tokens are quantised
+// once for all CTAs (quantize_tokens.cuh).
+//
+// Sums are int32, which is exact up to kMaxInt8SumK of K. With scales per group along K, each int32 sum of 32 or 64 k
+// starts not from 0 but from the bits of the float 1.5 * 2^23, whose unit in the last place is 1. The bits of the
+// finished sum are then the float 1.5 * 2^23 + sum. One FADD subtracts the start, so that no conversion to fp32 is
+// needed.
+//
+// Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8; K a multiple of 16 and at most
+// kMaxInt8SumK. No SwiGLU, which would need the gates and ups of the same columns in one tile.
 #pragma once
 
 #include <type_traits>
@@ -59,14 +64,14 @@ template <typename Config>
 struct alignas(128) Int8MatmulS8StageSm80 {
     uint16_t sW[Config::kBlockN * Config::kBlockK / 2];  // S8Layout
     uint16_t sX[Config::kBlockM * Config::kBlockK / 2];  // S8Layout
-    float sScale[Config::kBlocksK][Config::kBlockN];     // of the step's groups, where there are groups
+    float sScale[Config::kBlocksK][Config::kBlockN];     // scales of the step's groups, if there are groups
 };
 
 template <typename Config>
 struct alignas(128) Int8MatmulS8StorageSm80 {
     union {
         Int8MatmulS8StageSm80<Config> stages[Config::kNumStages];
-        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
+        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // after the last step
     };
     float sTokenScale[Config::kBlockM];
     union {
@@ -75,8 +80,9 @@ struct alignas(128) Int8MatmulS8StorageSm80 {
     };
 };
 
-// A warp's position in the tile. For int32 sums, warps form the grid that loads the fewest operands. With groups sums
-// are fp32, and a warp has all of M: with more of N it would need more scales and operands at once, which spill.
+// A warp's position in the tile. If sums are int32, the warps form the grid that loads the fewest operands. With
+// groups, sums are fp32, and each warp has all of M and a fourth of N: with more of N, a warp would need more scales
+// and operands of W at once, and registers would spill.
 template <typename Config, typename Sum>
 struct S8Warp {
     static constexpr int kWarpsN = std::is_same_v<Sum, float> ? Config::kNumWarps : Config::kWarpsN;
@@ -100,7 +106,7 @@ struct S8Warp {
     FASTATTN_DEVICE int token(int m, int e) const { return first_m + m * kMmaN + accumulator_column(lane) + e % 2; }
 };
 
-// Operands of a warp's products over kBlocks times 32 k of a stage, from `block` on.
+// The operands of a warp's products over kBlocks times 32 k of a stage, starting with the block-th 32 k.
 template <typename Config, typename Warp, int kBlocks>
 struct S8Operands {
     using Blocks = SwizzledBlocks<Config::kBlockK / 2>;
@@ -120,14 +126,15 @@ struct S8Operands {
         }
     }
 
-    // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) makes d = c + the products. kInPairs: two m
-    // at a time. Without that nvcc starts many, and may run out of registers.
+    // Calls function(n, m, multiply) for the warp's tiles; multiply(d, c) computes d = c + the products. kInPairs: a
+    // barrier makes nvcc load and multiply two m at a time. Without it, nvcc loads many at once and may run out of
+    // registers.
     template <bool kInPairs, typename Function>
     FASTATTN_DEVICE void for_each_tile(Function&& function) const {
 #pragma unroll
         for (int m = 0; m < Warp::kTilesM; m += 2) {
             if constexpr (kInPairs) __syncwarp();
-            uint32_t rX[kBlocks][4];  // of two tiles
+            uint32_t rX[kBlocks][4];  // tokens of two tiles
 #pragma unroll
             for (int k = 0; k < kBlocks; ++k) ptx::ldmatrix_m8n8_x4(rX[k], sX.address(m * kMmaN, (block + k) * kPairs));
 #pragma unroll
@@ -168,7 +175,7 @@ FASTATTN_DEVICE void multiply_stage(typename S8Warp<Config, int32_t>::Sums& rY,
     });
 }
 
-// Does the same with scales per group. The sum of kBlocks times 32 k, which have one scale, is int32.
+// Does the same with scales per group. The sums of kBlocks times 32 k, which have the same scale, are int32.
 template <int kBlocks, typename Config>
 FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Sums& rY,
                                               const Int8MatmulS8StageSm80<Config>& stage,
@@ -196,8 +203,9 @@ FASTATTN_DEVICE void multiply_stage_of_groups(typename S8Warp<Config, float>::Su
     });
 }
 
-// Stores a warp's sums in its elements of the tile, times the scales of its weights (null: already multiplied) and of
-// its tokens. The weights' scales come first: those of tokens may be so large that the sums would overflow.
+// Multiplies a warp's sums by the scales of its weights (gScale; null if they are multiplied already) and of its
+// tokens, and stores them in the warp's elements of the tile. Multiplies by the weights' scales first: the tokens'
+// scales may be so large that the sums would overflow.
 template <typename Config, typename Sum>
 FASTATTN_DEVICE void stage_sums(Int8MatmulS8StorageSm80<Config>& shared, const typename S8Warp<Config, Sum>::Sums& rY,
                                 const S8Warp<Config, Sum>& warp, const float* gScale, int32_t scale_stride, int32_t N) {
@@ -235,7 +243,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
 
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, N = weight.rows, K = weight.columns;
-    const auto own_work = [&] {  // computed where it is needed, not held in registers
+    const auto own_work = [&] {  // recomputed where it is needed, to save registers
         return first_work_tile(params.epilogue.schedule, ptx::opaque(blockIdx.x));
     };
     const MatmulWorkTile work = own_work();

@@ -1,19 +1,20 @@
 // Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual. Xq is X[M, K]
 // rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh). W = scale * int8[N,
-// K] in its plain layout.
+// K], row-major.
 //
-// As in gemm_sm90.cuh a cluster computes W · Xqᵀ: tiles of 256 columns and kBlockM rows of the result one after the
-// other, or its split of one. One thread produces, and two warpgroups consume. Here both operands pass from shared
-// memory to wgmma as they are:
+// As in gemm_sm90.cuh, a cluster computes W · Xqᵀ, one work tile after another: a tile of 256 columns and kBlockM rows
+// of the result, or a split of such a tile. In a CTA, one thread produces and two warpgroups consume. Unlike there,
+// both operands go from shared memory to wgmma without conversion:
 //
-//   ring, stages    full: its bytes have landed    empty: the consumers of both CTAs have multiplied it
-//   W, Xq  kStages  before its products            after them
+//   ring, stages       full: its bytes have landed    empty: the consumers of both CTAs have multiplied it
+//   W, Xq  kNumStages  before its products            after them
 //
-// The products of two steps are in flight: the next ones start while the tensor cores compute those of this step. Sums
-// are int32, exact up to kMaxInt8SumK of K, so that splits of a tile do not change the result. With scales per group
-// along K, the sums of each group are scaled and added in fp32, in a second set of accumulators. Meanwhile the tensor
-// cores work for the other consumer. Preconditions: those of Int8WeightView; N a multiple of 8, K of 16 and at most
-// kMaxInt8SumK; no SwiGLU.
+// The products of two steps are in flight: those of the next step are started while the tensor cores compute those of
+// this step. Sums are int32, which is exact up to kMaxInt8SumK of K, so that splits of a tile do not change the result.
+// With scales per group along K, the sums of each group are scaled and added in fp32, in a second set of accumulators.
+// Meanwhile the tensor cores work for the other consumer.
+//
+// Preconditions: those of Int8WeightView; N a multiple of 8; K a multiple of 16 and at most kMaxInt8SumK; no SwiGLU.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +48,8 @@ struct S8Consumer {
     FASTATTN_DEVICE S8Consumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : shared(shared), position(position), ring(shared.ring), ahead(shared.ring) {}
 
-    // Starts rY += W · Xqᵀ over kSumK of a step from first_k on, or without kAdds rY = W · Xqᵀ. It runs asynchronously.
+    // Starts rY += W · Xqᵀ, or rY = W · Xqᵀ without kAdds, over kSumK of a step's K from first_k on. The products run
+    // asynchronously.
     template <int kSumK, bool kAdds>
     FASTATTN_DEVICE void start(Sums& rY, int stage, int first_k = 0) const {
         const int own_rows = position.warpgroup * kWarpgroupM * Tile::kBlockK;
@@ -81,8 +83,9 @@ struct S8Consumer {
         release();
     }
 
-    // Does the same with a scale for each kGroupK of K: 32, 64 or 128. scale(half, first_k) returns the scale for one
-    // of the thread's columns of N; first_k counts from the first step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each kGroupK (32, 64 or 128) of K. scale(half, first_k) returns the scale for one
+    // of the thread's two columns of N; first_k counts from the work tile's first step. The scales of a step are loaded
+    // one step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
@@ -153,14 +156,14 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
-    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         const CtaTile tile(schedule, work, rank);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
         float token_scale = 0.0f;
         if (threadIdx.x < kBlockM && token < epilogue.out.rows)
-            token_scale = params.matmul.quantized.scale[token];  // no __ldg: it is written while this kernel runs
+            token_scale = params.matmul.quantized.scale[token];  // no __ldg: written while this kernel runs
         const float* gScale[2];  // of the thread's columns of N; any scale for a column that does not exist
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -168,7 +171,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
             gScale[half] = weight.scale + int64_t{row} * weight.scale_row_stride;
         }
 
-        // The weights' scales come first: those of tokens may be so large that the sums would overflow.
+        // Multiplies by the weights' scales first: the tokens' scales may be so large that the sums would overflow.
         const auto finish = [&](const auto& rY, float first_scale, float second_scale) {
             if (threadIdx.x < kBlockM)
                 shared.token_scales[threadIdx.x] = token_scale;  // visible after the first barrier

@@ -1,24 +1,28 @@
-// Matmul with int8 weights: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its plain layout.
+// Matmul with int8 weights: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K], row-major.
 //
-// The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA, so that one token costs n = 8 and not m =
-// 16. One CTA computes kBlockN columns and kBlockM rows of Y over its split of K. Each warp owns 32 of the columns. It
-// reads their int8 weights from shared memory, converts each once to a 16-bit float in registers
-// (device/dequantize.cuh), and multiplies them with all tokens.
+// The tile is computed transposed, W · Xᵀ: weights are operand A of the MMA. Tokens are then padded to its n = 8, not
+// to its m = 16. One CTA computes kBlockN columns and kBlockM rows of Y over its split of K. Each warp owns 32 of the
+// columns. It reads their int8 weights from shared memory, converts each weight once to a 16-bit float in registers
+// (device/dequantize.cuh), and multiplies the weights by all tokens.
 //
 // A step takes kBlockK of K. With kNumStages of 4:
 //
 //   cp.async      W, X of step 0 | 1 | 2 |   3    |   4    |   5    |
 //   tensor cores                         | step 0 | step 1 | step 2 | step 3
 //
-// No packed copy of the weights is needed. The sum over k may take its terms in any order, as long as W and X agree: in
-// every 32 k, lane t of a quad takes 8t … 8t + 7, which are 8 bytes of W and 16 of X, for two MMAs. Copies take 16
-// bytes and whole sectors. A pair of weights costs 0.5 LOP3, 1 PRMT and 1 HFMA2. Packing with a bias of 128 would save
-// the LOP3, but cost a second copy of all weights or a conversion at each state dict. Scales per tensor or channel
-// multiply the finished sums. Scales per group along K multiply the sums of 32 k. With SwiGLU a tile has 64 gates and
-// the 64 ups of the same columns of Y; their sums meet in the epilogue, when they are whole. CTAs split K of tiles that
-// do not fill the GPU (stream_k.h); the last of them to finish adds up the partials. So the steps above are those of
-// one work tile, and a CTA may then go on to another. Preconditions: those of Int8WeightView and MatrixView. N and K
-// may be any: copies end with a row, to the byte.
+// The weights need no packed copy. A sum over K may take its terms in any order, as long as W and X have the same
+// order: in every 32 k, lane t of a quad takes k = 8t … 8t + 7, for two MMAs. They are 8 bytes of a row of W and 16
+// bytes of a row of X. Copies take 16 bytes a thread, in whole sectors. Converting a pair of weights costs 0.5 LOP3, 1
+// PRMT and 1 HFMA2. Weights stored with a bias of 128 would save the LOP3, but they would need a second copy of all
+// weights, or a conversion whenever a state dict is saved or loaded.
+//
+// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the sums of 32 k. With
+// SwiGLU a tile has 64 gates and the 64 ups of the same columns of Y; the epilogue combines their finished sums. If
+// there are too few tiles to fill the GPU, several CTAs split a tile's K (stream_k.h), and the last of them to finish
+// adds up the partials. So the steps above are those of one work tile, and a CTA may go on to another work tile.
+//
+// Preconditions: those of Int8WeightView and MatrixView. N and K may have any value, because copies stop at the last
+// byte of a row.
 #pragma once
 
 #include <type_traits>
@@ -40,13 +44,13 @@
 
 namespace fastattn {
 
-inline constexpr int kDequantK = 32;  // k that a lane reads at once, two MMAs deep; no group of scales is smaller
+inline constexpr int kDequantK = 32;  // k that a quad reads at once, for two MMAs; no group of scales is smaller
 
 template <int kBlockM_>
 struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     using Tile = Int8MatmulTileSm80<kBlockM_>;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
-    static constexpr int kHalfN = Tile::kBlockN / 2;  // with SwiGLU: gates, and then as many ups
+    static constexpr int kHalfN = Tile::kBlockN / 2;  // with SwiGLU: the gates of a tile, followed by as many ups
     static constexpr int kWarpN = Tile::kBlockN / Tile::kNumWarps;
     static constexpr int kTilesN = kWarpN / kMmaM;         // N is the MMA's M
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // M is its N
@@ -55,8 +59,8 @@ struct Int8MatmulConfigSm80 : Int8MatmulTileSm80<kBlockM_> {
     static_assert(Tile::kBlockN == kNumThreads, "each thread copies the scales of one output");
 };
 
-// [kBlockN, kBlockK] int8, with its 16-byte chunks permuted: the 16 lanes that read 8 bytes each, of 4 neighbouring
-// rows, at once then cover all 32 banks.
+// The layout of weights, [kBlockN, kBlockK] int8, with 16-byte chunks permuted. At once, 16 lanes read 8 bytes each, of
+// 4 neighbouring rows. Thanks to the permutation these bytes cover all 32 banks.
 template <int kBlockK>
 struct WeightLayout {
     static constexpr int kRowBytes = kBlockK;
@@ -69,8 +73,9 @@ struct WeightLayout {
     }
 };
 
-// [kBlockM, kBlockK] of 16 bits. Odd rows exchange the halves of each 128 bytes: the 8 lanes that read 64 bytes each of
-// 2 neighbouring rows at once then cover all banks.
+// The layout of tokens, [kBlockM, kBlockK] of 16 bits. In odd rows, the halves of each 128 bytes are exchanged. At
+// once, 8 lanes read 16 bytes each: 64 bytes of each of 2 neighbouring rows. Thanks to the exchange these bytes cover
+// all banks.
 template <int kBlockK>
 struct TokenLayout {
     static constexpr int kRowBytes = kBlockK * 2;
@@ -86,16 +91,16 @@ template <typename Config>
 struct alignas(128) Int8MatmulStageSm80 {
     int8_t sW[Config::kBlockN * Config::kBlockK];     // WeightLayout
     uint16_t sX[Config::kBlockM * Config::kBlockK];   // TokenLayout
-    float sScale[Config::kBlocksK][Config::kBlockN];  // of the step's groups, where there are groups
+    float sScale[Config::kBlocksK][Config::kBlockN];  // scales of the step's groups, if there are groups
 };
 
 template <typename Config>
 struct alignas(128) Int8MatmulStorageSm80 {
     union {
         Int8MatmulStageSm80<Config> stages[Config::kNumStages];
-        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // at the end
+        float sums[Config::kBlockM * SumsLayout<Config::kBlockN>::kRowElements];  // after the last step
     };
-    MatmulWorkTile work;  // kept here while registers are scarce
+    MatmulWorkTile work;  // kept here during the steps, where registers are scarce
 };
 
 // rY[kTilesN][kTilesM] += W · Xᵀ over one stage, for the warp whose columns of N start at warp_n.
@@ -106,12 +111,13 @@ FASTATTN_DEVICE void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM
     using Weights = WeightLayout<kBlockK>;
     using Tokens = TokenLayout<kBlockK>;
     const int row = accumulator_row(lane), quad_lane = lane % kLanesPerRow;
-    // Offsets of the first 32 k. The pattern is an exclusive or, so moving by 32 k is one too.
+    // Offsets of the first 32 k. Chunks are permuted by an exclusive or, so a move by 32 k is an exclusive or with the
+    // offset.
     const uint32_t w_offset = Weights::offset(warp_n + row, quad_lane / 2) + quad_lane % 2 * 8;
     const uint32_t x_offset = Tokens::offset(row, quad_lane);
     const char* sW = reinterpret_cast<const char*>(stage.sW);
     const char* sX = reinterpret_cast<const char*>(stage.sX);
-    constexpr int kBlockUnroll = kTilesM <= 8 ? Config::kBlocksK : 1;  // 96 tokens, unrolled, spill 72 bytes
+    constexpr int kBlockUnroll = kTilesM <= 8 ? Config::kBlocksK : 1;  // unrolled, 96 tokens spill 72 bytes
 #pragma unroll(kBlockUnroll)
     for (int block = 0; block < Config::kBlocksK; ++block) {
         uint32_t rW[kTilesN][2][4];  // operands A of two MMAs
@@ -121,7 +127,7 @@ FASTATTN_DEVICE void multiply_stage(float (&rY)[Config::kTilesN][Config::kTilesM
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int tile_row = n * kMmaM + half * 8;
-                const uint64_t eight = *reinterpret_cast<const uint64_t*>(  // one load; of a uint2, nvcc makes two
+                const uint64_t eight = *reinterpret_cast<const uint64_t*>(  // one load; nvcc makes two of a uint2
                     sW + (w_offset ^ block * kDequantK) + tile_row * Weights::kRowBytes);
                 const uint32_t four[2] = {biased(static_cast<uint32_t>(eight)),
                                           biased(static_cast<uint32_t>(eight >> 32))};
@@ -194,7 +200,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         const TilePosition position = tile_position(params.epilogue.schedule, work.tile);
         const int32_t first_m = position.m_tile * kBlockM;
         const int32_t first_n = position.n_tile * params.epilogue.result_columns(kBlockN);
-        const int thread = ptx::opaque(threadIdx.x);  // values that follow from it are not kept from tile to tile
+        const int thread = ptx::opaque(threadIdx.x);  // nvcc keeps no values that depend on it across tiles
         const int warp_n = thread / kWarpSize * Config::kWarpN, lane = thread % kWarpSize;
         float rY[kTilesN][kTilesM][4] = {};  // [32 of N, kBlockM]
         if (thread == 0) shared.work = work;
@@ -208,7 +214,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         const auto load = [&](int32_t step, int stage_idx) {
             auto& stage = shared.stages[stage_idx];
             const int32_t left = K - step * kBlockK;
-            const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // rows to the second half, or the ups
+            const int32_t to_second = params.epilogue.is_gated() ? N : kHalfN;  // rows to the second half or the ups
             const int32_t first_row = ptx::opaque(first_n), second_row = first_row + to_second;
             load_w.load_at_distance(shared_address(stage.sW + kHalfN * kBlockK), weight.rows - second_row, left,
                                     to_second * weight.row_stride);

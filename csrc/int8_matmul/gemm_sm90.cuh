@@ -1,27 +1,32 @@
-// Matmul with int8 weights for Hopper: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K] in its
-// plain layout.
+// Matmul with int8 weights for Hopper: Y[M, N] = act(X[M, K] · Wᵀ + bias) + residual, W = scale * int8[N, K],
+// row-major.
 //
 // The tile is computed transposed, W · Xᵀ, as on sm_80: weights are operand A of wgmma, from registers, and tokens
-// operand B, from shared memory. A cluster of two CTAs is persistent: it computes tiles of 256 columns and kBlockM rows
-// of Y one after the other, or its split of one (stream_k.h). In a CTA, one thread produces and two warpgroups consume.
-// A consumer has 64 columns and all rows:
+// operand B, from shared memory. Clusters of two CTAs are persistent: a cluster computes one work tile after another,
+// each of them a tile of 256 columns and kBlockM rows of Y, or a split of such a tile (stream_k.h). In a CTA, one
+// thread produces and two warpgroups consume. A consumer has 64 columns and all rows:
 //
-//   ring, stages    full: its bytes have landed       empty: the consumers of both CTAs have read it
-//   W, X  kStages   before W becomes 16-bit floats    after the products
+//   ring, stages      full: its bytes have landed     empty: the consumers of both CTAs have read it
+//   W, X  kNumStages  before W becomes 16-bit floats  after the products
 //
 // A step takes kBlockK of K. A consumer converts its weights of the next step to 16-bit floats while the tensor cores
-// compute this one. While it waits for its own products, the tensor cores compute those of the other consumer:
+// multiply those of this step. While a consumer waits for its own products, the tensor cores compute those of the other
+// consumer. One consumer:
 //
 //   tensor cores   W0·X0ᵀ          | W1·X1ᵀ          | W2·X2ᵀ          |
 //   other pipes    | decode W1     | decode W2       | decode W3       |
 //
-// A lane's operand A of wgmma has elements {2t, 2t+1} of every 8 of K (t: the lane's index among the four of a row).
-// They are 2 bytes of a row, which a 16-bit load fetches from the plain layout. A pair takes LDS, LOP3, PRMT and HFMA2.
-// If the weights were stored permuted and with a bias of 128, PRMT and HFMA2 would remain. But the instructions for a
-// pair serve all tokens of a tile, and every reader of weights would have to know a second layout. Scales per tensor or
-// channel multiply the finished sums. Scales per group along K multiply the sums of 32 or 64 k, which are a second set
-// of accumulators. Preconditions: those of Int8WeightView and MatrixView. N and K may be any: TMA reads zeros outside
-// of a matrix.
+// A lane's part of wgmma's operand A has elements 2t and 2t + 1 of every 8 of K (t: the lane's index among the four of
+// a row). In row-major weights these are 2 adjacent bytes, which one 16-bit load fetches. Converting such a pair takes
+// LDS, LOP3, PRMT and HFMA2. If the weights were stored permuted and with a bias of 128, only PRMT and HFMA2 would
+// remain. That would save little, because a pair is converted once for all tokens of a tile, and every reader of
+// weights would have to know a second layout.
+//
+// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the sums of 32 or 64 k,
+// which are a second set of accumulators.
+//
+// Preconditions: those of Int8WeightView and MatrixView. N and K may have any value, because TMA reads zeros outside of
+// a matrix.
 #pragma once
 
 #include <cstdint>
@@ -36,28 +41,29 @@
 
 namespace fastattn {
 
-// [rows, 64] int8 as TMA leaves it with the 64-byte swizzle: chunk c of row r is stored as chunk c ^ (r / 2 % 4). A
-// warp reads 2 bytes a lane, 8 of each of 8 rows, which are in different banks.
+// [rows, 64] int8 as TMA writes it with the 64-byte swizzle: chunk c of row r is stored as chunk c ^ (r / 2 % 4). A
+// warp reads 2 bytes a lane, 8 bytes of each of 8 rows, which are in different banks.
 struct WeightTileSm90 {
     static constexpr int kRowBytes = 64;
     static constexpr int kBoxRows = 64;
     static constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
-    // Returns the offset of elements {2t, 2t+1} of the first 16 of K. The pattern is an exclusive or: the offset for
-    // the k-th 16 is offset ^ k * kChunkBytes.
+    // Returns the offset of elements 2t and 2t + 1 of the first 16 of K. The swizzle is an exclusive or, so the offset
+    // for the k-th 16 is offset ^ k * kChunkBytes.
     FASTATTN_DEVICE static uint32_t offset(int row, int lane) {
         return row * kRowBytes + row / 2 % 4 * kChunkBytes + accumulator_column(lane);
     }
 };
 
-// Returns the row of W for one of the CTA's 128 columns. With SwiGLU the first 64 are gates, and the others the ups of
-// the same columns of Y.
+// Returns the row of W for one of the CTA's 128 columns. With SwiGLU the first 64 columns are gates, and the other 64
+// the ups of the same columns of Y.
 FASTATTN_DEVICE int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
     constexpr int32_t kHalf = WeightTileSm90::kBoxRows;
     return first_n + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
 }
 
-// Decodes a lane's weights of a step. sW: the step's weights. offset: of the lane's upper row.
+// Decodes a lane's weights of a step. sW: the step's weights. offset: WeightTileSm90::offset() for the lane's upper
+// row.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset) {
 #pragma unroll
@@ -93,9 +99,9 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
         Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
     }
 
-    // Does the same with a scale for each group of K: the products over kGroupK, 32 or 64, are multiplied by their
-    // group's scale and then added. scale(half, first_k) returns the scale for one of the thread's columns of N;
-    // first_k counts from the first step. Scales of a step are loaded a step before.
+    // Does the same with a scale for each group of K: multiplies the products over kGroupK (32 or 64) by their group's
+    // scale before it adds them. scale(half, first_k) returns the scale for one of the thread's two columns of N;
+    // first_k counts from the work tile's first step. The scales of a step are loaded one step before.
     template <int kGroupK, typename Scale>
     FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
         constexpr int kGroups = Tile::kBlockK / kGroupK;
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     WeightConsumer<kDataType, Tile> consumer(shared, position);
-    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
@@ -203,7 +209,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
             const int32_t begin_k = work.begin_step * Tile::kBlockK;
             const auto scale = [&](int half, int32_t k) {
                 const int32_t group = (begin_k + k) / Int8WeightView::kSmallestGroup >> weight.group_shift;
-                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;  // past the last one are only zeros
+                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;  // past the last one, W is zero
             };
             if (weight.group_shift == 0) {
                 consumer.template sum_groups<Int8WeightView::kSmallestGroup>(rY, num_steps, scale);

@@ -1,15 +1,16 @@
-// Input gradient of the matmul with int8 weights: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its plain layout.
+// Input gradient of the matmul with int8 weights: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K], row-major.
 //
 // The tile is computed transposed, Wᵀ · dYᵀ. One CTA computes kBlockK columns and kBlockM rows of dX over its split of
-// N. Each warp owns 32 of the columns. ldmatrix.trans takes their int8 weights from shared memory as if two neighbours
-// were one element of 16 bits: a lane gets two columns at two n, which are neighbours in the sum. It converts each
-// weight once, in registers (device/dequantize.cuh). The pipeline is that of gemm_sm80.cuh.
+// N. Each warp owns 32 of the columns. ldmatrix.trans loads their int8 weights as if two adjacent columns were one
+// 16-bit element: a lane gets two columns at two adjacent n. The kernel converts each weight once, in registers
+// (device/dequantize.cuh). The pipeline is that of gemm_sm80.cuh.
 //
-// The scales lie along the sum, so they must go into an operand and be rounded. They go into the weights, as they would
-// in materialised weights: gradients times a scale of 1e-3 would fall below fp16's normal range. For the same reason
-// factors in fp16 are relative to the largest scale so far (factor_range.cuh). A pair of weights costs 0.5 LOP3, 1 PRMT
-// and 2 HFMA2, one of them for the scale. A bias's gradient, dY summed over the tokens, comes from the same stages:
-// token_sums.cuh. Preconditions: those of gemm_sm80.cuh.
+// Scales differ along N, over which the product sums. So the sums cannot be scaled: an operand must be, and is then
+// rounded to 16 bits. The kernel scales the weights, as if they were stored dequantised. It does not scale dY, because
+// gradients times a scale such as 1e-3 would fall below fp16's normal range. For the same reason, factors in fp16 are
+// relative to the largest scale so far (factor_range.cuh). Converting a pair of weights costs 0.5 LOP3, 1 PRMT and 2
+// HFMA2, one of which multiplies by the scales. The gradient of a bias, dY summed over the tokens, is computed from the
+// same stages: token_sums.cuh. Preconditions: those of gemm_sm80.cuh.
 #pragma once
 
 #include "device/dequantize.cuh"
@@ -57,17 +58,18 @@ template <typename Config>
 struct alignas(128) Int8GradInputStageSm80 {
     uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];   // [kBlockN, kBlockK] int8
     uint16_t sdY[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
-    float sScale[Config::kMaxGroups][Config::kBlockN];             // scales of the groups of these columns
+    float sScale[Config::kMaxGroups][Config::kBlockN];             // scales of the groups of the tile's columns
     static_assert(Config::kBlockK == SwizzledLayout::kRowBytes && Config::kBlockN == SwizzledLayout::kRowElements);
 };
 
 template <typename Config>
 union alignas(128) Int8GradInputStorageSm80 {
     Int8GradInputStageSm80<Config> stages[Config::kNumStages];
-    float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // at the end
+    float sums[Config::kBlockM * SumsLayout<Config::kBlockK>::kRowElements];  // after the last step
 };
 
-// A warp's 16-bit factors are scales divided by range.divisor, and its sums are in units of it. bf16 needs no range.
+// Converts scales to a warp's 16-bit factors. In fp16, a factor is a scale divided by range.divisor, and the warp's
+// sums are in units of this divisor. bf16 needs no divisor, because it has the range of fp32.
 template <DataType kDataType>
 struct WarpFactors {
     static constexpr bool kHasRange = kDataType == DataType::kFloat16;
@@ -136,8 +138,8 @@ FASTATTN_DEVICE void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM
     }
 }
 
-// Writes a warp's sums to its columns of the tile: ldmatrix.trans gave neighbouring columns to the upper and the lower
-// half of an MMA tile's rows.
+// Multiplies a warp's sums by `factor`, and writes them to the warp's columns of the tile. The upper and the lower half
+// of an MMA tile's rows hold adjacent columns, because ldmatrix.trans loads columns in pairs.
 template <typename Config>
 FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rX)[Config::kTilesK][Config::kTilesM][4], float factor,
                                 int warp_k, int lane) {
@@ -152,7 +154,7 @@ FASTATTN_DEVICE void stage_sums(float* sSums, const float (&rX)[Config::kTilesK]
                 const uint64_t left = __float_as_uint(rX[k][m][e] * factor);
                 const uint64_t right = __float_as_uint(rX[k][m][e + 2] * factor);
                 float* pair = sSums + token * SumsLayout<Config::kBlockK>::kRowElements + column;
-                *reinterpret_cast<uint64_t*>(pair) = right << 32 | left;  // one store; of a float2, nvcc may make two
+                *reinterpret_cast<uint64_t*>(pair) = right << 32 | left;  // one store; nvcc may make two of a float2
             }
         }
     }
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, K = weight.columns, N = weight.rows;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
-    const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // among the tile's groups
+    const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // the warp's group among the tile's
     const MatmulSchedule& schedule = params.epilogue.schedule;
     MatmulWorkTile work = first_work_tile(schedule, blockIdx.x);
     do {  // a tile, or a split of it

@@ -1,24 +1,25 @@
-// Input gradient of the matmul with int8 weights for Hopper: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K] in its
-// plain layout.
+// Input gradient of the matmul with int8 weights for Hopper: dX[M, K] = dY[M, N] · W, W = scale * int8[N, K],
+// row-major.
 //
-// The tile is computed transposed, Wᵀ · dYᵀ: columns of dX are wgmma's M, and its rows wgmma's N. A cluster has 256
-// columns and kBlockM rows (cluster_sm90.cuh). A consumer has 64 of the columns, and each of its warps 16, which have
-// one group of scales. Warps of a third warpgroup serve a CTA's two consumers:
+// The tile is computed transposed, Wᵀ · dYᵀ: columns of dX are wgmma's M, and rows of dX wgmma's N. A cluster has 256
+// columns and kBlockM rows (cluster_sm90.cuh). A consumer has 64 of the columns. Each of its warps has 16 of them,
+// which belong to one group of scales. Warps of a third warpgroup serve a CTA's two consumers:
 //
 //   producer      one thread copies W and dY by TMA into the ring's stages
 //   factors       a warp makes 16-bit factors of a step's scales (scale_factors_sm90.cuh) in the same stage
-//   token sums    a warp adds up the tokens of dY, where a bias wants its gradient (token_sums_sm90.cuh)
+//   token sums    a warp adds up the tokens of dY, if the gradient of a bias is wanted (token_sums_sm90.cuh)
 //
-//   ring, stages          full: W and dY have landed, factors are made   empty: all readers in both CTAs have read them
-//   W, dY, fac.  kStages  before W becomes 16-bit floats                 after the products
+//   ring, stages               full: W and dY have landed, factors are made  empty: the readers of both CTAs are done
+//   W, dY, factors kNumStages  before W becomes 16-bit floats                after the products
 //
-// A step takes 64 of N. ldmatrix.trans takes a warp's int8 weights as if two neighbours were one element of 16 bits: a
-// lane gets two columns at two n, which are neighbours in the sum. Rows g and g + 8 of wgmma's operand A are columns 2g
-// and 2g + 1. Two steps of products are in flight while the next weights become 16-bit floats, as in gemm_sm90.cuh.
+// A step takes 64 of N. ldmatrix.trans loads a warp's int8 weights as if two adjacent columns were one 16-bit element:
+// a lane gets two columns at two adjacent n. Rows g and g + 8 of wgmma's operand A are then columns 2g and 2g + 1. The
+// products of a step are in flight while the weights of the next step become 16-bit floats, as in gemm_sm90.cuh.
 //
-// The scales lie along the sum: as in grad_input_sm80.cuh they go into the weights, relative to a power of two that
-// follows the largest so far. It changes seldom. The factors' warp then marks the step, and consumers wait for their
-// products and multiply the sums. A pair of weights costs 0.5 LOP3, 1 PRMT, 0.125 LDSM, and HFMA2: 2 with fp16, 1 with
+// Scales differ along N, over which the product sums. As in grad_input_sm80.cuh, they multiply the weights, and are
+// relative to a power of two, the divisor, which follows the largest scale so far. The divisor seldom changes. When it
+// does, the warp that makes factors marks the step. The consumers then wait for their products, and convert their sums
+// to the new divisor. Converting a pair of weights costs 0.5 LOP3, 1 PRMT, 0.125 LDSM, and HFMA2: 2 with fp16, 1 with
 // bf16. Preconditions: those of gemm_sm90.cuh.
 #pragma once
 
@@ -50,12 +51,13 @@ struct GradInputPosition : ConsumerPosition {
     FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
 };
 
-// Decodes operands A of a step. sW: the lane's address in the first 32 rows of [64, 128] int8, 128B swizzle.
+// Decodes the operands A of a step. sW: the lane's ldmatrix address in the first 32 rows of the step's weights, [64,
+// 128] int8 in TMA's 128-byte swizzle.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void decode_columns(StepWeights<Tile>& rW, uint32_t sW, const StepFactors<kDataType>& factors,
                                     int group, int lane) {
     using Decoding = ScaledDecoding<kDataType>;
-    constexpr int kRows = 4 * kMmaN;  // of an ldmatrix
+    constexpr int kRows = 4 * kMmaN;  // that one ldmatrix loads
     uint32_t rFactors[StepFactors<kDataType>::kLaneWords];
     factors.load(rFactors, group, lane);
 #pragma unroll
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     const int group = position.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
     const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, position.first_of_warp() / kChunkBytes);
     DecodingConsumer<kDataType, Tile> consumer(shared, lane);
-    // Inlined however long it is: wgmma in a function of its own would be serialised.
+    // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rX[kBlockM / 2];  // [64 columns, kBlockM tokens] of the warpgroup, in units of divisor
 #pragma unroll
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
             if (__any_sync(0xffffffff, factors.has_changed)) {
                 const float change = Range::change(divisor, factors.divisors[group]);
                 divisor = factors.divisors[group];
-                wait_gemm<0>(rX);  // leaves none in flight: the sums are in the former unit
+                wait_gemm<0>(rX);  // leaves none in flight; their sums use the former divisor
 #pragma unroll
                 for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= change;
             }
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
 
         // Epilogue.
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // apart from kFactor: their product may overflow
+        for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // before kFactor: divisor * kFactor may overflow
         finish_work_tile<kDataType>(epilogue, shared, rX, work, position,
                                     [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
     });

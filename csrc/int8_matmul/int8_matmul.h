@@ -1,4 +1,4 @@
-// The native int8 matmul kernels, as the host sees them.
+// Declares the native int8 matmul kernels for host code: their parameters, and the tables in which they are found.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace fastattn {
 
-// [rows, columns] of 16-bit elements, rows contiguous. Base and row stride (in elements) of an input are multiples of
-// 16 bytes, and rows do not overlap; what lies between rows may be anything.
+// A matrix [rows, columns] of 16-bit elements. Each row is contiguous; row_stride counts elements. In an input, the
+// base and the row stride are multiples of 16 bytes. Rows do not overlap. The memory between rows may hold anything.
 template <typename Element>
 struct MatrixView {
     Element* data;
@@ -19,75 +19,79 @@ struct MatrixView {
     int64_t row_stride;
 };
 
-// W [N, K] int8, rows contiguous. Base and row stride are multiples of 16 bytes, and rows do not overlap; what lies
-// between rows may be anything.
-// Its element (n, k) is data[n, k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
+// The weights W [N, K] = [rows, columns], int8. Each row is contiguous. The base and the row stride are multiples of 16
+// bytes. Rows do not overlap. The memory between rows may hold anything.
+// The element W[n, k] is data[n * row_stride + k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
 struct Int8WeightView {
-    static constexpr int32_t kOneGroup = 31;  // group_shift where a row has one scale
+    static constexpr int32_t kOneGroup = 31;  // the group_shift of weights with one scale for each row
     static constexpr int32_t kSmallestGroup = 32;
     const int8_t* data;
     int32_t rows, columns;
     int64_t row_stride;
     const float* scale;
-    int32_t scale_row_stride;  // 0: all rows have the same scales
-    int32_t groups;            // of a row
+    int32_t scale_row_stride;  // 0: all rows share one scale
+    int32_t groups;            // in a row: the number of its scales
     int32_t group_shift;       // a group has kSmallestGroup << group_shift columns
 };
 
-// Sums of so many products of int8 numbers, -128 included, fit into int32.
+// The most products x * w whose sum fits into int32. Quantised activations x are from -127 to 127, weights w from -128
+// to 127.
 inline constexpr int32_t kMaxInt8SumK = 1 << 17;
 
-inline constexpr int32_t kEpilogueColumns = 4;  // that a thread finishes at once
+inline constexpr int32_t kEpilogueColumns = 4;  // columns of the result that a thread finishes at once
 
-// SwiGLU, silu(gate) * up, has two sums for each element of the result: [rows, 2 * columns], the gates first.
+// kSwiglu computes silu(gate) * up. Each element of the result then needs two sums, so the sums have shape [rows, 2 *
+// columns]: first all gates, then all ups.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kSwiglu };
 
-// How the sums [rows, sum_columns()] of a matmul become its result: activation(scale * sum + bias) + residual, in fp32
-// with one rounding at the end. The CTAs of a split tile leave their sums in `partial`.
+// How the sums [rows, sum_columns()] of a matmul become its result: activation(scale * sum + bias) + residual. It is
+// computed in fp32 and rounded once, at the end. If several CTAs split the steps of a tile, they exchange their sums
+// through `partial`.
 struct MatmulEpilogue {
-    const float* scale;    // [sum_columns()], or null: 1
+    const float* scale;    // [sum_columns()]; null: the scale is 1
     int32_t scale_stride;  // 0: all columns have the same scale
     const uint16_t* bias;  // [sum_columns()], or null
     Activation activation;
-    MatrixView<const uint16_t> residual;  // data is null where there is none
+    MatrixView<const uint16_t> residual;  // data is null if there is no residual
     MatrixView<uint16_t> out;
     MatmulSchedule schedule;
-    float* partial;      // [num_slots(schedule), sums of a tile as the kernel orders them], or null: no tile is split
+    float* partial;      // [num_slots(schedule), a tile's sums in the kernel's own order]; null if no tile is split
     uint64_t* arrivals;  // [split tiles, CTAs of a cluster], see scheduler/arrivals.cuh
     uint64_t launch_id;
 
     FASTATTN_HOST_DEVICE bool is_gated() const { return activation == Activation::kSwiglu; }
     FASTATTN_HOST_DEVICE int32_t sum_columns() const { return is_gated() ? 2 * out.columns : out.columns; }
-    // Returns how many columns of the result a tile of so many columns of sums makes.
+    // Returns how many columns of the result come from a tile with tile_columns columns of sums.
     FASTATTN_HOST_DEVICE int32_t result_columns(int32_t tile_columns) const {
         return is_gated() ? tile_columns / 2 : tile_columns;
     }
 };
 
-// For grad_input: the gradient of a bias, which is dY summed over M.
+// The gradient of a bias, which is dY summed over M. Only the input-gradient kernels compute it.
 struct TokenSumsView {
-    uint16_t* out;       // [columns], or null: not wanted
+    uint16_t* out;       // [columns]; null if this gradient is not wanted
     int32_t columns;     // N, rounded up to a multiple of kEpilogueColumns
-    float* partial;      // [tiles of M, columns]; null if there is one tile
+    float* partial;      // [tiles of M, columns]; null if there is only one tile of M
     uint64_t* arrivals;  // [columns of CTAs], see scheduler/arrivals.cuh; the launch ID is the epilogue's
 };
 
-// The most tokens, and elements, that every CTA quantises for itself: tokens_of_cta.cuh counts the cost. More are
-// quantised once, into memory that all CTAs then read.
+// Up to these numbers of tokens and of elements, each CTA quantises all tokens that it needs: tokens_of_cta.cuh counts
+// the cost. Larger inputs are quantised only once, into memory that all CTAs read.
 inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15;
 
 FASTATTN_HOST_DEVICE bool each_cta_quantises(int32_t tokens, int32_t columns) {
     return tokens <= kMostTokensOfEachCta && int64_t{tokens} * columns <= kMostElementsOfEachCta;
 }
 
-// Where a launch stores its tokens as int8 numbers. For Hopper's kernels, the launch before stores them and counts
-// nothing. The counters need no initial value: see scheduler/launch_counter.cuh. For sm_80's kernels all is null if
-// each_cta_quantises(); they take the smallest tile then.
+// The memory for a matmul's tokens as int8 numbers. Hopper's matmul kernels only read it: a separate kernel, launched
+// before them, fills it, without the counters. The sm_80 matmul kernels fill it themselves, and count in `queue` and
+// `finished`, which need no initial value (see scheduler/launch_counter.cuh). If each_cta_quantises(), sm_80 launches
+// get null for all pointers, and use the tile with the fewest rows.
 struct QuantizedTokens {
     int8_t* data;        // [rows, columns] of the input, contiguous, with a base that is a multiple of 16 bytes
     float* scale;        // [rows]
-    uint64_t* queue;     // how often CTAs have taken tokens
-    uint64_t* finished;  // [tiles of tokens]: how often CTAs have finished tokens that they took
+    uint64_t* queue;     // counts how often CTAs have taken tokens
+    uint64_t* finished;  // [tiles of tokens]: counts how often CTAs have finished tokens that they took
     uint64_t launch_id;
 };
 
@@ -107,7 +111,9 @@ struct DequantizeWeightParams {
     int64_t out_stride;
 };
 
-// `matmul`: the tile as the scheduler sees it. Its N and K are those of the kernel's own sums.
+// The tile of a kernel, in two forms. TileFacts names its sizes after the weights [N, K]. `matmul` is the scheduler's
+// form: its N is the columns of the result, and its K the length of the sums. For the input gradient these are K and N
+// of the weights.
 struct Int8TileFacts : TileFacts {
     MatmulTile matmul;
 };
@@ -118,8 +124,8 @@ constexpr Int8TileFacts int8_tile_facts() {
             Tile::kMatmulTile};
 }
 
-// A table of kernels. A key's size is the rows of a tile, and its variant says whether weights have scales for groups
-// along K.
+// In a key of this table, `size` is the rows of a tile, and `variant` says whether weights have scales for groups along
+// K.
 using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
 
 inline Int8KernelTable& int8_matmul_kernels() {
@@ -139,13 +145,14 @@ inline DequantizeWeightKernelTable& int8_dequantize_weight_kernels() {
     return table;
 }
 
-// Kernels with int8 activations. epilogue.scale is null, because all scales have to be multiplied in one place.
+// Kernels with int8 activations. They multiply the sums by the scales of weights and tokens before the epilogue, so
+// epilogue.scale must be null.
 inline Int8KernelTable& int8_matmul_s8_kernels() {
     static auto& table = *new Int8KernelTable("int8_matmul with int8 activations");
     return table;
 }
 
-// Kernels that make the int8 activations where the matmul does not make them itself.
+// Kernels that quantise tokens for matmul kernels that do not quantise them (Hopper's).
 inline KernelTable<Int8MatmulParams>& int8_quantize_tokens_kernels() {
     static auto& table = *new KernelTable<Int8MatmulParams>("int8 activations");
     return table;

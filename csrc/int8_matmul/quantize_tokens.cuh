@@ -1,12 +1,13 @@
-// Quantises tokens to int8, by the CTAs of the launch that multiplies them: q = round(x / scale), ties to even. A
-// token's scale is its largest |x| / 127, or 1 if all are zero.
+// Quantises tokens to int8, in the CTAs of the matmul that needs them: q = round(x / scale), ties to even. A token's
+// scale is its largest |x| divided by 127, or 1 if all of its elements are zero.
 //
-// Every CTA quantises few tokens for itself (tokens_of_cta.cuh, where the costs are counted). If there are more, a CTA
-// takes tokens from a queue until none is left, then waits for those of its tile. That cannot block for ever: it waits
-// only for tokens that running CTAs have taken, and these wait for nothing before they are done. A separate kernel
-// would save one trip of the queue. But here the weights' first stages are in flight meanwhile, and no launch is waited
-// for. With many tokens all CTAs that fit on the GPU quantise first, as in a separate kernel, and later CTAs find the
-// work done. So one kernel serves any number of tokens.
+// If there are few tokens, each CTA quantises them for itself (tokens_of_cta.cuh, which counts the costs). Otherwise a
+// CTA takes tokens from a queue until none is left, and then waits until the tokens of its tile are finished. This
+// cannot deadlock: a CTA waits only for tokens that running CTAs have taken, and these CTAs finish the tokens without
+// waiting for anything. A separate kernel would save one trip to the queue. But here, the first stages of weights are
+// in flight while tokens are quantised, and no second launch has to be waited for. With many tokens, all CTAs that fit
+// on the GPU quantise first, as in a separate kernel, and later CTAs find the tokens finished. So one kernel serves any
+// number of tokens.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +22,10 @@
 
 namespace fastattn {
 
-// Divides by one number, rounded as IEEE 754 demands: by two corrections of a product with the reciprocal, which is
-// itself rounded so (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). It
-// is inlined, and takes fewer instructions than divisions. Where residuals would be subnormal, both numbers are scaled.
+// Divides numbers by one divisor, rounded as IEEE 754 demands. Multiplies by the divisor's reciprocal, which is rounded
+// in the same way, and corrects the product twice (Markstein, "Computation of elementary functions on the IBM RISC
+// System/6000 processor", 1990). This code is inlined, and takes fewer instructions than CUDA's division. If the
+// divisor is so small that residuals would be subnormal, dividend and divisor are scaled up.
 struct Division {
     static constexpr float kSmall = 0x1p-64f, kLift = 0x1p96f;
 
@@ -54,17 +56,18 @@ FASTATTN_DEVICE float token_scale(float largest) {
     return largest == 0.0f ? 1.0f : is_small ? quotient * (1.0f / kLift) : quotient;
 }
 
-// Returns the scale, or NaN where a token is not finite. largest: the bits of its largest magnitude.
+// Returns the scale, or NaN if an element of the token is not finite. largest: the bits of the token's largest
+// magnitude.
 template <DataType kDataType>
 FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
     constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
     return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);
 }
 
-// Rounds to an integer, nearest even, by adding 1.5 * 2^23, and returns the bits of the sum. Their lowest byte is the
-// integer as int8 where -128.5 <= quotient < 127.5.
+// Rounds to an integer, nearest even, by adding 1.5 * 2^23, and returns the bits of the sum. The lowest byte of these
+// bits is the integer as int8 if -128.5 <= quotient < 127.5.
 FASTATTN_DEVICE uint32_t rounded_bits(float quotient) {
-    constexpr float kAmongIntegers = 0x1.8p23f;  // around it floats are the integers
+    constexpr float kAmongIntegers = 0x1.8p23f;  // around it, floats are exactly the integers
     return __float_as_uint(quotient + kAmongIntegers);
 }
 
@@ -83,8 +86,8 @@ FASTATTN_DEVICE uint2 quantize_eight(const uint4& eight, const Division& divide)
             __byte_perm(quantize_pair<kDataType>(eight.z, divide), quantize_pair<kDataType>(eight.w, divide), 0x5410)};
 }
 
-// The largest magnitude of 16-bit elements, as its bits. Bits have the order of the numbers; infinity and then NaN are
-// the largest.
+// The largest magnitude of 16-bit elements, as its bits. The bits of magnitudes have the order of the magnitudes;
+// infinity and then NaN are the largest.
 struct LargestMagnitude {
     uint32_t lower = 0, upper = 0;
 
@@ -103,11 +106,11 @@ struct LargestMagnitude {
 template <int kThreads>
 struct QuantizeStorage {
     uint32_t ticket;
-    uint32_t largest[kThreads / kWarpSize];  // of each warp's elements of a row
+    uint32_t largest[kThreads / kWarpSize];  // what each warp has found in its elements of a row
 };
 
-// Quantises one row [columns]. Called by each of kGroup threads: all of a CTA, or a warp. largest_of_all(x) returns the
-// largest x of the group.
+// Quantises one row [columns] of gX to gQ and *gScale. Called by each of kGroup threads, which are a whole CTA or a
+// warp; `thread` is the caller's index among them. largest_of_all(x) returns the largest x of these threads.
 template <DataType kDataType, int kGroup, typename LargestOfAll>
 FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns, int32_t thread,
                                   LargestOfAll&& largest_of_all) {
@@ -143,15 +146,16 @@ FASTATTN_DEVICE uint32_t largest_of_cta(uint32_t number, QuantizeStorage<kThread
     return largest;
 }
 
-// Returns how many tokens a CTA takes at a time. With few, all of its threads quantise a single one, which is over
-// soonest. With more tokens than CTAs can run, each warp quantises one: trips and barriers serve several.
+// Returns how many tokens a CTA takes at a time. With few tokens, all of its threads quantise a single token, which is
+// finished soonest. With more tokens than CTAs can run at once, each warp quantises one token, so that one trip and one
+// barrier serve several tokens.
 template <int kThreads>
 FASTATTN_HOST_DEVICE int32_t tokens_at_a_time(int32_t num_tokens) {
     constexpr int32_t kManyTokens = 512;
     return num_tokens < kManyTokens ? 1 : kThreads / kWarpSize;
 }
 
-// Quantises at_a_time tokens from `token` on, as many as exist.
+// Quantises at_a_time tokens from `token` on, or as many of them as exist.
 template <DataType kDataType, int kThreads>
 FASTATTN_DEVICE void quantize_some(const MatrixView<const uint16_t>& input, const QuantizedTokens& out, int64_t token,
                                    int32_t at_a_time, QuantizeStorage<kThreads>& shared) {
@@ -200,7 +204,8 @@ FASTATTN_DEVICE void wait_for_tokens(const QuantizedTokens& tokens, int32_t num_
 // Called by one thread of each CTA when the CTA waits for no more tokens. The last CTA resets the counters to zero.
 template <int kBlockM, int kThreads>
 FASTATTN_DEVICE void leave_queue(const QuantizedTokens& tokens, int32_t num_tokens) {
-    // The last count follows all tickets, one ticket beyond them for each CTA, and the leaving of all other CTAs.
+    // The number of counts before the last one: a ticket for every at_a_time tokens, for each CTA one more ticket at
+    // which it finds no tokens left, and for each other CTA the count by which it leaves.
     const uint32_t last = ceil_div(num_tokens, tokens_at_a_time<kThreads>(num_tokens)) + 2 * gridDim.x - 1;
     if (LaunchCounter(tokens.queue, tokens.launch_id).count() != last) return;
     *tokens.queue = 0;

@@ -1,6 +1,6 @@
-// Quantises tokens to int8 in a kernel of its own, for a matmul that follows in the same stream and copies them by TMA.
-// Numbers and scales are those of quantize_tokens.cuh. A CTA quantises one token; of many, each of its warps quantises
-// one. Preconditions: those of MatrixView; K a multiple of 8.
+// Quantises tokens to int8 in a separate kernel, for a matmul that follows in the same stream and copies the tokens by
+// TMA. The results are those of quantize_tokens.cuh. If there are few tokens, a CTA quantises one; if there are many,
+// each warp of a CTA quantises one. Preconditions: those of MatrixView; K a multiple of 8.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,10 @@
-// Converts scales to 16-bit factors of the weights, for the Hopper kernel of the input gradient. A warp writes a step's
-// factors to shared memory, in the order in which wgmma's lanes need them. Consumers multiply while they decode.
+// Converts scales to 16-bit factors of the weights, for Hopper's kernel of the input gradient. A warp writes a step's
+// factors to shared memory, in the order in which wgmma's lanes need them. Consumers multiply weights by factors while
+// they decode the weights.
 //
-// fp16: w is decoded and then multiplied (device/dequantize.cuh). bf16: one multiply-add does both, because the offset
-// of 128 is a power of two. It rounds once, as a product of f and w would. With b = w + 128 and f the factor, both
-// multiples of f are exact:
+// With fp16, a weight w is decoded and then multiplied by its factor f (device/dequantize.cuh). With bf16, one
+// multiply-add does both, because the offset of 128 is a power of two. It rounds once, as a product of f and w would.
+// In the following, b = w + 128, and f * 2^125 and f / 2 are exact in bf16:
 //
 //   b * 2^-133 * (f * 2^125) - f / 2 = f * w / 256
 #pragma once
@@ -18,7 +19,7 @@
 
 namespace fastattn {
 
-// Decodes weights and multiplies them by their factors. Words holds the factors of two n.
+// Decodes weights and multiplies them by their factors. Words holds the factors of two adjacent n.
 template <DataType kDataType>
 struct ScaledDecoding;
 
@@ -40,7 +41,7 @@ struct ScaledDecoding<DataType::kFloat16> {
 
 template <>
 struct ScaledDecoding<DataType::kBFloat16> {
-    using Words = uint64_t;  // multipliers, and in the upper half offsets: one store; for a uint2, nvcc may make two
+    using Words = uint64_t;  // multipliers; offsets in the upper half. One store: nvcc may make two of a uint2
     static constexpr int kWords = sizeof(Words) / 4;
     static constexpr int kEnd = 4;  // 4 * 2^125 is within bf16's range
     static constexpr float kFactor = 256.0f;
@@ -59,11 +60,12 @@ struct ScaledDecoding<DataType::kBFloat16> {
     }
 };
 
-inline constexpr int kStepN = 2 * kWarpSize;  // N in a step: a lane makes factors of two n
+inline constexpr int kStepN = 2 * kWarpSize;  // the N of a step: a lane makes the factors of two n
 inline constexpr int kMaxGroups = kCtaN / Int8WeightView::kSmallestGroup;
 
-// Factors of a step, for each group of the CTA's columns. Lane t of the four of a row needs n = 2t, 2t + 1 of each 8.
-// Its words for all these pairs follow each other, in vectors of four. The vectors of the four lanes are adjacent.
+// The factors of a step, for each group of the CTA's columns. Of the four lanes of a row of operand A, lane t needs n =
+// 2t and 2t + 1 of each 8. A lane's words for all these pairs form vectors of four words. The i-th vectors of the four
+// lanes are adjacent.
 template <DataType kDataType>
 struct alignas(16) StepFactors {
     using Decoding = ScaledDecoding<kDataType>;
@@ -71,7 +73,7 @@ struct alignas(16) StepFactors {
 
     uint32_t words[kMaxGroups][kLaneWords / 4][kLanesPerRow][4];
     float divisors[kMaxGroups];
-    int32_t has_changed;  // some divisor differs from the step before
+    int32_t has_changed;  // whether some divisor differs from the step before
 
     // Stores the factors of n = 2 * lane and n = 2 * lane + 1.
     FASTATTN_DEVICE void store(int group, int lane, float first, float second) {
@@ -89,7 +91,7 @@ struct alignas(16) StepFactors {
     }
 };
 
-// Scales in flight from global memory: of kScaleSteps steps, kMaxGroups each.
+// The scales in flight from global memory: kScaleSteps steps of kMaxGroups groups each.
 inline constexpr int kScaleSteps = 4;
 using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
 
@@ -130,7 +132,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
 #pragma unroll 1
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
             ptx::cp_async_wait_group<kScaleSteps - 1>();  // waits for this lane's copies of the step's scales
-            __syncwarp();                                 // waits for those of all lanes
+            __syncwarp();                                 // waits for the copies of all lanes
             ring.wait_empty();
             StepFactors<kDataType>& factors = stages[ring.stage];
             bool has_changed = step == work.begin_step;
@@ -148,7 +150,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
                 if (lane == 0) factors.divisors[group] = range.divisor;
             }
             if (lane == 0) factors.has_changed = has_changed;
-            __syncwarp();  // waits until all lanes have stored theirs
+            __syncwarp();  // waits until all lanes have stored their factors
             if (lane == 0) ring.arrive_full();
             ring.advance();
             copy(step + kScaleSteps);

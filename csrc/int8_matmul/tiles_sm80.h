@@ -1,4 +1,4 @@
-// Tiles of the int8 matmul kernels for sm_80. instances.json lists the rows for which they exist.
+// Tiles of the int8 matmul kernels for sm_80. instances.json lists the values of kBlockM for which they exist.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,19 @@
 
 namespace fastattn {
 
-// The CTAs that the kernels' launch bounds and shared memory allow on an SM of sm_80 and sm_90: each hides the starts
-// and ends of the other.
+// How many CTAs the kernels' launch bounds and shared memory allow on an SM of sm_80 and sm_90. With two, one CTA
+// computes while the other starts or ends.
 inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 
 // Shared memory for the stages of a CTA: kCtasPerSm CTAs fit in the 164 KB of sm_80.
 inline constexpr int kInt8StageBytes = 80 << 10;
 
-// Each of four warps has 32 of the tile's 128 columns of N and all of its rows of M, so that a weight is loaded and
-// dequantised by one warp only. With kBlockM of 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
-// HMMA and 20 loads of 16 bytes a lane. With few rows, loading the weights takes longest: rows of a stage have 128
-// bytes, and 64 KB are in flight to an SM. With many, the tensor cores do: a tile's time is proportional to kBlockM.
-// There is a tile for every multiple of 16, so that at most 15 rows' time is lost.
+// Each of the four warps has 32 of the tile's 128 columns of N and all of its rows of M, so that only one warp loads
+// and dequantises a given weight. With kBlockM = 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
+// HMMA and 20 loads from shared memory: 16 of 16 bytes a lane, and 4 of 8 bytes. With few rows, loading the weights
+// takes longest. A row of a stage then has 128 bytes, and 64 KB of weights are in flight to an SM. With many rows, the
+// tensor cores take longest, so a tile's time is proportional to kBlockM. There is a tile for every multiple of 16, so
+// that at most 15 rows of a tile are computed in vain.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -31,7 +32,7 @@ struct Int8MatmulTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockN, kBlockK};
 };
 
-// The input gradient's tile. N of the product is the columns of dX: a step takes kBlockN of the sum.
+// The input gradient's tile: kBlockM rows and kBlockK columns of dX. The sum runs over N; a step takes kBlockN of it.
 template <int kBlockM_>
 struct Int8GradInputTileSm80 {
     static constexpr int kBlockM = kBlockM_;
@@ -43,9 +44,10 @@ struct Int8GradInputTileSm80 {
     static constexpr MatmulTile kMatmulTile{kBlockM, kBlockK, kBlockN};
 };
 
-// The tile with int8 activations. kWarpsN: how many warps lie along N, where a row of weights has one scale. IMMA binds
-// large matmuls where a row has one scale, and the scaling of sums those with groups of 32. Nothing is dequantised, and
-// a CTA has one tile: the kernel has no registers left to go on to another.
+// Tiles with int8 activations. kWarpsN is the number of warps along N if a row of weights has one scale; with a scale
+// for each group, all warps are along N (S8Warp in gemm_s8_sm80.cuh). In large matmuls, IMMA takes longest if a row has
+// one scale, and scaling the sums takes longest if groups have 32 columns. Nothing is dequantised. A CTA computes only
+// one tile, because a loop over tiles would need more registers than a thread has left.
 constexpr MatmulTile s8_tile(int32_t block_m, int32_t block_n, int32_t block_k) {
     return {block_m, block_n, block_k, /*dequantises=*/false, /*goes_on=*/false};
 }
@@ -75,7 +77,8 @@ struct Int8MatmulS8TileSm80<64> {
     static constexpr MatmulTile kMatmulTile = s8_tile(kBlockM, kBlockN, kBlockK);
 };
 
-// A thread has 128 accumulators, a warp 64 of N by 64 of M: 32 by 128, as with groups, would load more.
+// A warp has 64 of N by 64 of M, which are 128 accumulators of a thread. With 32 of N by 128 of M, as with groups, the
+// warps would load more operands.
 template <>
 struct Int8MatmulS8TileSm80<128> {
     static constexpr int kBlockM = 128;

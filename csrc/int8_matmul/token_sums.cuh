@@ -1,10 +1,11 @@
-// Computes the gradient of a bias: dY [M, N] summed over the tokens, from tiles of dY in shared memory for a matmul.
+// Computes the gradient of a bias, which is dY [M, N] summed over the tokens, from the tiles of dY that a matmul has in
+// shared memory.
 //
-// The bias's gradient comes with the input's gradient dX = dY · W, whose CTAs step through N. All CTAs of a row of
-// result tiles load the same dY, so they divide the steps: the CTA in column c adds up the tokens of steps c,
-// c + columns, … on the tensor cores, as a product with ones. If there are several rows of result tiles, each CTA
-// leaves its sums in memory. The last CTA of a column to do so adds them up, in the order of the tokens, so that bits
-// repeat.
+// The matmul is the input gradient dX = dY · W, whose CTAs step through N. All CTAs in one row of result tiles load the
+// same dY, so they divide the steps: with `columns` CTAs in the row, the CTA in column c adds up the tokens of steps c,
+// c + columns, …, on the tensor cores, as a product with ones. If there are several rows of result tiles, each CTA
+// stores its sums in memory. The last CTA of a column to do so adds up the column's sums in the order of the tokens, so
+// that results repeat bit by bit.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ namespace fastattn {
 struct TokenSumWork {
     const TokenSumsView& view;
     int32_t m_tile, column, columns;
-    int32_t next_step;  // the next one that this CTA adds up
+    int32_t next_step;  // the next step that this CTA adds up
 
     FASTATTN_DEVICE TokenSumWork(const TokenSumsView& view, int32_t m_tile, int32_t column, int32_t columns,
                                  int32_t begin_step)
@@ -38,8 +39,9 @@ struct TokenSumWork {
         return true;
     }
 
-    // Adds up what a column's tiles have left and stores the results, by `threads` threads, of which this is one.
-    // kBlockN: of a step. kAtOnce: how many loads are in flight together.
+    // Adds up the sums that the CTAs of this column have stored, and stores the results. `threads` threads divide the
+    // columns of dY; `thread` is the index of the caller. kBlockN: the columns of dY in a step. kAtOnce: how many loads
+    // are in flight together.
     template <DataType kDataType, int kBlockN, int kAtOnce>
     FASTATTN_DEVICE void add_tiles(int32_t m_tiles, int thread, int threads) const {
         constexpr int kChunks = kBlockN / kEpilogueColumns;
@@ -60,7 +62,8 @@ struct TokenSumWork {
     }
 };
 
-// Sums tokens, by a whole CTA. Config: in a step, kBlockM tokens and kBlockN of the sum are in shared memory.
+// Sums tokens with all threads of a CTA. In a step, Config::kBlockM tokens and Config::kBlockN columns of dY are in
+// shared memory.
 template <DataType kDataType, typename Config>
 struct TokenSums {
     static constexpr int kBlockN = Config::kBlockN;
@@ -78,19 +81,19 @@ struct TokenSums {
 
     FASTATTN_DEVICE bool are_shared() const { return are_wanted() && view.partial != nullptr; }
 
-    // Prepares finish_tile(). Called before the steps, which hide its trip to L2.
+    // Prepares finish_tile(). Call it before the steps, which hide the trip to L2.
     FASTATTN_DEVICE void open(uint64_t launch_id) const {
         if (threadIdx.x == 0 && are_shared()) open_arrivals(view.arrivals + own.column, launch_id);
     }
 
-    // Adds up the tokens of a step. sdY: [kBlockM, kBlockN], dY in this step.
+    // Adds up the tokens of a step, if it is one of this CTA's. sdY: the step's dY, [kBlockM, kBlockN].
     FASTATTN_DEVICE void sum(int32_t step, const uint16_t* sdY) {
         if (!own.takes(step)) return;
         constexpr uint32_t kOnes = kDataType == DataType::kFloat16 ? 0x3c003c00 : 0x3f803f80;
         constexpr uint32_t rOnes[4] = {kOnes, kOnes, kOnes, kOnes};
         const int warp_n = threadIdx.x / kWarpSize * kWarpN, lane = threadIdx.x % kWarpSize;
         const SwizzledBlocks<kBlockN> blocks(sdY, ldmatrix_lane(lane));
-        float rSums[kWarpN / kMmaN][4] = {};  // all rows are alike
+        float rSums[kWarpN / kMmaN][4] = {};  // all rows are equal
 #pragma unroll
         for (int m = 0; m < Config::kBlockM; m += kMmaK) {
             uint32_t rdY[4];
@@ -112,7 +115,8 @@ struct TokenSums {
         }
     }
 
-    // Finishes the tile's sums. Called by the whole CTA after a barrier, when the tile's result is complete.
+    // Adds up a column's sums in the column's last CTA. Called by the whole CTA after a barrier, when the tile's result
+    // is complete.
     FASTATTN_DEVICE void finish_tile(int32_t m_tiles) const {
         if (!are_shared()) return;
         const bool is_last = threadIdx.x == 0 && arrives_last(view.arrivals + own.column, m_tiles);

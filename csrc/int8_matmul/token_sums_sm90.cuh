@@ -1,6 +1,7 @@
-// Computes the gradient of a bias, as token_sums.cuh does, by a warp of its own: one more reader of the ring. It adds a
-// step's tokens up on the tensor cores, as a product with ones, while others work with the same tile of dY. So dY is
-// read once, and consumers do nothing for it. Arrivals count steps, because nobody waits for a tile's result.
+// Computes the gradient of a bias as token_sums.cuh does, but in a separate warp, which is one more reader of the ring.
+// The warp adds up a step's tokens on the tensor cores, as a product with ones, while the consumers multiply the same
+// tile of dY. So dY is loaded only once, and the consumers do nothing for this gradient. Arrivals count steps and not
+// tiles, because the warp does not wait until a tile's result is complete.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@
 
 namespace fastattn {
 
-// Adds up kBlockM tokens of sdY [kBlockM, 64]. The product's rows are 16 columns of dY; its own columns are alike.
+// Adds up kBlockM tokens of sdY [kBlockM, 64]. The rows of the product are 16 columns of dY; all columns of the product
+// are equal.
 template <DataType kDataType, int kBlockM>
 FASTATTN_DEVICE void sum_step(const TokenSumWork& own, const uint16_t* sdY, int32_t first_n, int lane) {
     constexpr int kColumns = 64, kBlocks = 2;  // two chains of sums at a time
@@ -48,7 +50,8 @@ FASTATTN_DEVICE void sum_step(const TokenSumWork& own, const uint16_t* sdY, int3
     }
 }
 
-// Adds up the steps of all work tiles. Called by one warp. It releases every stage, even if it sums nothing of it.
+// Adds up the tokens of all work tiles. Called by one warp, which releases every stage, even one whose tokens another
+// CTA adds up.
 template <DataType kDataType, typename Tile>
 FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank, int lane) {
     const MatmulEpilogue& epilogue = params.matmul.epilogue;
@@ -60,7 +63,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
         const CtaTile tile(schedule, work, rank);
         TokenSumWork own(view, tile.m_tile, tile.n_tile, columns, work.begin_step);
         const bool counts = view.partial != nullptr && own.next_step < work.end_step;
-        // Opens the counter long before it arrives there, so that the trip to L2 is hidden.
+        // Opens the counter long before the arrival, so that the trip to L2 is hidden.
         if (counts && lane == 0) open_arrivals(view.arrivals + own.column, epilogue.launch_id);
         int32_t num_summed = 0;
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
@@ -78,7 +81,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
         const int32_t column_steps = ceil_div(schedule.steps - own.column, columns) * schedule.m_tiles;
         const bool is_last = lane == 0 && arrives_last(view.arrivals + own.column, column_steps, num_summed);
         if (__any_sync(0xffffffff, is_last)) {
-            __syncwarp();  // makes what the first lane has acquired visible to all
+            __syncwarp();  // makes the sums that the first lane has acquired visible to all lanes
             own.template add_tiles<kDataType, Tile::kBlockK, 4>(schedule.m_tiles, lane, kWarpSize);
         }
     });

@@ -1,13 +1,16 @@
-// Quantises few tokens to int8 by every CTA for itself, while its first weights come: no CTA waits for another.
+// Quantises tokens to int8 when there are few: each CTA quantises them for itself while its first weights are in
+// flight, so that no CTA waits for another.
 //
-// A CTA needs the largest magnitude of each whole row, which it finds once, and the numbers of its own split of K. It
-// makes a step's numbers when the step's other copies start, from elements that it has loaded a step before. The
-// numbers are those of quantize_tokens.cuh, bit by bit.
+// A CTA finds the largest magnitude of each whole row once. Then it quantises only the part of each row that lies in
+// its own split of K, one step at a time: when the copies of a step's weights start, it quantises the step's tokens,
+// which it has loaded into registers one step before. The numbers are the same as those of quantize_tokens.cuh, bit by
+// bit.
 //
-// The two CTAs of an SM load all tokens from L2, 4 bytes an element, while their first weights come from memory, 48 KB
-// for each CTA. That hides the loads up to kMostElementsOfEachCta. The queue of quantize_tokens.cuh would cost nine
-// trips one after the other, however few tokens there are: a ticket, the row from memory twice, again from L2, stores
-// and their fence, the count, the wait, and the tokens and their scales from L2.
+// The two CTAs of an SM load all tokens from L2, together 4 bytes for each element, while the first 48 KB of weights of
+// each CTA come from memory. These copies of weights hide the loads of tokens up to kMostElementsOfEachCta. The queue
+// of quantize_tokens.cuh would cost nine trips to memory or L2, one after the other, however few tokens there are: a
+// ticket, the row from memory twice, the row again from L2, stores and their fence, the count, the wait, and the tokens
+// and their scales from L2.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +24,25 @@
 namespace fastattn {
 
 struct TokensOfCtaStorage {
-    uint32_t largest[kMostTokensOfEachCta];  // of each group of threads, in its elements of a row
+    uint32_t largest[kMostTokensOfEachCta];  // what each group of threads has found in its part of a row
 };
 
-// Layout, kBlockM, kBlockK: of a stage's tokens.
+// Layout, kBlockM and kBlockK describe the tokens of a stage.
 template <DataType kDataType, typename Layout, int kBlockM, int kBlockK, int kThreads>
 struct TokensOfCta {
     static constexpr int kRows = kMostTokensOfEachCta, kGroupThreads = kThreads / kRows;
-    static constexpr int kElements = 8;            // that a thread loads at a time
-    static constexpr bool kMayBe = kBlockM == 16;  // the smallest tile
+    static constexpr int kElements = 8;            // elements that a thread loads at a time
+    static constexpr bool kMayBe = kBlockM == 16;  // only the smallest tile is used for so few tokens
     static_assert(!kMayBe || kGroupThreads * kElements == kBlockK, "a group of threads has a row of a step");
 
-    const uint16_t* gX;  // this thread's elements of the step to load next; null: it has no row
-    int32_t left;        // elements of the row from there on
-    uint32_t offset;     // where they go in a stage
+    const uint16_t* gX;  // this thread's elements of the step to load next; null if the thread has no row
+    int32_t left;        // elements of the row from gX on
+    uint32_t offset;     // in bytes, where this thread's int8 numbers go in a stage
     Division divide;
     uint4 next;
 
-    // Finds and stores the scales of all rows. Called by all threads.
+    // Finds the scales of all rows, stores them in sTokenScale, and loads this thread's elements of the first step.
+    // Called by all threads.
     FASTATTN_DEVICE void start(const MatrixView<const uint16_t>& input, int32_t begin_step, TokensOfCtaStorage& shared,
                                float* sTokenScale) {
         const int thread = threadIdx.x, group = thread / kGroupThreads, in_group = thread % kGroupThreads;
@@ -48,7 +52,7 @@ struct TokensOfCta {
         offset = Layout::offset(group, in_group / 2) + in_group % 2 * kElements;
         load();
 
-        // Where there are fewer rows than groups, several groups take one row.
+        // If there are fewer rows than groups, several groups share a row.
         const int32_t groups_of_row = input.rows == 1 ? kRows : input.rows == 2 ? kRows / 2 : input.rows <= 4 ? 2 : 1;
         const int32_t threads_of_row = groups_of_row * kGroupThreads, row = thread / threads_of_row;
         LargestMagnitude thread_largest;
@@ -76,14 +80,14 @@ struct TokensOfCta {
         if (thread >= kRows && thread < kBlockM) sTokenScale[thread] = 0.0f;
     }
 
-    // Writes zeros where a stage has no tokens. Nothing else is ever written there.
+    // Writes zeros to the rows of a stage that have no token. Nothing else is ever written to these rows.
     FASTATTN_DEVICE void clear(char* stage) const {
         static_assert(kRows % Layout::kPeriodRows == 0, "rows below have the chunks' order of these");
         if (gX == nullptr) *reinterpret_cast<uint2*>(stage + offset) = {};
         *reinterpret_cast<uint2*>(stage + offset + kRows * Layout::kRowBytes) = {};
     }
 
-    // Stores the step that was loaded last into a stage, and starts to load the one after it.
+    // Quantises the elements that were loaded last, stores them in a stage, and loads the elements of the next step.
     FASTATTN_DEVICE void store(char* stage) {
         if (gX == nullptr) return;
         *reinterpret_cast<uint2*>(stage + offset) = quantize_eight<kDataType>(next, divide);

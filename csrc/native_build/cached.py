@@ -2,10 +2,10 @@
 
     python cached.py OUTPUT ABOUT INPUT … -- compiler option …
 
-The key covers the command without the repository's own path, ABOUT (versions of what the command uses outside of the
-repository), and the contents of the inputs and of every file that they include in quotes, also from the folders that -I
-names. The cache's folder is FASTATTN_CACHE, by default fastattn in XDG_CACHE_HOME or ~/.cache. If the cache cannot be
-written, the output is still made.
+The key covers the command without the repository's own path, ABOUT (the versions of what the command uses outside of
+the repository), and the contents of the inputs and of every file that they include in quotes, from their own folder or
+from one that -I names. The cache's folder is FASTATTN_CACHE, by default fastattn in XDG_CACHE_HOME or ~/.cache. If the
+cache cannot be written, the output is still made.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CODE = {".cpp", ".cu", ".cuh", ".h"}
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
-# Matches the paths by which PTX names its sources (nvcc -lineinfo). The repository's path is removed from them, so that
-# all clones have the same results; spaces take its place, so that the file keeps its size.
+# Matches the paths of sources in PTX (nvcc -lineinfo). The repository's path is removed from them, so that all clones
+# have the same results. Spaces are added after each shortened path, so that the file keeps its size.
 SOURCE = re.compile(rb'"' + re.escape(str(ROOT).encode()) + rb'/([^"\n\0]+)"')
 # Environment variables that compilers read.
 VARIABLES = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -34,7 +34,7 @@ DAYS_UNUSED = 60
 
 
 def folder() -> Path | None:
-    """Returns the cache's folder, or None where no variable names one and there is no home."""
+    """Returns the cache's folder, or None if no variable names it and the user has no home."""
     if given := os.environ.get("FASTATTN_CACHE"):
         return Path(given)
     try:
@@ -51,7 +51,7 @@ def include_folders(command: Sequence[str]) -> list[Path]:
 
 
 def read_files(inputs: Sequence[Path], folders: Sequence[Path]) -> dict[Path, bytes]:
-    """Returns the contents of the inputs and of all that they include in quotes, except headers of the system."""
+    """Returns the contents of the inputs and of all files that they include in quotes, except headers of the system."""
     contents: dict[Path, bytes] = {}
     waiting = list(inputs)
     while waiting:
@@ -107,7 +107,7 @@ def forget_unused() -> None:
 
 
 def run(output: Path, about: str, inputs: Sequence[Path], command: Sequence[str]) -> int:
-    """Makes ``output`` and, if the command has -MF, its dependency file; returns the exit status."""
+    """Makes ``output``, by ``command`` or from the cache, and the file that -MF names; returns the exit status."""
     contents = read_files(inputs, include_folders(command))
     name = key(about, command, contents)
     cache = folder()

@@ -28,7 +28,7 @@ def find_nvcc(
     site_packages: Iterable[str | Path] | None = None,
     default_toolkit: Path = Path("/usr/local/cuda"),
 ) -> Path | None:
-    """Returns the first nvcc found in CUDA_HOME, PATH, the toolkit's usual folder, and the wheels of this Python."""
+    """Returns the first nvcc in CUDA_HOME, PATH, the toolkit's usual folder and this Python's wheels, else None."""
     folders = [*environ.get("PATH", "").split(os.pathsep), str(default_toolkit / "bin")]
     if environ.get("CUDA_HOME"):
         folders.insert(0, str(Path(environ["CUDA_HOME"]) / "bin"))
@@ -50,14 +50,14 @@ class CudaToolkit:
 
     @property
     def compress(self) -> list[str]:
-        """Returns nvcc's options for the smallest embedded code that every driver of this toolkit's CUDA can load."""
+        """Returns nvcc's options for the smallest embedded code that all drivers for this major CUDA version load."""
         # This mode uses zstd, which came with CUDA 12.8: drivers of earlier CUDA 12 cannot read it.
         mode = ["-Xfatbin", "-compress-mode=size"] if int(self.version.partition(".")[0]) >= 13 else []
         return ["-Xfatbin", "-compress-all", *mode]
 
     @classmethod
     def of(cls, nvcc: Path) -> CudaToolkit:
-        """Asks ``nvcc``, maybe a link or a script, for its version and root; raises BuildError if files are missing."""
+        """Returns the toolkit of ``nvcc``, which may be a link or a script; raises BuildError if it is incomplete."""
         release = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
         version = re.search(r"\bV(\d+\.\d+\.\d+)", release.stdout)
         dryrun = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
@@ -65,7 +65,7 @@ class CudaToolkit:
         if not version or not top:
             raise BuildError(f"{nvcc} does not work: {(release.stderr or dryrun.stderr).strip()}")
         root = Path(top[1].strip()).resolve()
-        # A toolkit installed as a whole has lib64; the registry wheels have lib.
+        # A toolkit from an installer has lib64; the wheels on PyPI have lib.
         libraries = [folder for folder in (root / "lib64", root / "lib") if (folder / "libcudart_static.a").exists()]
         if not (root / "include" / "cuda_runtime.h").exists() or not libraries:
             raise BuildError(

@@ -1,9 +1,10 @@
 """Writes a kernel repository for the Hugging Face Hub, as the package ``kernels`` loads it.
 
-The folder has one variant for GPUs, where there is an nvcc, and one for torch without CUDA. Each is a copy of the
-package that imports nothing but the standard library, torch and (when a kernel is launched) Triton. Its imports are
-relative, because the name of its import is not known, and its library's operators have a namespace of their own.
-The library takes its kernels from ``build/native``: only the bindings and the build's description are compiled again.
+The folder has one variant for torch without CUDA and, if there is an nvcc, one for GPUs. Each variant is a copy of the
+package that imports nothing but the standard library, torch and (when a kernel is launched) Triton. Imports within
+the copy are relative, because nobody knows under which name it will be imported. The operators of the copy's library
+have a namespace of their own. This library takes its kernels from ``build/native``: only the bindings and the build's
+description are compiled again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from native_build.errors import BuildError
 from native_build.library import LIBRARY_NAME, ROOT, TORCH_TARGET_VERSION, NativeBuild, configure
 from native_build.wheel_tag import needed_versions, wheel_platform
 
-# The version of the interface on the Hub, and the first `kernels` that knows every key of metadata.json.
+# The version of the repository's interface on the Hub, and the first release of `kernels` that knows every key of
+# metadata.json.
 VERSION = 1
 KERNELS_MINVER = "0.17.0"
 
-# Not in the copy: the command line, a file that is written anew, and code that imports another package.
+# What the copy leaves out: the command line, a module that is generated instead, and code that imports another package.
 LEFT_OUT = ("__main__.py", "namespace.py", "integrations/transformers")
 
 NAMESPACE_MODULE = '''"""The namespace of this copy's operators, and the name under which it was imported."""
@@ -40,7 +42,7 @@ NAMESPACE = {namespace!r}
 PACKAGE = __name__.rpartition(".")[0]
 '''
 
-# The functions that transformers expects from a kernel repository used in place of flash-attn.
+# The functions that transformers expects from a kernel repository that it uses instead of flash-attn.
 FLASH_ATTN = """
 from .integrations.flash_attn import (
     flash_attn_func,
@@ -94,7 +96,7 @@ def modules(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
 
 
 def variant_name(build: NativeBuild) -> str:
-    """Returns the name that ``kernels`` expects, made of: oldest torch with our stable ABI, CUDA version, machine."""
+    """Returns the variant's name for ``kernels``: the oldest torch that can load it, CUDA's version and the CPU."""
     major, minor = (int(TORCH_TARGET_VERSION[start : start + 2], 16) for start in (2, 4))
     cuda = f"cu{''.join(build.toolkit.version.split('.')[:2])}" if build.toolkit else "cpu"
     return f"torch-stable-abi{major}{minor}-{cuda}-{platform.machine()}-linux"

@@ -13,7 +13,8 @@ from pathlib import Path
 from native_build.errors import BuildError
 from native_build.targets import TARGETS, Target
 
-# This key of the table is not a macro, and its values are fixed: a source compiles its kernels for both dtypes at once.
+# DTYPE is a key of the table, but not a macro. Its values are always BOTH_DTYPES: a source compiles its kernels for
+# both dtypes.
 DTYPE, BOTH_DTYPES = "DTYPE", [["kFloat16", "kBFloat16"]]
 
 
@@ -21,10 +22,10 @@ DTYPE, BOTH_DTYPES = "DTYPE", [["kFloat16", "kBFloat16"]]
 class Instance:
     """Describes one compilation of a source, which makes one or several kernels, as csrc/instances.json lists it."""
 
-    source: str  # in csrc
+    source: str  # its path in csrc
     architecture: str
     code: tuple[str, ...]
-    ptx: tuple[str, ...]  # from which code is made: the architecture's, then later ones that are embedded
+    ptx: tuple[str, ...]  # what code is made from: the architecture's PTX, then later PTX that is also embedded
     values: tuple[tuple[str, str], ...] = ()  # (macro, value); values compiled at once are joined, "16,32"
     kernels: tuple[tuple[tuple[str, str], ...], ...] = ((),)  # the (name, value) pairs of each kernel
 
@@ -35,7 +36,7 @@ class Instance:
 
     @property
     def kernel_names(self) -> list[str]:
-        """Returns the names of its kernels, without their dtypes: ``split_sm80.HEAD_DIM_64.BLOCK_M_16.CACHE_kInt8``."""
+        """Returns its kernels' names without dtypes, for example ``split_sm80.HEAD_DIM_64.BLOCK_M_16.CACHE_kInt8``."""
         named = (self._named([each for each in kernel if each[0] != DTYPE]) for kernel in self.kernels)
         return list(dict.fromkeys(named))
 
@@ -49,18 +50,19 @@ class Instance:
 
     @property
     def machine_code_path(self) -> Path:
-        """Returns the path of the object with the instance's ``code``; that at `object_path` has only PTX."""
+        """Returns the path of the object with the instance's ``code``; the object at `object_path` has only PTX."""
         return Path(self.source).with_name(".".join([self.name, *self.code, "o"]))
 
     @property
     def defines(self) -> list[str]:
-        """Returns nvcc's -D options, with backslashes before commas, at which it would end a value."""
+        """Returns nvcc's -D options, with a backslash before each comma, because nvcc would end the value there."""
         return [f"-DFASTATTN_{name}={value}".replace(",", r"\,") for name, value in self.values]
 
     def gencodes(self, code: Sequence[str] | None = None) -> list[str]:
         """Returns the values of nvcc's -gencode for ``code``, by default the instance's own.
 
-        Machine code is made from PTX of the same number if the instance has it, else from the architecture's.
+        Code such as sm_90 is made from PTX with the same number (compute_90) if the instance has such PTX. Otherwise it
+        is made from the architecture's PTX.
         """
         made: dict[str, list[str]] = {}
         for name in code or self.code:
@@ -70,9 +72,10 @@ class Instance:
 
 
 def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, str]]]:
-    """Returns the (name, text in C++) pairs for each value of a key of the instance table; raises BuildError.
+    """Returns a list of (name, text in C++) pairs for each value of a key of the instance table; raises BuildError.
 
-    A key of several names has lists with a value for each. A list under a single name is one value, with commas.
+    A key may have several names, separated by spaces; each of its values is then a list with one value for each name.
+    If a key has a single name, a list is one value, whose elements are joined by commas.
     """
     each = names.split()
     lists = [value if isinstance(value, list) else [value] for value in values]
@@ -87,7 +90,7 @@ def named_values(names: str, values: Sequence[object]) -> list[list[tuple[str, s
 
 
 def all_instances(csrc: Path) -> list[Instance]:
-    """Returns every instance in csrc/instances.json with all of its code, in table order; raises BuildError."""
+    """Returns every instance in csrc/instances.json with all of its code, in the table's order; raises BuildError."""
     table = json.loads((csrc / "instances.json").read_text())
     instances: list[Instance] = []
     for row in table["kernels"]:
@@ -122,7 +125,7 @@ def all_instances(csrc: Path) -> list[Instance]:
 
 
 def instances_for(csrc: Path, targets: Sequence[Target]) -> list[Instance]:
-    """Returns the instances that have code for one of the targets, with that code alone."""
+    """Returns the instances that have code for the targets, each with only its code for them."""
     wanted = {name for target in targets for name in target.code}
     chosen = [
         replace(instance, code=tuple(name for name in instance.code if name in wanted))

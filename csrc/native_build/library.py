@@ -2,7 +2,7 @@
 
     python -m native_build.library
 
-builds the library in build/native, as setup.py does; csrc/ must be on PYTHONPATH.
+This command builds the library in build/native, as setup.py does. csrc/ must be on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MACHINE_CODE = Path(__file__).with_name("machine_code.py")
 CACHED = Path(__file__).with_name("cached.py")
 NAMESPACE = "fastattn"
 
-# The oldest torch that can load the library, 2.10, with a byte for each number (torch/headeronly/version.h).
+# The oldest torch that can load the library: 2.10, with one byte for each number (torch/headeronly/version.h).
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
 
@@ -56,14 +56,14 @@ def write_if_changed(path: Path, text: str) -> None:
 class NativeBuild:
     """Describes a native library to build. ``toolkit`` is None in a build without CUDA kernels.
 
-    All libraries take their kernels and most other objects from the same ``output``, where each is compiled once. An
-    instance's object has only PTX, with line information; a second object has the instance's ``code`` in its place.
-    ``variant`` is the folder in ``output`` of the library and of objects that it shares with no other.
+    All libraries take their kernels and most other objects from the same ``output``, where each object is compiled
+    once. An instance has two objects: one with only PTX and line information, and one with the instance's ``code``
+    instead. ``variant`` is the folder in ``output`` for the library and for the objects that no other library uses.
 
     ``emulated_runtime`` is a library that replaces the CUDA runtime in a build for the tests' emulator, which runs the
     PTX. Ops are then registered for CPU tensors, unless ``takes_cuda_tensors``.
 
-    ``namespace`` is that of the operators in ``torch.ops``.
+    ``namespace`` is the namespace of the operators in ``torch.ops``.
     """
 
     source: Path
@@ -106,7 +106,7 @@ class NativeBuild:
         """Returns build.ninja: one edge per source file, one per instance with machine code, one that links them.
 
         Its outputs are relative to ``output``. It also has edges for instances that the library lacks: without them,
-        ninja would at times forget which headers their objects were made from.
+        ninja would sometimes forget which headers the objects of these instances were made from.
         """
         include: list[str | Path] = ["-I", self.source]
         cuda_libraries: list[str | Path] = []
@@ -116,7 +116,7 @@ class NativeBuild:
             cuda_libraries = [self.toolkit.library / "libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
         if self.emulated_runtime:
             cuda_libraries = [self.emulated_runtime]
-        # Assertions carry their file's name: keep the paths of this machine out of the library.
+        # Assertions contain the name of their source file. These options keep this machine's paths out of the library.
         names = [f"-ffile-prefix-map={folder}/=" for folder in (self.source, self.torch / "include")]
         cxx_flags: list[str | Path] = [
             *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
@@ -132,7 +132,7 @@ class NativeBuild:
             # Export only the functions that python/fastattn/native.py calls.
             *("-Wl,--version-script=exports.map", f"-Wl,-soname,{LIBRARY_NAME}"),
         ]
-        # No run path: at run time torch has loaded its library already, and the soname finds it.
+        # A run path is not needed: at run time torch has loaded libtorch_cpu.so already, and its soname finds it.
         libraries: list[str | Path] = [*cuda_libraries, "-L", self.torch / "lib", "-l:libtorch_cpu.so"]
         python = [os.path.realpath(sys.executable), "-I"]
         toolkit = f"nvcc {self.toolkit.version}" if self.toolkit else "no nvcc"
@@ -211,7 +211,7 @@ class NativeBuild:
     def run(self, quiet: bool = False) -> Path:
         """Compiles what has changed since the last call and returns the library's path.
 
-        Processes that build in ``output`` at the same time wait for the first. With ``quiet``, the compilers' output is
+        If several processes build in ``output``, they do so one after another. With ``quiet``, the compilers' output is
         shown only if they fail. Raises BuildError.
         """
         self.library.parent.mkdir(parents=True, exist_ok=True)

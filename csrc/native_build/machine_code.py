@@ -1,10 +1,10 @@
-"""Replaces the PTX in the object of a CUDA source by the code to embed for GPUs.
+"""Replaces the PTX in the object of a CUDA source by the machine code and PTX to embed in a library.
 
     python machine_code.py unit.o with_code.o arch=compute_80,code=[sm_80,compute_80] … -- nvcc option …
 
-So each kernel passes the compiler's front end once, however many libraries contain it. The object's PTX has line
-information and is not compressed (nvcc -lineinfo --no-compress); the result has neither lines nor paths. The build
-fails if ptxas serialises the wgmma of a kernel, which costs most of its speed.
+With this step, each kernel passes the compiler's front end once, however many libraries contain it. The PTX in unit.o
+has line information and is not compressed (nvcc -lineinfo --no-compress); the code in with_code.o has neither lines nor
+paths. The build fails if ptxas serialises the wgmma of a kernel, which costs most of the kernel's speed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def ptx_texts(container: bytes) -> Iterator[str]:
 
 
 def without_lines(ptx: str) -> str:
-    """Returns the PTX as nvcc writes it without -lineinfo, but for empty lines."""
+    """Returns the PTX as nvcc writes it without -lineinfo, except for empty lines."""
     ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?^\s*\}$", "", ptx, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"^\s*(\.(loc|file)\b.*)?\n", "", ptx, flags=re.MULTILINE)
 
 
 def architecture(ptx: str) -> str:
-    """Returns ``80`` for PTX for compute_80."""
+    """Returns the architecture of PTX, for example ``80`` for compute_80."""
     target = re.search(r"^\.target sm_(\w+)", ptx, re.MULTILINE)
     if target is None:
         raise SystemExit("nvcc wrote PTX without a target")
@@ -73,7 +73,7 @@ def assemble(ptx: Path, code: Path, gencode: str, nvcc: Sequence[str]) -> None:
 
 
 def replace_code(unit: Path, result: Path, gencodes: Sequence[str], nvcc: Sequence[str], folder: Path) -> None:
-    """Writes ``result``, ``unit`` with code for ``gencodes`` in place of its PTX; temporary files go to ``folder``."""
+    """Writes ``result``, ``unit`` with code for ``gencodes`` instead of its PTX; temporary files go to ``folder``."""
     section, ptx, code = folder / "section", folder / "unit.ptx", folder / "unit.fatbin"
     subprocess.run(["objcopy", f"--dump-section={SECTION}={section}", unit, folder / "unit.o"], check=True)
     container = section.read_bytes()

@@ -14,7 +14,7 @@ from native_build.errors import WITHOUT_CUDA, BuildError
 
 @dataclass(frozen=True)
 class Target:
-    """Holds a name in FASTATTN_ARCHS, and the code to embed for it from kernels that have such code."""
+    """Holds a name for FASTATTN_ARCHS, and the code that it embeds; each kernel adds the part that is made for it."""
 
     name: str
     code: tuple[str, ...]
@@ -23,13 +23,13 @@ class Target:
 TARGETS = (
     # The driver compiles the PTX for GPUs without machine code of their own.
     Target("80", ("sm_80", "compute_80", "compute_90")),
-    # Instructions of "a" targets exist on that GPU alone, so PTX would help no other.
+    # The instructions of "a" targets exist only on that GPU, so PTX would help no other GPU.
     Target("90a", ("sm_90", "sm_90a")),
 )
 
 
 def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
-    """Returns the compute capabilities of this machine's GPUs, times ten, as nvidia-smi tells."""
+    """Returns the compute capabilities of this machine's GPUs, times ten, from nvidia-smi; raises BuildError."""
     tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if tool is None:
         raise BuildError("FASTATTN_ARCHS=native: there is no nvidia-smi here to ask for this machine's GPUs.")
@@ -42,7 +42,7 @@ def compute_capabilities(environ: Mapping[str, str]) -> list[int]:
 
 
 def native_target(environ: Mapping[str, str]) -> Target:
-    """Returns only the code that this machine's GPUs run, PTX for those without machine code; raises BuildError."""
+    """Returns a target for this machine's GPUs: machine code, or PTX if there is none for a GPU; raises BuildError."""
     code: list[str] = []
     for gpu in compute_capabilities(environ):
         if gpu < 80:

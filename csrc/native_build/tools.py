@@ -42,7 +42,7 @@ def host_compiler(cxx: Sequence[str]) -> str:
 
 
 def find_ninja() -> str:
-    """Returns the ninja of this environment's package, else that on PATH; raises BuildError if there is none."""
+    """Returns the ninja of this environment's package, else the one on PATH; raises BuildError if there is none."""
     found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
     if not found:
         raise BuildError("ninja is not installed. Run: pip install ninja")

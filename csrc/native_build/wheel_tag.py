@@ -1,4 +1,4 @@
-"""Chooses the platform tag of a wheel: manylinux where the library needs no newer system."""
+"""Chooses the platform tag of a wheel: manylinux_2_28, unless the library needs a newer system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-# The newest versions that manylinux_2_28 (PEP 600) allows a library to need: those of its oldest distribution.
+# The newest versions that manylinux_2_28 (PEP 600) allows a library to need: the versions in the oldest distribution
+# that this tag includes.
 MANYLINUX_2_28 = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 
 
@@ -42,6 +43,6 @@ def needed_versions(library: Path) -> dict[str, tuple[int, ...]]:
 
 
 def wheel_platform(platform: str, needed: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns ``platform`` (linux_x86_64, say), as manylinux_2_28 where the needed versions allow it."""
+    """Returns manylinux_2_28_x86_64 for linux_x86_64 if the needed versions allow it, else ``platform`` itself."""
     allowed = all(version <= MANYLINUX_2_28.get(family, ()) for family, version in needed.items())
     return re.sub(r"^linux_", "manylinux_2_28_", platform) if allowed else platform

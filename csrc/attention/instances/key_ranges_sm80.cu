@@ -1,4 +1,4 @@
-// The lists of key tiles that rows see through ranges of keys.
+// The kernel that lists the key tiles that rows see through ranges of keys.
 #include "attention/key_ranges_sm80.cuh"
 
 namespace fastattn {
