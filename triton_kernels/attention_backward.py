@@ -6,10 +6,10 @@
     dS = P (dP - delta),          delta = rowsum(dO * O) - dlse, once per row
     dQ = scale * dS K,  dK = scale * dS^T Q,  dbias = dS,  dslope = sum of -dS * distance
 
-There is one kernel for each of these: delta (`attention_backward_rows`), dQ (`attention_backward_query`), dK and dV
-(`attention_backward_key_value`), the bias's gradient (`attention_backward_bias`), and that of ALiBi slopes
-(`attention_backward_slopes`). Computing P twice costs two of seven products; in return dQ needs no atomics and no fp32
-workspace.
+Five kernels compute delta (`attention_backward_rows`), dQ (`attention_backward_query`), dK and dV
+(`attention_backward_key_value`), the bias's gradient (`attention_backward_bias`), and the gradient of ALiBi slopes
+(`attention_backward_slopes`). Computing S and dP for dQ, and again for dK and dV, costs two of seven products. In
+return dQ needs no atomics and no fp32 workspace.
 Source: Dao, "FlashAttention-2", 2023, algorithm 2, split so that one CTA makes each sum, in a fixed order.
 """
 
@@ -69,8 +69,8 @@ def attention_backward_add(given: Any) -> Tensor:
 
 
 def _gradients(grads: Sequence[Tensor], adds: bool, given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes the gradients of query, key and value into ``grads``, or adds them; returns those of bias, sinks and
-    slopes."""
+    """Writes the gradients of query, key and value into ``grads``, or adds them to ``grads``. Returns the
+    gradients of bias, sinks and slopes."""
     scores = Scores(given)
     query, key, bias, sinks = given.query, given.key, scores.bias, scores.sinks
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], given.value.shape[-1]

@@ -1,8 +1,8 @@
 """Computes the gradient of attention's bias: dbias = sum of dS over all scores that read one element of the bias.
 
 One CTA owns BLOCK_M x BLOCK_N elements of the bias (fewer where a dimension of the bias is 1) and recomputes dS for
-every batch, head, query tile and key tile that reads them, in a fixed order. So it needs no atomics, and no copy of dS
-that is larger than the bias.
+every batch, head, query tile and key tile that reads these elements, in a fixed order. So the kernel needs no atomics,
+and no copy of dS that is larger than the bias.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def attention_backward_bias_kernel(
     PLACED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     SUM_BATCHES: tl.constexpr, SUM_HEADS: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Computes grad_bias of dense tensors. Grid: (key tiles * query tiles * heads * batches of the bias), where each
-    factor is 1 if the sum is over it."""
+    """Computes grad_bias of dense tensors. Grid: (key tiles * query tiles * heads * batches of the bias), where a
+    factor is 1 if the bias has size 1 in that dimension, over which the CTA then sums."""
     tl.static_assert(BIAS == ADDITIVE_BIAS)
     num_m_tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     num_n_tiles = tl.cdiv(max_seqlen_k, BLOCK_N)

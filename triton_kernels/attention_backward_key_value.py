@@ -116,7 +116,7 @@ def attention_backward_key_value_kernel(
     if DROPOUT:
         seed = tl.load(dropout_seed)
 
-    # The rows that see these keys follow from the same condition with the sides swapped.
+    # The rows that see these keys follow from the same condition with the window's sides swapped (see `tile_range`).
     begin, full_begin, full_end, end = tile_range(
         first_key, last_key, -offset, window_right, window_left, seqlen_q, BLOCK_M, RIGHT, LEFT
     )

@@ -50,7 +50,7 @@ def _query_tile(
         (first_row + tl.arange(0, BLOCK_M))[:, None], (first_key + tl.arange(0, BLOCK_N))[None, :],
         inputs, dropout, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, DROPOUT, MASKED,
     )  # fmt: skip
-    if MASKED:  # 0 * NaN is NaN, and a row that sees a NaN already has one in dS
+    if MASKED:  # 0 * NaN is NaN: zero keys with NaN, because rows that see such a key already have NaN in dS
         k = tl.where(is_finite(k), k, 0.0)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 

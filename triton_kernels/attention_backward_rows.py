@@ -2,7 +2,8 @@
 
 P = exp(S - lse) loses its normalisation where lse is huge: with every visible key at finfo.min, finfo.min + log(n)
 rounds to finfo.min, and P would be 1 instead of 1 / n. Only an additive bias makes such scores. Such rows get their
-maximum and the logarithm of their sum separately, from one more pass over their keys; row tiles without any skip it.
+maximum and the logarithm of their sum separately, from one more pass over their keys. Tiles without such rows skip that
+pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fastattn.triton_kernels.attention_common import (
     tile_range,
 )
 
-# Half an ulp of an lse of 1024 is 6e-5, an eighth of fp16's rounding of P.
+# At an lse of 1024, half an fp32 ulp is 6e-5. As a relative error of P, this is an eighth of fp16's rounding.
 LARGE_LSE = tl.constexpr(1024.0)
 
 

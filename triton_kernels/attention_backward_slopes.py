@@ -25,8 +25,8 @@ from fastattn.triton_kernels.attention_common import (
 from fastattn.triton_kernels.attention_ranges import tiles_of_rows
 from fastattn.triton_kernels.tiles import ceil_div
 
-# ENOUGH_CTAS fill any GPU. There are LEAST_SPLITS even if sequences and heads alone fill it, because the longest
-# sequence may be much longer than the others. Both bound the workspace, which has one number per CTA.
+# ENOUGH_CTAS fill any GPU. A head is split among LEAST_SPLITS CTAs even if one CTA per head would fill the GPU, because
+# the longest sequence may be much longer than the others. Both numbers bound the workspace: one fp32 number per CTA.
 ENOUGH_CTAS = 2048
 LEAST_SPLITS = 16
 

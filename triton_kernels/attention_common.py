@@ -4,9 +4,9 @@ keeps.
 Index tensors come already shaped: ``row`` and ``column`` broadcast against each other to the tile, so that the same
 function serves S = Q K^T ``[BLOCK_M, BLOCK_N]`` and its transpose.
 
-Scores have one of two units, chosen by the constexpr ``BIAS``: base-2 logarithms (the scale absorbs log2(e)), or
-natural logarithms with an additive bias, because finfo.min * log2(e) would overflow to -inf and turn a number into a
-mask.
+The constexpr ``BIAS`` chooses the unit of the scores. Without an additive bias, scores are base-2 logarithms: the scale
+absorbs log2(e). With an additive bias, scores are natural logarithms, because a bias of finfo.min times log2(e) would
+overflow to -inf and turn a number into a mask.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScoreInputs(NamedTuple):
     bias: Any  # points to the bias of the first row and key; None without a bias
     stride_bias_m: Any
     stride_bias_n: Any
-    offset: Any  # query i stands at position i + offset
+    offset: Any  # query i is at key position i + offset
     seqlen_q: Any
     seqlen_k: Any
     window_left: Any
@@ -57,10 +57,10 @@ class DropoutInputs(NamedTuple):
 
     seed: Any
     threshold: Any
-    factor: Any  # of the probabilities that survive
+    factor: Any  # 1 / (1 - p): multiplies the probabilities that survive
     batch_head: Any  # batch * Hq + head
-    row: Any  # the first row, counted as dropout counts rows
-    column: Any
+    row: Any  # the number of row 0 in the counters of dropout
+    column: Any  # the number of key 0 in the counters
 
 
 @triton.jit
@@ -78,9 +78,10 @@ def sequence_range(cu_seqlens, batch, total, max_seqlen):
 
 @triton.jit
 def locate_rows(base, first_row, stride, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the index of each row in its tile, that of each dim, and pointers to their elements ``[BLOCK, WIDTH]``.
+    """Returns the indices of a tile's rows, the indices of its dims, and pointers to its elements ``[BLOCK, WIDTH]``.
 
-    The launchers guarantee 16-byte aligned rows. Without hints of it, rows of 72 dims would take 2-byte loads.
+    The launchers guarantee rows that are aligned to 16 bytes. Triton itself only sees whether a stride is a multiple of
+    16 elements. Without ``tl.multiple_of`` it would load rows of 72 dims 2 bytes at a time.
     """
     VECTOR: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, BLOCK)
@@ -95,7 +96,7 @@ def load_rows(
     MASKED: tl.constexpr = True,
 ):  # fmt: skip
     """Loads rows ``first_row`` … ``first_row + BLOCK - 1``, ``[BLOCK, WIDTH]``; zeros from row ``num_rows`` and dim
-    ``DIM`` on. Unless ``MASKED``, all of the rows exist."""
+    ``DIM`` on. If not ``MASKED``, all rows must exist."""
     row, column, pointers = locate_rows(base, first_row, stride, BLOCK, WIDTH)
     if MASKED:
         mask = (row < num_rows - first_row)[:, None]
@@ -162,7 +163,8 @@ def tile_range(
 
 @triton.jit
 def full_tile(step, num_complete, listed, RANGES: tl.constexpr):
-    """Returns the full tile of a step: ``step`` itself, or an entry of the tile list of ranges (`attention_ranges`)."""
+    """Returns the full tile of a step: ``step`` itself, or with ranges an entry of the tile list (`attention_ranges`),
+    clamped because full tiles are read without masks."""
     if RANGES > 0:
         return tl.minimum(tl.load(listed + step), num_complete - 1)
     else:
@@ -171,7 +173,8 @@ def full_tile(step, num_complete, listed, RANGES: tl.constexpr):
 
 @triton.jit
 def masked_tile(step, begin, full_begin, full_end, listed, RANGES: tl.constexpr):
-    """Returns the masked tile of a step: one before or after the full tiles, or behind them in the tile list."""
+    """Returns the masked tile of a step: one before or after the full tiles. With ranges it is the entry ``step`` after
+    the full tiles in the tile list."""
     if RANGES > 0:
         return tl.load(listed + (full_end - full_begin) + step)
     else:
@@ -266,7 +269,7 @@ def score_gradients(
         grad_products = tl.where(keep, grad_products * dropout.factor, 0.0)
         dropped = tl.where(keep, p, 0.0)
     grad_scores = p * (grad_products - delta)
-    if MASKED:  # a NaN in a masked key or value has come through the products, even to rows past the end
+    if MASKED:  # the products carry a NaN of a masked key or value to all rows, even past the end
         visible = visible & (row < inputs.seqlen_q)
         dropped = tl.where(visible, dropped, 0.0)
         grad_scores = tl.where(visible, grad_scores, 0.0)
@@ -285,12 +288,13 @@ def dropout_keep(dropout, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(dropout.seed, zero + column_block, zero + row, zero + dropout.batch_head, zero)
     limit = dropout.threshold.to(tl.uint32, bitcast=True)
-    # The change of layout below goes through shared memory, where bytes take less than words.
+    # The change of layout below goes through shared memory, where bytes take less space than words.
     b0, b1 = (w0 >= limit).to(tl.int8), (w1 >= limit).to(tl.int8)
     b2, b3 = (w2 >= limit).to(tl.int8), (w3 >= limit).to(tl.int8)
     if BIAS == BOOL_BIAS:
-        # After a load of bytes, tl.interleave makes Triton (3.6, for one) give a thread of an mma.sync eight adjacent
-        # numbers. A product over 16 keys or rows then counts half of them twice and the others never.
+        # Avoid tl.interleave. After a load of bytes (the mask), it makes Triton (3.6, for one) give a thread of an
+        # mma.sync eight adjacent numbers. A product over 16 keys or rows then counts half of the keys or rows twice and
+        # the others never.
         word = tl.arange(0, 4)[None, None, :]
         kept = tl.where(word < 2, b0[:, :, None], b2[:, :, None])
         kept = tl.where(word % 2 == 0, kept, tl.where(word < 2, b1[:, :, None], b3[:, :, None]))

@@ -93,7 +93,7 @@ def _attend_tile(
         # scale >= 0 here, so the maximum may be taken before scaling, and scale and shift are one FMA.
         new_max = tl.maximum(row_max, tl.max(products, 1) * (inputs.scale * UNIT))
         shift = new_max
-        if MAX_LOGIT:  # the sink is not in the maximum yet, which may be -inf
+        if MAX_LOGIT:  # the sink joins the maximum after the loop, so here the maximum may be -inf
             shift = tl.where(new_max == -INF, 0.0, new_max)
         p = tl.exp2(products * (inputs.scale * UNIT) - shift[:, None])
 
@@ -186,7 +186,7 @@ def attention_forward_kernel(
     q_base = query + batch * stride_qb + head * stride_qh + tl.cast(begin_q, tl.int64) * stride_qm
     q = load_rows(q_base, first_row, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, WIDTH_QK)
     if NEGATE:  # with a scale that is not negative, the loop may take the maximum before scaling
-        q = -q  # the host decides it: after a branch in the kernel, wgmma would read Q from registers at every step
+        q = -q  # NEGATE is a constexpr: after a branch on the scale, wgmma would read Q from registers at every step
         scale = -scale
 
     slope = 0.0
@@ -260,8 +260,8 @@ def attention_forward_kernel(
     lse_base = lse + batch * stride_lb + head * stride_lh + begin_q
     tl.store(lse_base + row, row_max * NATURAL + tl.log(row_sum), mask=row < seqlen_q)
 
-    # Masked tiles have left out values that are not finite. Write NaN where a row sees one. This comes after the output
-    # has been stored, so that the output's registers are free.
+    # Masked tiles have left out values that are not finite. Write NaN where a row sees such a value, but only after
+    # storing the output, so that the output's registers are free.
     if tl.max(spoiled, 0) > 0:
         count = tl.zeros([BLOCK_M, WIDTH_V], tl.float32)
         CALLS: tl.constexpr = BLOCK_N // SPOILED_KEYS  # for each tile
@@ -272,7 +272,7 @@ def attention_forward_kernel(
                 tile * BLOCK_N + step % CALLS * SPOILED_KEYS, inputs,
                 VALUE_DIM, WIDTH_V, BLOCK_M, LEFT, RIGHT, RANGES, BIAS, PAGE_SIZE,
             )  # fmt: skip
-        tl.debug_barrier()  # orders both stores, as the compiler may give an element to another thread this time
+        tl.debug_barrier()  # orders the two stores to out, where one element may belong to different threads
         nan = tl.full([BLOCK_M, WIDTH_V], float("nan"), tl.float32)
         store_rows(o_base, nan, first_row, seqlen_q, stride_om, BLOCK_M, VALUE_DIM, WIDTH_V, where=count > 0)
 
@@ -286,8 +286,8 @@ def attention_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     pages, ``[num_pages, Hkv, page_size, D]``. bias is ``[B|1, Hq|1, Sq|1, Sk|1]`` bool or floating, alibi_slopes fp32
     ``[B|1, Hq]``, sinks fp32 ``[Hq]``; a negative window is unbounded. Returns (out in query's dtype, or fp32 with
     ``exact_out``, in query's order of dims; lse fp32 in nats ``[B, Hq, Sq]`` or ``[Hq, total_q]``; the largest scores
-    fp32 ``[Hq]``, or ``[0]`` where they are not wanted). Programs never share the keys of a row, so results are always
-    ``batch_invariant``.
+    fp32 ``[Hq]``, or ``[0]`` unless ``return_max_logit``). Programs never share the keys of a row, so results are
+    always ``batch_invariant``.
     """
     query, key, value, block_table = given.query, given.key, given.value, given.block_table
     num_heads, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]

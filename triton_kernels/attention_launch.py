@@ -45,14 +45,14 @@ def launch(kernel: Any, num_programs: int, arguments: Arguments) -> None:
 
 
 class Scores:
-    """Turns the arguments of attention's operators (``given``, by name) into those that their kernels share.
+    """Turns the arguments of attention's operators (``given``, by name) into the arguments that the kernels share.
 
     Shapes are those of `attention_forward`.
 
     Attributes:
         batch: the number of sequences.
-        longest: the most queries and keys of a sequence, bounded by the tensors, so that no grid or window sum
-            overflows.
+        longest: the most queries and the most keys of a sequence, bounded by the sizes of the tensors, so that no grid
+            or window sum overflows.
     """
 
     def __init__(self, given: Any) -> None:
@@ -67,10 +67,10 @@ class Scores:
             num_keys = key.shape[0] if pages is None else pages.shape[1] * key.shape[2]
             self.batch = given.cu_seqlens_q.numel() - 1
             self.longest = min(given.max_seqlen_q, query.shape[0]), min(given.max_seqlen_k, num_keys)
-        # A side of the window that reaches past every key is unbounded, so sums of positions fit into 32 bits. The
-        # largest distances from a row back to the first key, and forward to the last:
+        # A side of the window that reaches past every key counts as unbounded, so that sums of positions fit into 32
+        # bits. ``behind`` bounds the distance from a row back to the first key, ``before`` that to the last key.
         behind = before = sum(self.longest)
-        if given.first_row is not None:  # row i stands at key i + offset
+        if given.first_row is not None:  # row i is at key position i + offset
             offset = given.first_row - given.first_key
             behind, before = self.longest[0] - 1 + offset, self.longest[1] - 1 - offset
         self._left, self._right = 0 <= given.window_left < behind, 0 <= given.window_right < before
@@ -187,9 +187,9 @@ def broadcast_strides(name: str, bias: Tensor | None) -> dict[str, int]:
 
 
 def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """Returns the threshold, as the int32 with the bits of the uint32, and the factor of kept weights.
+    """Returns the threshold, as the int32 with the bits of the uint32, and the factor of the kept probabilities.
 
-    With p = 1 the factor is 0, so nothing is kept.
+    With p = 1 the factor is 0, because no threshold drops the largest word too.
     """
     threshold = min(int(dropout_p * 2**32), 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold

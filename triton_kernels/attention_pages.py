@@ -33,8 +33,8 @@ def key_range(cu_seqlens, batch, total, max_seqlen, PAGED: tl.constexpr):
 def locate_keys(
     first_key, num_keys, block_table, max_pages, num_pages, batch, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):  # fmt: skip
-    """Returns, for keys ``first_key`` … ``first_key + BLOCK - 1``, their pages, their rows in these (both int64), and
-    which keys exist."""
+    """Returns, for keys ``first_key`` … ``first_key + BLOCK - 1``, their pages, their rows in the pages (both int64),
+    and which keys exist."""
     key = first_key + tl.arange(0, BLOCK)
     wanted = key < num_keys
     page = tl.load(block_table + batch * max_pages + key // PAGE_SIZE, mask=wanted, other=-1)

@@ -2,11 +2,12 @@
 
 A kernel walks along a line of tiles: a tile of rows over tiles of keys, or a tile of keys over tiles of rows. The list
 of a line is int32 ``[2 + length]``: the number of full tiles (every row sees all keys), the number of tiles in which
-some row sees a key, and the indices of the latter, the full ones first, both groups in ascending order.
+some row sees a key, and the indices of the tiles in which some row sees a key. The full tiles come first, and both
+groups are in ascending order.
 
 `tile_states_kernel` reads the ranges of every row once and writes a byte for each tile; `list_tiles_kernel` makes the
-list of a line from its bytes. The tiles of packed sequences follow each other, with a spare one for each sequence, so
-that the host need not know the lengths.
+list of a line from its bytes. In a packed call, the tiles of one sequence follow those of the sequence before. Each
+sequence has a spare tile, so that the host can allocate the lists without knowing the lengths.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from fastattn.triton_kernels.attention_launch import Arguments, launch
 from fastattn.triton_kernels.attention_pages import key_range
 from fastattn.triton_kernels.tiles import ceil_div
 
-EMPTY, PARTLY_SEEN, FULLY_SEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # bytes of tiles
+EMPTY, PARTLY_SEEN, FULLY_SEEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the byte of a tile
 TILES_AT_ONCE = tl.constexpr(32)  # tiles of a line that a program reads at a time
 
 
 @triton.jit
 def first_tile(begin, batch, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the index of a sequence's first tile among all packed ones; ``begin``: its first row in the tensor."""
+    """Returns the index of a sequence's first tile among the tiles of all packed sequences. ``begin`` is the first row
+    of the sequence in the tensor."""
     if PACKED:
         return (begin // BLOCK + batch).to(tl.int64)
     else:
@@ -43,7 +45,7 @@ def tile_states_kernel(
 ):  # fmt: skip
     """Writes a byte for each tile of keys that a tile of rows meets. Grid: (row tiles * heads * batches of the ranges).
 
-    With ``MASK_ALL``, no tile counts as full, because something else may hide keys too.
+    With ``MASK_ALL``, no tile counts as full, because a bias or a missing page may hide keys too.
     """
     num_m_tiles, num_n_tiles = tl.cdiv(max_seqlen_q, BLOCK_M), tl.cdiv(max_seqlen_k, BLOCK_N)
     m_tile = tl.program_id(0) % num_m_tiles
@@ -78,7 +80,7 @@ def tile_states_kernel(
             sees_all |= holds.to(tl.int32)
         state = tl.max(sees_any, 0) * PARTLY_SEEN
         if not MASK_ALL:
-            state = tl.where(tl.min(sees_all, 0) > 0, FULLY_SEEN, state)  # never with rows past the end
+            state = tl.where(tl.min(sees_all, 0) > 0, FULLY_SEEN, state)  # never if the tile has rows past the end
         tl.store(line + n_tile, state.to(tl.int8), mask=n_tile < num_n_tiles)
 
 
@@ -130,7 +132,7 @@ def find_list(
     tiles are full, and how many it has.
 
     ``begin`` is the sequence's first row or key in the packed tensor. A sequence has ``num_complete`` tiles without a
-    row or key past its end: not more tiles count as full, even if wrong offsets listed them as full."""
+    row or key past its end: no more tiles count as full, even if wrong offsets made the list say so."""
     packed_tile = first_tile(begin, batch, cu_seqlens is not None, BLOCK) + tile
     own = tiles + (batch * stride_tiles_b + head * stride_tiles_h + packed_tile * (2 + length))
     return own + 2, tl.minimum(tl.load(own), num_complete), tl.load(own + 1)
@@ -142,9 +144,9 @@ def tiles_of_rows(
     window_left, window_right, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, RANGES: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tiles of keys that a tile of rows walks over, as `tile_range` does: ``begin``, ``full_begin``,
-    ``full_end``, ``end``; and the tile list of ranges. With ranges the other values index the list; without, the list
-    is not read."""
+    """Returns the tiles of keys that a tile of rows walks over: ``begin``, ``full_begin``, ``full_end`` and ``end``, as
+    `tile_range` does, and the address of the tile list. With ranges, the four numbers index that list. Without ranges
+    there is no list, and nothing must read the address."""
     if RANGES > 0:
         listed, full_end, end = find_list(
             tiles, batch, head, stride_tiles_b, stride_tiles_h, first_row // BLOCK_M, begin_q, num_listed,
@@ -155,12 +157,15 @@ def tiles_of_rows(
         begin, full_begin, full_end, end = tile_range(
             first_row, last_row, offset, window_left, window_right, seqlen_k, BLOCK_N, LEFT, RIGHT
         )
-        return begin, full_begin, full_end, end, end  # a number: Triton 3.6 cannot return `tiles`, which is None
+        return begin, full_begin, full_end, end, end  # `end` as the address: Triton 3.6 cannot return None
 
 
 def list_tiles(arguments: Arguments, of_keys: bool = False) -> Arguments:
-    """Makes a tile list for each tile of rows, or with ``of_keys`` of keys, from all other arguments of a kernel.
-    Returns the arguments by which the kernel finds the lists. Without ranges there are none."""
+    """Makes a tile list for each tile of rows, or with ``of_keys`` for each tile of keys.
+
+    ``arguments`` holds all other arguments of an attention kernel. Returns the arguments by which that kernel finds the
+    lists. Without ranges, launches nothing and returns None and zeros.
+    """
     ranges, is_packed = arguments["ranges"], arguments["cu_seqlens_q"] is not None
     if ranges is None:
         return {"tiles": None, "stride_tiles_b": 0, "stride_tiles_h": 0, "num_listed": 0}

@@ -12,7 +12,7 @@ Three kernels run in this order:
            normalised output (fp32) and log-sum-exp. With a single split it writes the result itself.
   combine  (decode_combine.py) has one CTA per row, which weights the splits' outputs by exp(lse_split - lse) and adds
            the sink.
-The grid follows from shapes alone. Lengths are read on the device, where each split computes its own key range.
+The grid depends only on shapes. Lengths are read on the device, where each split computes its own key range.
 Preconditions: last dims are contiguous, rows are 16-byte aligned, and the capacity is below 2^30 tokens.
 """
 
@@ -46,7 +46,7 @@ from .device_math import tanh
 from .fp8 import decode_fp8
 from .tiles import ceil_div, decode_key_blocks, decode_splits, decode_tile, padded_head_dim
 
-# A window side that masks nothing: no key is as far from a query.
+# A window side of this size masks nothing, because no key is so far from a query.
 UNBOUNDED = 1 << 30
 
 
@@ -76,7 +76,7 @@ def split_kernel(
     ROWS_DIFFER: tl.constexpr,  # the rows of a tile do not all see the same keys
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # The sequence, KV head, split and rows of this CTA. Row tiles run fastest, as they read the same keys, from L2.
+    # The sequence, KV head, split and rows of this CTA. The row tile varies fastest: row tiles share keys in L2.
     num_m_blocks = tl.cdiv(num_queries * GROUP, BLOCK_M)
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -212,7 +212,7 @@ def split_kernel(
                 num_spoiled = tl.dot(visible.to(q.dtype), is_spoiled, input_precision="ieee")
                 acc = tl.where(num_spoiled > 0.0, float("nan"), acc)
             if QUANTISED and v_scale is not None:
-                # V's scales go into P, relative to the block's largest: alone they may be below fp16's normal range.
+                # V's scales multiply P, as fractions of the block's largest: scales may be below fp16's normal range.
                 scale_offset = block * v_scale_strides[0] + kv_head_idx * v_scale_strides[1] + slot * v_scale_strides[2]
                 scale = tl.load(v_scale + scale_offset, mask=is_present, other=0.0)
                 largest = tl.max(tl.where(tl.abs(scale) < float("inf"), tl.abs(scale), 0.0), axis=0)

@@ -9,8 +9,8 @@ name a slot for each token themselves, and have rotated the keys:
     k_cache[slot // page_size, :, slot % page_size] = quantise(k_new[i])            slot = slot_mapping[i]
 
 Quantisation is symmetric with one fp32 scale per token and head: scale = max|x| / 127 (1 for a row of zeros),
-x = round-to-nearest-even(x / scale). fp8 has 448 in place of 127, unless the caller gives the scales. Tokens that do
-not fit into the capacity, or whose page or slot does not exist, are dropped. The launchers disable fused multiply-adds,
+x = round-to-nearest-even(x / scale). For fp8, 448 replaces 127, or the caller gives the scales. Tokens that do not fit
+into the capacity, or whose page or slot does not exist, are dropped. The launchers disable fused multiply-adds,
 so that the cache gets the same bits as from ``fastattn.reference``.
 """
 
@@ -52,7 +52,8 @@ def store_tokens(
     cache, cache_strides, scales, scale_strides, block, kv_head_idx, slot, is_stored, dim,
     HEAD_DIM: tl.constexpr, QUANTISED: tl.constexpr, IS_FP8: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows ``x`` to the cache, quantised if it is int8 or fp8, with ``GIVEN`` by the caller's scales."""
+    """Writes rows ``x`` to the cache, quantised if the cache is int8 or fp8. If ``GIVEN``, the caller gives the scales:
+    one per KV head, one for all heads, or None, which means 1."""
     if GIVEN:
         x = x.to(tl.float32)
         if scales is not None:
@@ -63,7 +64,8 @@ def store_tokens(
         LARGEST: tl.constexpr = 448.0 if IS_FP8 else 127.0
         absmax = tl.max(tl.abs(x), axis=1)
         scale = tl.where(absmax == 0.0, 1.0, tl.div_rn(absmax, LARGEST))
-        # A maximum ignores NaN. Zero times a non-finite value is NaN, so such a row gets the scale NaN and can be seen.
+        # The maximum ignores NaN. Zero times a non-finite value is NaN, so a row with such a value gets the scale NaN
+        # and reads as NaN.
         scale += tl.sum(x * 0.0, axis=1)
         ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         ratio = tl.where(scale[:, None] == scale[:, None], ratio, 0.0)
@@ -143,7 +145,7 @@ def append_to_slots_kernel(
     kv_head_idx = (pid % num_kv_heads).to(tl.int64)
     token = (pid // num_kv_heads).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # Where the tokens go; slots may hold any number.
+    # Where the tokens go; slot_mapping may hold any number.
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (slot < num_slots)
     page, row = slot // PAGE_SIZE, slot % PAGE_SIZE

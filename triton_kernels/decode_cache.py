@@ -19,7 +19,7 @@ from fastattn.quantization import FP8, are_given, as_numbers
 from .tiles import padded_head_dim
 
 # The numbers that change between a server's calls. Triton would compile again where one of them becomes 1 or a multiple
-# of 16. Rows are aligned whatever the numbers are: kernels tell it by `tl.multiple_of`.
+# of 16. Rows are aligned whatever the numbers are: kernels say so with `tl.multiple_of`.
 NOT_SPECIALIZED = [
     "table_stride", "page_stride", "num_pages", "max_pages", "rotary_stride", "num_positions", "alibi_batch_stride",
     "window_left", "window_right", "capacity", "num_new", "num_kv_heads", "num_queries", "num_splits",
@@ -39,7 +39,7 @@ def locate_tokens(
     block_table, table_stride, page_stride, num_pages,
     batch_idx,  # int64
     PAGE_SIZE: tl.constexpr,  # 0: contiguous cache
-    SAME_PAGE: tl.constexpr,  # all positions lie in one page: one look-up instead of a gather
+    SAME_PAGE: tl.constexpr,  # all positions are in one page: one look-up instead of a gather
 ):  # fmt: skip
     """Returns the tokens' block (int64, scalar or [R]), their row in it (int64 [R]), and which exist (bool [R])."""
     if PAGE_SIZE == 0:
@@ -62,7 +62,7 @@ def locate_tokens(
 def load_rotated(
     row_ptrs,  # [R] pointers to rows of HEAD_DIM elements, 16-byte aligned
     row_mask,  # [R] bool: which rows to read; the others are 0
-    position,  # [R] int32: where each row stands in its sequence
+    position,  # [R] int32: the position of each row in its sequence
     rotary_cos, rotary_sin, rotary_stride, num_positions,  # [num_positions, ROTARY_DIM / 2]
     dim,  # [D_PAD] int32: 0, 1, ...
     HEAD_DIM: tl.constexpr,

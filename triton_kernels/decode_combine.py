@@ -17,7 +17,7 @@ COMBINE_SPLITS = 16
 
 @triton.jit
 def finish_row(acc, row_max, row_sum, sink, HAS_SINK: tl.constexpr):
-    """Returns the normalised output and log-sum-exp of rows; a sink adds to the denominator alone.
+    """Returns the normalised output and log-sum-exp of rows; a sink adds only to the denominator.
 
     ``acc`` has one dim more than ``row_max``, ``row_sum`` and ``sink``. A row without keys gets 0 and -inf (or the
     sink).

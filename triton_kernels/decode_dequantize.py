@@ -63,7 +63,7 @@ def dequantize_kernel(
     batch_idx = (pid // (num_t_blocks * num_kv_heads)).to(tl.int64)
     position = pid % num_t_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
 
-    # Where the tokens lie in the cache and in the output.
+    # Where the tokens are in the cache and in the output.
     wanted = position < tokens_before(seqlens, batch_idx, capacity)
     block, row, exists = locate_tokens(
         position, wanted, block_table, table_stride, page_stride, num_pages, batch_idx, PAGE_SIZE, SAME_PAGE=False

@@ -10,8 +10,8 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(448.0)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
-UNIT_IS_LEAST_SUBNORMAL = tl.constexpr(2.0**14)  # its unit in the last place, as fp32, is 2^-9
-BIASES = tl.constexpr((127 - 7) << 3)
+UNIT_IS_LEAST_SUBNORMAL = tl.constexpr(2.0**14)  # in fp32 its ulp is 2^-9, the least subnormal of e4m3
+BIASES = tl.constexpr((127 - 7) << 3)  # fp32's exponent bias minus e4m3's, above e4m3's 3 bits of mantissa
 
 
 @triton.jit

@@ -7,7 +7,7 @@
 One CTA computes a tile of the result over one split of the reduction: int8 weights come through shared memory, become
 16-bit numbers in registers (all of -127 … 127 are exact in fp16 and bf16) and go into an MMA with an fp32 accumulator.
 Scales per tensor and per output channel multiply the finished sum. With scales per group along K, a step of the loop
-lies in one group, whose scale multiplies the step's sum. In grad_input the scales lie along the reduction: see
+is within one group, whose scale multiplies the step's sum. In grad_input the scales vary along the reduction: see
 `grad_input_kernel`. If the result has too few tiles to fill the GPU, split_k CTAs share a tile and store fp32 partial
 sums; `merge_kernel` adds them in a fixed order, so that bits repeat, and does the epilogue. Everything is fp32 up to
 one rounding at the end.
@@ -33,7 +33,8 @@ from .tiles import Int8MatmulTile, ceil_div, int8_matmul_tile
 SQRT_HALF = tl.constexpr(math.sqrt(0.5))
 SQRT_2_OVER_PI = tl.constexpr(math.sqrt(2 / math.pi))
 
-# The weight blocks that stay in L2, 8 x 128 rows, while neighbouring CTAs multiply all tokens by them.
+# The number of weight blocks (of up to 128 rows) that stay in L2 while neighbouring CTAs multiply the blocks by all
+# tokens.
 SUPERGROUP = tl.constexpr(8)
 
 MERGE_BLOCK = 1024
@@ -175,9 +176,10 @@ def grad_input_kernel(
     """Computes dX = dY W. A channel's or group's scale varies along the reduction, so it must go into an operand, which
     is rounded.
 
-    It goes into the weights, as in a dequantised copy. In dY it would cost one rounding too, but gradients are small:
-    times a scale of 1e-3 they fall below fp16's normal range. For the same reason the weights are scaled relative to
-    the largest scale, which multiplies the finished sum in fp32. With a scale per tensor, that leaves exact integers.
+    The scale goes into the weights, as in a dequantised copy. In dY it would cost one rounding too, but gradients are
+    small: times a scale of 1e-3 they fall below fp16's normal range. For the same reason, the weights' factors are
+    fractions of the largest scale, which multiplies the finished sum in fp32. With a scale per tensor, the factor is 1,
+    and the weights stay exact integers.
     """
     num_m_blocks, num_k_blocks = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
@@ -265,7 +267,7 @@ def int8_matmul(given: Any) -> Tensor:
     ``residual`` that of the result; both have the dtype of x, as the result has.
     """
     if given.int8_activations:
-        raise NotImplementedError("int8_activations: expected False, as only the CUDA C++ kernel takes them, got True")
+        raise NotImplementedError("int8_activations: expected False, got True; only the CUDA C++ operator takes True")
     x, weight, scale, activation = given.x, given.weight, given.scale, given.activation
     n, k = weight.shape
     columns = result_columns(activation, n)
@@ -319,7 +321,7 @@ def _merge(
 def int8_matmul_grad_input(given: Any) -> tuple[Tensor, Tensor]:
     """Returns ``grad_out [..., N] @ dequantize(weight)``, ``[..., K]``, without a dequantised copy of the weight.
 
-    The second result is ``grad_out`` summed to ``[N]`` by PyTorch with ``bias_grad``, else ``[0]``.
+    With ``bias_grad``, the second result is ``grad_out`` summed to ``[N]`` by PyTorch. Otherwise it is empty, ``[0]``.
     """
     grad_out, weight, scale = given.grad_out, given.weight, given.scale
     grad_bias = sum_over_tokens(grad_out) if given.bias_grad else grad_out.new_empty(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .tiles import ceil_div, padded_head_dim
 
-# A thread of four warps loads 16 of the 2048 numbers of each side: four loads of 16 bytes in flight, if they are fp32.
+# With four warps, a thread loads 16 of the 2048 numbers of each side: for fp32, four loads of 16 bytes in flight.
 # A head of more than 512 dims takes several blocks.
 BLOCK_NUMBERS = 2048
 MOST_BLOCK_DIMS = 512
@@ -30,7 +30,7 @@ MOST_BLOCK_DIMS = 512
 def rows_of_cta(num_rows, num_heads, BLOCK_S: tl.constexpr):
     """Returns the batch entry, head and rows (int64 ``[BLOCK_S]``) of this CTA.
 
-    Neighbouring CTAs have the same rows of different heads, which are neighbours in memory where heads come after rows.
+    Neighbouring CTAs have the same rows of different heads, which are adjacent in memory in the layout [B, S, H, D].
     """
     num_tiles = tl.cdiv(num_rows, BLOCK_S)
     pid = tl.program_id(0)
@@ -58,7 +58,7 @@ def load_lse(lse, strides, batch, head, row, num_rows):
 def weights_of(lse_a, lse_b):
     """Returns the weight of each side in the merged output, and the merged lse.
 
-    If both sides are -inf, these are 0, 0 and -inf; if one is NaN or +inf, they are NaN.
+    If both sides are -inf, the results are 0, 0 and -inf. If a side is NaN or +inf, all results are NaN.
     """
     level = tl.maximum(lse_a, lse_b)
     level = tl.where(level == float("-inf"), 0.0, level)
@@ -82,7 +82,8 @@ def merge_attention_kernel(
         load_lse(lse_a, lse_a_strides, batch, head, row, num_rows),
         load_lse(lse_b, lse_b_strides, batch, head, row, num_rows),
     )
-    # Several warps may hold one number. The barriers keep each from storing to an input before all have read it.
+    # Several warps may load the same number. The barriers keep a warp from overwriting an input that another has yet to
+    # read, because ``out`` and ``lse`` may be inputs.
     tl.debug_barrier()
     tl.store(lse_pointers(lse, lse_strides, batch, head, row), row_lse.to(lse.dtype.element_ty), mask=exists)
 

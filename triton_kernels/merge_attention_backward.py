@@ -5,7 +5,7 @@
     delta = rowsum(dout (out_a - out_b))
     dlse_a = weight_a (dlse + weight_b delta)                  dlse_b = weight_b (dlse - weight_a delta)
 
-The CTAs and the rows that they read are those of the forward kernel. A row whose weight is 0 has gradient 0.
+The grid, and the rows that each CTA reads, are as in the forward kernel. A row whose weight is 0 has gradient 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses the tile sizes and split counts of the Triton kernels, by pure functions, importable without Triton.
 
-Comments give the reason for each number. "AOT" means that it was checked on the machine code that Triton generates
-(registers, spills, shared memory: ``tests/machine_code/test_triton_compile.py``); "prediction" means that it has not
-been timed on a GPU yet.
+Comments give the reason for each number. "AOT" means that the number was checked on the machine code that Triton
+generates (registers, spills, shared memory: ``tests/machine_code/test_triton_compile.py``). "Prediction" means that the
+number has not been timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -70,13 +70,14 @@ class AttentionTile:
 
 BackwardKernel = Literal["key_value", "query", "bias"]
 
-# A kernel and its widest head dim. With "padded", the tile of calls with a narrower head dim, if they need another.
+# A kernel and the widest head dim for which a tile is used. An entry with "padded" replaces that tile in calls with a
+# narrower head dim.
 TileKey = tuple[str, int] | tuple[str, int, Literal["padded"]]
 
-# The tiles of kernels that are not crowded (below). The comments give an SM's clocks for 64 x 64 scores, full and
-# causal: predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs on an SM as registers and
-# shared memory allow. Differences below 8 % mean nothing. No tile spills in a main loop, even with padded head dims
-# (AOT).
+# The tiles of calls that are not ``crowded`` (see `attention_forward_tile`). The comments give an SM's clocks for
+# 64 x 64 scores, full and causal: predictions from the machine code for bf16 on an A100 and an H100, with as many CTAs
+# on an SM as registers and shared memory allow. Differences below 8 % mean nothing. No tile spills in a main loop, even
+# with padded head dims (AOT).
 
 # 99 KB of shared memory: sm_86, sm_89, sm_120.
 _SM86_TILES: dict[TileKey, AttentionTile] = {
@@ -156,7 +157,7 @@ def attention_forward_tile(arch: int, head_dim: int, value_dim: int, crowded: bo
     """Returns the tile of `attention_forward_kernel`.
 
     ``crowded`` calls have a bias, ALiBi, softcap, dropout or ranges of keys, which need registers for every score, or
-    pages, which need them for every key. They have one tile for all architectures, which fits 99 KB (AOT).
+    pages, which need registers for every key. Their tiles are the same on all architectures, and fit 99 KB (AOT).
     """
     width = max(padded_head_dim(head_dim), padded_head_dim(value_dim))
     if not crowded:
@@ -183,12 +184,12 @@ def attention_backward_tile(
     if kernel == "bias":  # always crowded; its accumulator is the tile itself
         if width <= 64:
             return AttentionTile(32, 32, num_warps=4, num_stages=2)  # 64 x 32 spills on sm_100 (AOT)
-        # It needs eight warps: with four, 64 x 32 spills on sm_100 (AOT). From 256 dims on, two stages exceed 99 KB.
+        # Take eight warps: with four, 64 x 32 spills on sm_100 (AOT). From 256 dims on, two stages exceed 99 KB.
         return AttentionTile(64, 32, num_warps=8, num_stages=2 if width <= 128 else 1)
     if not crowded:
         return _plain_tile(arch, kernel, head_dim, value_dim)
     if width > 128:
-        # The accumulators alone are 256 columns wide: 32 x 32 spills on sm_100, in either kernel (AOT).
+        # The accumulators are 256 columns wide, so 32 x 32 spills on sm_100, in either kernel (AOT).
         return AttentionTile(*((32, 16) if kernel == "query" else (16, 32)), num_warps=8, num_stages=1)
     if kernel == "query":
         if width <= 64:
@@ -241,8 +242,8 @@ def split_cost(tiles: int, steps: int, slots: int, splits: int) -> float:
 # Flash-decoding
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. From a single KV head,
-# 256 splits fill the 2 x 132 CTA slots of an H200.
+# Bounds the fp32 partial results (num_splits times the output) and the combine kernel's loop. With a single sequence
+# and KV head, 256 splits fill the 2 x 132 CTA slots of an H200.
 DECODE_MAX_SPLITS = 256
 
 # A batch-invariant split always has this many keys, whatever else is in the batch. 1024 keys of 128 + 128
@@ -267,9 +268,9 @@ def decode_tile(
 ) -> DecodeTile:
     """Returns the tile of `decode.split_kernel` for ``rows`` = Sq * Hq / Hkv packed query rows.
 
-    The tile must not depend on the batch, or a row's bits would (batch_invariant). ``cache_itemsize`` is the bytes of a
-    cached element (1 for int8 and fp8), ``shared_memory_bytes`` the limit for one CTA; ``page_size`` is 0 for a
-    contiguous cache.
+    The tile must not depend on the batch, because a row's bits depend on the tile (batch_invariant). ``cache_itemsize``
+    is the bytes of a cached element (1 for int8 and fp8), ``shared_memory_bytes`` the limit for one CTA; ``page_size``
+    is 0 for a contiguous cache.
     """
     key_width, value_width = padded_head_dim(head_dim), padded_head_dim(value_dim)
     width = key_width + value_width
@@ -278,15 +279,16 @@ def decode_tile(
     block_m = min(32, max(16, 1 << (rows - 1).bit_length()))
     # Four warps are enough until the accumulator, and RoPE on the whole query tile before the loop, spill (AOT).
     num_warps = 8 if block_m == 32 or width > 256 else 4
-    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good amount to keep in flight; wider heads take as many bytes. With
-    # more than 256 dims, 32 keys spill with 32 rows (AOT).
+    # 64 keys of 128 + 128 16-bit dims are 32 KB, a good amount to keep in flight. Wider heads get fewer keys, of as
+    # many bytes. With more than 256 dims, 32 keys spill with 32 rows (AOT).
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
 
     # Shared memory outside the pipeline (AOT): the query tile and the probabilities, 16-bit.
     fixed_bytes = 2 * (block_m * key_width + block_m * block_n) + (1024 if width > 512 else 0)
     block_bytes = block_n * width * cache_itemsize
-    # Two CTAs on an SM hide each other's softmax and edges, if each has two blocks in flight. Bandwidth needs some
-    # 29 KB per SM in flight (4.8 TB/s times 0.8 us over 132 SMs); more than three blocks only lengthen the start.
+    # Two CTAs on an SM hide each other's softmax, prologue and epilogue, if each CTA has two blocks in flight.
+    # Bandwidth needs some 29 KB per SM in flight (4.8 TB/s times 0.8 us over 132 SMs). More than three blocks only
+    # lengthen the prologue.
     for ctas_per_sm in (2, 1):
         buffers = min(3, (shared_memory_bytes // ctas_per_sm - fixed_bytes) // block_bytes)
         if buffers >= 2:
@@ -386,15 +388,15 @@ def int8_matmul_tile(
     block_m = min(128, max(16, 1 << (max(m, 1) - 1).bit_length()))
     large = block_m == 128
     # 128 x 128 is the smallest tile at which 16-bit operands from L2 do not bind the tensor cores; 64 weight rows make
-    # enough CTAs at small m (128 at n = 8192), and one wgmma takes as many.
+    # enough CTAs at small m (128 CTAs at n = 8192), and one wgmma takes 64 rows.
     block_n = 128 if large else 64
-    # 128 bytes of a weight row are a whole cache line. A step lies within one group, whose scale it applies.
+    # 128 bytes of a weight row are a whole cache line. A step is within one group, because it applies one scale.
     block_k = min(64 if large else 128, group or 128)
     # Take eight warps where the accumulator (twice with groups: the step's own and the total) and the converted weights
     # would fill the registers of four (AOT: the gradient spills at m = 64 on sm_80).
     num_warps = 8 if block_m >= 64 else 4
-    # Bandwidth needs bytes in flight: at small m, 32 KB on each of two CTAs per SM, in more stages where a group makes
-    # the stages small. Large m only needs latency to be hidden.
+    # Bandwidth needs bytes in flight: at small m, 32 KB for each of two CTAs on an SM, in more stages if a group makes
+    # the stages small. At large m, the stages only need to hide latency.
     step_bytes = block_n * block_k + block_m * block_k * 2
     ctas_per_sm = 1 if large else 2
     # Besides the pipeline, one step's weights as 16-bit numbers need room: wgmma and tcgen05 may want them in shared

@@ -1,7 +1,7 @@
-"""Computes attention and int8 linear layers for PyTorch by hand-written CUDA C++ and Triton kernels.
+"""Computes attention and int8 linear layers for PyTorch with hand-written CUDA C++ and Triton kernels.
 
 Importing this package changes nothing in torch. ``install()``, or ``with patch_sdpa():`` for a block, replaces
-``torch.nn.functional.scaled_dot_product_attention`` by the package's own function.
+``torch.nn.functional.scaled_dot_product_attention`` with the package's own function.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "use_backend",
 ]
 
-if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any attribute name
 
     def __getattr__(name: str) -> Any:
         """Imports ``distributed`` or ``integrations`` at its first use, because most programs need neither."""

@@ -1,4 +1,4 @@
-"""Prints, as ``python -m fastattn``, the installed versions, the built kernels and what this machine's GPUs run."""
+"""``python -m fastattn`` prints the installed versions, the kernels that were built, and what each GPU runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fastattn.dispatch.reasons import unavailable
 from fastattn.dispatch.support import OLDEST_ARCH, support_table
 
 WITHOUT_CUDA_KERNELS = """none: built without CUDA C++ kernels, so GPUs run the Triton kernels.
-In a clone, `make install` builds for the GPUs that it finds, and `make install FASTATTN_ARCHS="80;90a"` for all;
-it brings a compiler. Elsewhere install a CUDA toolkit, set CUDA_HOME to it and install fastattn again."""
+In a clone, run `make install` to build for the GPUs that it finds, or `make install FASTATTN_ARCHS="80;90a"` to build
+for all; make installs the compiler if there is none. Elsewhere, install a CUDA toolkit, set CUDA_HOME to its directory
+and install fastattn again."""
 
 
 def native_code_for(arch: int) -> str:
@@ -34,7 +35,7 @@ def triton_version() -> str:
 
 
 def describe_gpu(index: int) -> str:
-    """Returns lines about CUDA device ``index``: name, compute capability, memory, and the backends that serve it."""
+    """Returns lines about CUDA device ``index``: name, compute capability, memory, and which kernels run on it."""
     gpu = torch.device("cuda", index)
     facts = device.facts(gpu)
     name = torch.cuda.get_device_name(gpu)

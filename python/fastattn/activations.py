@@ -1,4 +1,4 @@
-"""Defines the activations that ``int8_linear`` can apply to its product."""
+"""Defines the activations that ``int8_linear`` can apply to the product of ``x`` and the weight."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    """Returns SwiGLU, ``silu(gate) * up`` for ``x = [gate, up]``, ``[..., 2 * N]`` (Shazeer, "GLU Variants Improve
-    Transformer", 2020)."""
+    """Returns SwiGLU, ``silu(gate) * up [..., N]``, where ``gate`` and ``up`` are the halves of ``x [..., 2 * N]``
+    (Shazeer, "GLU Variants Improve Transformer", 2020)."""
     gate, up = x.chunk(2, dim=-1)
-    if x.is_nested:  # views of strided nested tensors support few operators
+    if x.is_nested:  # few operators take views of strided nested tensors
         gate, up = gate.contiguous(), up.contiguous()
     return F.silu(gate) * up
 

@@ -1,4 +1,4 @@
-"""Runs callbacks after other code has imported a module, so that fastattn need not import it itself."""
+"""Runs callbacks after other code has imported a module, so that fastattn does not have to import that module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def after_import(module: str, then: Callable[[], None]) -> None:
-    """Calls ``then`` as soon as ``module`` has been imported, or now if it already has been.
+    """Calls ``then`` as soon as ``module`` has been imported, or now if ``module`` is already imported.
 
-    If an import fails, ``then`` stays registered for the next attempt.
+    If the import fails, ``then`` stays registered for the next attempt.
     """
     if module in sys.modules:
         then()
@@ -27,7 +27,7 @@ def after_import(module: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules by the other finders of ``sys.meta_path``, and makes their loaders run the callbacks."""
+    """Finds a module with the other finders of ``sys.meta_path``, and makes the module's loader run the callbacks."""
 
     def __init__(self) -> None:
         self._asking: set[str] = set()

@@ -1,8 +1,10 @@
-"""Defines one record for each kind of call: the public function makes it, and the code down to the operator reads it.
+"""Defines a record of the arguments of a call, one class for each kind of call. The public function creates the record,
+and the code between that function and the operator reads it.
 
 A record's tensors come first, then the options that are checked once per signature (`functional.checked_once`). Fields
 that are checked in each call, or set by fastattn itself, come last. A new option needs a field here, an argument of the
-operator's schema and of ``reference``, and a parameter of the kernels. The code in between passes the record on.
+operator's schema and of ``reference``, and a parameter of the kernels. The code in between needs no change, because it
+passes the whole record on.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ class AttentionCall(NamedTuple):
     number, ``window`` includes the causal mask, and ``causal`` is False.
 
     Attributes:
-        exact_out: whether the output is float32, as the merge of blocks needs it; the call is then one block.
-        first_row, first_key, first_head: the positions of the first row, key and head in the larger call. Windows,
-            ALiBi and dropout use these positions. With dropout, ``first_key`` is a multiple of 4. If ``first_row`` is
-            None, the last row is at the last key, and dropout counts rows from 0.
+        exact_out: whether the output is float32. A call that computes one block of a larger call sets it, because the
+            blocks' outputs are merged in float32.
+        first_row, first_key, first_head: where this call's rows, keys and heads start in the larger call. Windows,
+            ALiBi and dropout use positions in the larger call. With dropout, ``first_key`` is a multiple of 4. If
+            ``first_row`` is None, the last row has the last key's position, and dropout counts rows from 0.
     """
 
     query: Tensor
@@ -76,16 +79,17 @@ class AttentionCall(NamedTuple):
         return self[:10]
 
     def with_tensors(self, tensors: tuple[Any, ...]) -> AttentionCall:
-        """Returns the call with ``tensors`` in place of its first fields."""
+        """Returns a copy of the call whose first fields are ``tensors``."""
         return AttentionCall._make((*tensors, *self[len(tensors) :]))
 
     def without_tensors(self) -> AttentionCall:
-        """Returns the call with None in place of every tensor except the dropout seed."""
+        """Returns a copy of the call whose tensors are None, except the dropout seed."""
         return self.with_tensors((None,) * len(self.tensors))
 
 
 class DecodeCall(NamedTuple):
-    """Holds a call of ``attention_with_kv_cache``. Options of a checked call are as in a checked `AttentionCall`."""
+    """Holds a call of ``attention_with_kv_cache``. Options of a checked call have the types of a checked
+    `AttentionCall`'s options."""
 
     query: Tensor
     k_cache: Tensor
@@ -167,7 +171,7 @@ class Int8Call(NamedTuple):
 
 
 class OnRecord:
-    """Calls ``function`` with a record: each parameter that is named like a field of the record gets that field."""
+    """Calls ``function`` with a record's fields: a parameter gets the field of the same name."""
 
     def __init__(self, function: Callable[..., Any], record: type[NamedTuple]) -> None:
         self._function = function

@@ -1,4 +1,7 @@
-"""Checks arguments by what the host knows. Each error names the argument, what was expected and what came."""
+"""Checks the types, shapes, dtypes and devices of arguments, and the values that the host knows.
+
+Each error names the argument, what was expected and what came.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from torch import Tensor
 from fastattn.dispatch.device import is_emulated
 from fastattn.errors import InputError
 
-MOST_HEADS = 256  # the most heads that a model is assumed to have; known models have at most 128
+MOST_HEADS = 256  # a larger dim is assumed not to count heads; known models have at most 128
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,7 +30,7 @@ def expect(condition: bool, name: str, expected: str, came: object) -> None:
         raise InputError(f"{name}: expected {expected}, got {came}")
 
 
-# Arguments that users may pass as lists or arrays → how torch.tensor makes the tensor that is needed.
+# Arguments that users might pass as lists or numpy arrays → the arguments with which torch.tensor converts them.
 _MADE_WITH = {
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table", "key_ranges"),
@@ -81,10 +84,11 @@ _NAMES_OF = {name: line.split() for line in _SAME_ARGUMENT.splitlines() for name
 
 _MASKS = "bias attn_mask attention_mask mask"
 
-# Keywords that have no other name here; a keyword of the functions for which the advice holds (None: all); the advice.
+# Advice on keywords that fastattn does not have under another name. Each line has the unknown keywords; a parameter
+# that the called function must have for the advice to apply, or None for any function; and the advice.
 _ADVICE = (
-    ("enable_gqa", None, "keys and values may have fewer heads without it"),
-    ("key_padding_mask", "bias", "where it is True for padding, pass bias=~mask[:, None, None, :]"),
+    ("enable_gqa", None, "leave it out: keys and values can always have fewer heads than queries"),
+    ("key_padding_mask", "bias", "if True means padding, pass bias=~key_padding_mask[:, None, None, :]"),
     ("block_mask", "key_ranges", "pass key_ranges=fastattn.masks.from_block_mask(block_mask)"),
     ("score_mod", "softcap", "no function of scores is taken: use softcap, alibi_slopes or a bias"),
     ("return_softmax_lse return_lse", "return_attn_probs", "return_attn_probs=True returns the lse, too"),
@@ -99,8 +103,8 @@ _ADVICE = (
         "fastattn.attention takes it",
     ),
     ("num_heads", "kv_heads", "pass the number of heads of keys and values as kv_heads"),
-    ("batch batch_size max_batch_size", "num_pages", "sequences come and go: add() makes one"),
-    ("capacity max_seq_len max_length max_cache_len", "num_pages", "num_pages * page_size tokens fit in all"),
+    ("batch batch_size max_batch_size", "num_pages", "the number of sequences is not fixed: add() makes one"),
+    ("capacity max_seq_len max_length max_cache_len", "num_pages", "num_pages * page_size tokens fit, in all"),
     ("max_seq_len max_length max_seqlen max_cache_len", "max_capacity", "max_capacity is how many tokens fit at most"),
     (
         "modules_to_not_convert llm_int8_skip_modules",
@@ -111,8 +115,8 @@ _ADVICE = (
 
 
 def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raises Python's ``TypeError`` for unknown keywords, and names the first that has another name here, else the
-    first."""
+    """Raises a ``TypeError`` like Python's own for unknown keywords. The message names the first keyword that fastattn
+    has under another name, or the first of all if there is none."""
     first, *others = unknown
     parameters = inspect.signature(function).parameters.items()
     known = [name for name, parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
@@ -122,7 +126,8 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
 
 
 def advice_on_keyword(name: str, known: Collection[str]) -> str:
-    """Returns advice for an error about an unknown keyword: the ``known`` one that means the same or looks alike."""
+    """Returns advice for an error about the unknown keyword ``name``: what to do instead, or the keyword among
+    ``known`` that means the same or is spelled similarly. Returns an empty string if there is no advice."""
     for names, beside, advice in _ADVICE:
         if name in names.split() and (beside is None or beside in known):
             return f"; {advice}"
@@ -130,13 +135,13 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
     for meant in _NAMES_OF.get(name, ()):
         if meant in known:
             return f"; it is called {meant!r} here{note}"
-    same_initial = [other for other in known if other[:1] == name[:1]]  # else k_scale would suggest scale
+    same_initial = [other for other in known if other[:1] == name[:1]]  # otherwise scale would be suggested for k_scale
     similar = difflib.get_close_matches(name, same_initial, n=1, cutoff=0.8)
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def check_rank(name: str, tensor: Tensor, layout: str, advice: str = "") -> None:
-    """Checks the number of dims; ``layout`` names them, as in ``"[B, Hq, Sq, D]"``. ``advice`` ends the error."""
+    """Checks the number of dims. ``layout`` names them: ``"[B, Hq, Sq, D]"``. ``advice`` is appended to the error."""
     rank = layout.count(",") + 1 if layout != "[]" else 0
     expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}{advice}")
 
@@ -147,12 +152,12 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int], layout: str, ad
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype], advice: str | None = None) -> None:
-    """Checks the dtype; ``advice`` ends the error, by default with a call that casts the tensor."""
+    """Checks the dtype. ``advice`` is appended to the error; by default, it is a call that casts the tensor."""
     allowed = tuple(dtypes)
     if allowed == (torch.bool,) and tensor.is_floating_point():
         advice = f"; pass {name}.bool() if 1 means True, or {name} == 0 if it was made to be added to scores"
     elif advice is None:
-        is_fp8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1  # kernels take bfloat16, and not float32
+        is_fp8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1  # kernels take no float32, so not for fp8
         wide = torch.bfloat16 if is_fp8 else torch.float32
         advice = f"; cast it with {name}.to({wide if wide in allowed else allowed[0]})"
     expect(tensor.dtype in allowed, name, " or ".join(str(dtype) for dtype in allowed), f"{tensor.dtype}{advice}")
@@ -164,7 +169,8 @@ def check_same_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequence[str]) -> None:
-    """Checks that the query heads, dim 1, are a multiple of the KV heads; ``layouts`` name the dims of both."""
+    """Checks that the number of query heads is a multiple of the number of KV heads, both in dim 1. ``layouts`` holds
+    the names of the query's dims and of the key's dims."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if kv_heads == 0:
         came = f"0 in {key_name} {list(key.shape)}"
@@ -176,8 +182,8 @@ def check_head_counts(query: Tensor, key: Tensor, key_name: str, layouts: Sequen
 
 
 def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
-    """Returns the end of an error: the shapes, and advice if the head counts would divide with heads and rows
-    swapped."""
+    """Returns the end of an error: the shapes and, if the head counts would be valid after swapping heads and rows,
+    advice to swap them."""
     dims = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
     (q, k) = (tensor.shape[swapped[0] + swapped[1] - 1] for tensor, swapped in zip((query, key), dims, strict=True))
     shapes = f"query {list(query.shape)}, {key_name} {list(key.shape)}"
@@ -186,7 +192,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
         swaps = f"query.transpose{dims[0]}, {key_name}.transpose{dims[1]} and so on"
     elif 0 < k <= query.shape[1] and query.shape[1] % k == 0:
         swaps = f"{key_name}.transpose{dims[1]} and so on"
-    elif q != k and 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # only the query is swapped, as with a cache
+    elif q != k and 0 < q <= MOST_HEADS and q % key.shape[1] == 0:  # only the query: a cache has the right layout
         swaps = f"query.transpose{dims[0]} and so on"
     else:
         return f": {shapes}"
@@ -194,7 +200,7 @@ def _advice_on_swapped(query: Tensor, key: Tensor, key_name: str) -> str:
 
 
 def refuse_wrapped(name: str, tensor: Tensor | None) -> None:
-    """Raises ``InputError`` for nested tensors and DTensor, about which PyTorch's own errors would say less."""
+    """Raises ``InputError`` for nested tensors and DTensors, because PyTorch's own errors would be less helpful."""
     if tensor is None or not isinstance(tensor, Tensor):
         return
     if tensor.is_nested:
@@ -233,7 +239,7 @@ def needs_gradient(tensor: Tensor | None) -> bool:
 
 
 def mapped_size(*tensors: Any) -> int:
-    """Returns how many samples ``torch.vmap`` passes to an operator at once: the product of the dims that it hides."""
+    """Returns how many samples ``torch.vmap`` passes to an operator at once: the product of the mapped dims."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return 1
     functorch = torch._C._functorch
@@ -247,7 +253,7 @@ def mapped_size(*tensors: Any) -> int:
 
 
 def numbers_below(count: int, nouns: str) -> str:
-    """Returns words for the valid numbers of ``count`` things: ``nouns`` from 0 to ``count - 1``, for an error."""
+    """Returns the valid indices of ``count`` things as words for an error, such as "pages from 0 to 7"."""
     if count > 1:
         return f"{nouns} from 0 to {count - 1}"
     return "0, the only one" if count else f"no {nouns}, as there are none"
@@ -258,7 +264,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def check_int(name: str, value: Any, minimum: int | None = None) -> int:
-    """Checks and returns ``value`` as a Python int or ``SymInt``; numpy's integers are taken too."""
+    """Checks and returns ``value`` as a Python int or ``SymInt``; also takes numpy's integers."""
     value = _without_numpy(value)
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         advice = f"; pass {name}.item(), which on a GPU waits for the device" if _is_number(value) else ""
@@ -269,13 +275,13 @@ def check_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 
 def check_number(name: str, value: Any, low: float | None = None, high: float | None = None) -> float:
-    """Checks and returns ``value`` as a finite Python number within ``[low, high]``; numpy's are taken too."""
+    """Checks and returns ``value`` as a finite Python number within ``[low, high]``; also takes numpy's numbers."""
     value = _without_numpy(value)
     if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(value, bool):
         advice = f"; pass {name}.item(), which on a GPU waits for the device" if _is_number(value) else ""
         raise TypeError(f"{name}: expected a number, got {shown(value)}{advice}")
     in_range = (low is None or value >= low) and (high is None or value <= high)
-    largest = sys.float_info.max  # an int may be larger, and still less than infinity
+    largest = sys.float_info.max  # an int can exceed this and still be less than infinity
     finite = -largest <= value <= largest
     bounds = f" from {low} to {high}" if high is not None else f" of at least {low}" if low is not None else ""
     expect(finite and in_range, name, f"a finite number{bounds}", value)
@@ -283,7 +289,7 @@ def check_number(name: str, value: Any, low: float | None = None, high: float | 
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Checks and returns ``value`` as a Python bool; numpy's is taken too."""
+    """Checks and returns ``value`` as a Python bool; also takes numpy's bool."""
     value = _without_numpy(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, True or False, got {shown(value)}")
@@ -300,10 +306,10 @@ def check_torch_dtype(dtype: Any) -> None:
 
 
 def checked_device(device: Any) -> torch.device:
-    """Returns the argument ``device`` as a ``torch.device``, by default torch's."""
+    """Returns the argument ``device`` as a ``torch.device``; None means torch's default device."""
     try:
         return torch.get_default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:  # torch lists all kinds of devices, but not the argument's name
+    except (RuntimeError, TypeError) as error:  # torch's error does not name the argument
         why = f": {error}" if isinstance(device, int) else ""
         raise InputError(
             f'device: expected a torch.device, or a name such as "cuda", got {shown(device)}{why}'
@@ -317,7 +323,10 @@ def shown(value: Any) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Returns the name of ``value``'s type for an error, with its module unless built in: numpy has a bool too."""
+    """Returns the name of ``value``'s type for an error, with its module unless built in.
+
+    The module tells apart types of the same name, such as numpy's bool and Python's.
+    """
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -343,9 +352,9 @@ _WORDS = {"": False, "0": False, "false": False, "no": False, "1": True, "true":
 
 
 def device_checks_are_on() -> bool:
-    """Returns whether ``FASTATTN_CHECK=1`` asks to check device memory too, which synchronises.
+    """Returns whether ``FASTATTN_CHECK=1`` asks to check values in device memory too, for which the host synchronises.
 
-    It is False while torch compiles or a CUDA graph is captured.
+    Returns False while torch compiles or a CUDA graph is captured.
     """
     if torch.compiler.is_compiling():
         return False
@@ -359,8 +368,8 @@ def device_checks_are_on() -> bool:
 def contents_are_checked(*tensors: Tensor | None) -> bool:
     """Returns whether a call reads and checks the values of ``tensors``: lengths, offsets or tables.
 
-    It does where `is_readable` holds, and with ``FASTATTN_CHECK=1`` also on a GPU. CPU tensors of an emulated GPU count
-    as GPU tensors.
+    A call checks values that `is_readable` allows to read, and with ``FASTATTN_CHECK=1`` also values on a GPU. If a GPU
+    is emulated, CPU tensors count as GPU tensors.
     """
     return device_checks_are_on() or (is_readable(*tensors) and not is_emulated())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class InputError(ValueError, RuntimeError):
-    """The error for an argument that has the wrong shape, dtype, device or value.
+    """Reports an argument that has the wrong shape, dtype, device or value.
 
     It is both a ``ValueError`` and a ``RuntimeError``, so that code that catches the errors of
     ``torch.nn.functional.scaled_dot_product_attention`` catches it. The message names the argument, what was expected
@@ -13,4 +13,4 @@ class InputError(ValueError, RuntimeError):
 
 
 class CacheFull(RuntimeError):
-    """The error of a key-value cache into which the new tokens do not fit. The call leaves the cache unchanged."""
+    """Reports that new tokens do not fit into a key-value cache. The call leaves the cache unchanged."""

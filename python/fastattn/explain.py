@@ -23,11 +23,12 @@ from fastattn.layout import as_matrix, reason_to_copy
 
 @dataclass(frozen=True)
 class Explanation:
-    """Names the ``backend``, ``kernel`` and ``tile`` that would run a call; ``rejected`` has reasons against others.
+    """Names the ``backend``, ``kernel`` and ``tile`` that would run a call.
 
-    ``copied`` maps each tensor that would be copied first to the reason. With ``key_ranges``, ``computed`` is the
-    fraction of all tiles of scores that ``attention`` or ``attention_varlen`` computes, before a causal mask or window
-    removes more. It is None for other calls.
+    ``rejected`` maps each backend that would not run the call to the reason. ``copied`` maps each tensor that would be
+    copied first to the reason. With ``key_ranges``, ``computed`` is the fraction of all tiles of scores that
+    ``attention`` or ``attention_varlen`` computes, before a causal mask or window removes more tiles. For other calls,
+    ``computed`` is None.
     """
 
     backend: str
@@ -51,8 +52,9 @@ class Explanation:
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Returns which kernel ``function(*args, **kwargs)`` would run, without running it or changing anything.
 
-    ``function`` is a function of fastattn, or calls one: then its first such call is explained. Bad arguments raise the
-    same error as the call itself. A function that never calls fastattn raises ``TypeError``.
+    ``function`` is a function of fastattn, or a function that calls one. In the second case, ``explain`` runs
+    ``function`` up to its first call of fastattn, and explains that call. Bad arguments raise the same error as in the
+    call itself. A function that never calls fastattn raises ``TypeError``.
     """
     if not callable(function):
         call = "explain(fastattn.attention, query, key, value)"
@@ -80,10 +82,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
             if not isinstance(tensor, Tensor) or tensor.dim() < 2:
                 continue
             # The int8 matmul's Triton kernels take x and weight at any address; its CUDA C++ kernels need rows aligned
-            # to 16 bytes. Both take the residual at any address.
+            # to 16 bytes. Both backends take the residual at any address.
             rows_anywhere = name == "residual" or (name in ("x", "weight") and choice.backend == "triton")
             rows = as_matrix(tensor) if name in ("x", "residual") else tensor
-            reason: str | None = "its rows are not evenly apart"
+            reason: str | None = "its rows have no common stride"
             if rows is not None:
                 reason = _reason_to_pad(tensor, name, choice) or reason_to_copy(rows, rows_anywhere)
             if reason is not None:
@@ -97,7 +99,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def _fraction_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> float:
-    """Returns the fraction of tiles in which some query's ranges include some key. It reads the ranges back."""
+    """Returns the fraction of tiles in which some query's ranges include some key. Copies the ranges to the host."""
     ranges, key = named["key_ranges"].cpu(), named["key"]
     if named.get("cu_seqlens_q") is None:
         sequences = [(ranges, key.shape[-2])]
@@ -117,7 +119,7 @@ def _fraction_of_tiles(named: dict[str, Any], block_m: int, block_n: int) -> flo
 
 
 def _reason_to_pad(tensor: Tensor, name: str, choice: Choice) -> str | None:
-    """Returns why ``tensor``, the query, key or value, is padded, or None."""
+    """Returns why ``tensor``, the query, key or value, is padded, or None if it is not padded."""
     if choice.padded is None:
         return None
     head_dim, value_dim = choice.padded

@@ -1,4 +1,4 @@
-"""Checks and makes the memory layouts that the kernels need for their arguments and use for their results."""
+"""Checks and makes the memory layouts that kernels need for their arguments, and allocates results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALIGNMENT_BYTES = 16  # one vector load of a thread
+ALIGNMENT_BYTES = 16  # the size of a thread's vector load
 
 
 def reason_to_copy(tensor: Tensor, rows_anywhere: bool = False) -> str | None:
@@ -56,7 +56,7 @@ def contiguous(tensor: Tensor | None) -> Tensor | None:
 
 def has_aligned_rows(matrix: Tensor) -> bool:
     """Returns whether the rows of ``matrix [N, K]`` are contiguous, do not overlap, and start at multiples of
-    ``ALIGNMENT_BYTES`` from its first element."""
+    ``ALIGNMENT_BYTES`` from the matrix's first element."""
     rows, columns = matrix.shape
     if matrix.numel() == 0:
         return True
@@ -75,7 +75,7 @@ def with_aligned_rows(matrix: Tensor) -> Tensor:
 
 
 class SharedCopies:
-    """Gives tensors over the same memory the same copy, while that is in use and its contents are equal."""
+    """Returns the same copy for all tensors that view the same memory, as long as that copy is alive and up to date."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         self._copy = copy
@@ -98,7 +98,7 @@ def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = No
     """Returns an uninitialised ``[B, H, S, last_dim]`` whose dims have the memory order of ``like [B, H, S, D]``.
 
     It is ``[B, S, H, last_dim]`` in memory if the head stride of ``like`` is smaller than the row stride, else
-    contiguous. ``dtype`` is by default that of ``like``.
+    contiguous. ``dtype`` defaults to the dtype of ``like``.
     """
     batch, heads, rows, _ = like.shape
     if like.stride(1) < like.stride(2):
@@ -107,9 +107,9 @@ def empty_like_heads(like: Tensor, last_dim: int, dtype: torch.dtype | None = No
 
 
 def sum_over_tokens(rows: Tensor, samples: int = 0) -> Tensor:
-    """Sums ``rows [..., N]`` to ``[N]`` in float32 and rounds once; the first ``samples`` dimensions stay.
+    """Sums ``rows [..., N]`` to ``[N]`` in float32 and rounds once; the first ``samples`` dimensions are kept.
 
-    It computes the gradient of a bias where no kernel does.
+    Used for the gradient of a bias in calls for which no kernel computes that gradient.
     """
-    rows = rows.unsqueeze(samples).flatten(samples, -2)  # unsqueeze: a single row would have no dim to flatten
+    rows = rows.unsqueeze(samples).flatten(samples, -2)  # if rows is [N], flatten needs a dim before N
     return rows.sum(samples, dtype=torch.float32).to(rows.dtype)

@@ -2,7 +2,7 @@
 
 Ranges are int32 ``[B or 1, H or 1, Sq, R, 2]``: each query sees the keys of up to four half-open ranges ``[begin,
 end)``. They need O(S) memory where a bool mask needs O(S²), and kernels skip tiles in which no query sees a key. For
-packed sequences, ranges are ``[H or 1, total_q, R, 2]``, and keys count from the first key of each sequence.
+packed sequences, ranges are ``[H or 1, total_q, R, 2]``, and positions of keys count from the sequence's first key.
 ``torch.cat([a[0], b[0]], dim=1)`` packs the ranges of two sequences with equal R.
 
 Example:
@@ -37,7 +37,8 @@ def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = N
     """Returns ranges ``[1, 1, S, 1, 2]`` with which each token sees its own document, up to itself if ``causal``.
 
     Document ``i`` is the tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]`` (int32 ``[N + 1]``). ``seqlen`` is
-    S; tokens outside of all documents see nothing. By default S is the last offset, which is read back.
+    S; tokens outside of all documents see nothing. By default, S is the last offset, which the host reads from the
+    device.
     """
     check_tensor("cu_seqlens", cu_seqlens)
     check_rank("cu_seqlens", cu_seqlens, "[N + 1]")
@@ -53,7 +54,7 @@ def documents(cu_seqlens: Tensor, *, causal: bool = True, seqlen: int | None = N
 
 def prefix(lengths: int | Tensor, seqlen: int, *, device: Any = None) -> Tensor:
     """Returns ranges ``[B, 1, S, 1, 2]`` of a prefix language model: each token sees the first ``lengths[b]`` tokens,
-    and all up to itself (Raffel et al., "T5", 2020, section 3.2.1). ``lengths`` is an int or ``[B]``."""
+    and all tokens up to itself (Raffel et al., "T5", 2020, section 3.2.1). ``lengths`` is an int or ``[B]``."""
     lengths = torch.as_tensor(lengths, dtype=torch.int32, device=device).reshape(-1, 1)
     seqlen = check_int("seqlen", seqlen, minimum=0)
     token = torch.arange(seqlen, dtype=torch.int32, device=lengths.device)
@@ -66,8 +67,8 @@ def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) ->
     the prompt and its own answer up to itself, but no other answer.
 
     ``prompt`` and ``answers`` are numbers of tokens. For rotary embedding, let every answer's positions continue from
-    the end of the prompt. ``window`` and ``alibi_slopes`` do not suit these ranges: they go by positions in the
-    sequence.
+    the end of the prompt. Do not combine these ranges with ``window`` or ``alibi_slopes``, which use positions in the
+    whole sequence.
     """
     sizes = [check_int("prompt", prompt, minimum=0), *(check_int("answers", n, minimum=0) for n in answers)]
     token = torch.arange(sum(sizes), dtype=torch.int32, device=device)
@@ -80,9 +81,9 @@ def shared_prompt(prompt: int, answers: Sequence[int], *, device: Any = None) ->
 def window_and_global(
     seqlen: int, window: tuple[int, int], num_global: int, *, causal: bool = False, device: Any = None
 ) -> Tensor:
-    """Returns ranges ``[1, 1, S, 2, 2]`` with which each token sees the first ``num_global`` tokens and a ``window``
-    around itself, as in ``attention``. The first tokens see all tokens (Beltagy et al., "Longformer", 2020). With
-    ``causal`` no token sees a later one (Xiao et al., "attention sinks", 2024)."""
+    """Returns ranges ``[1, 1, S, 2, 2]`` with which each token sees the first ``num_global`` tokens and a ``window`` of
+    tokens around itself, ``(left, right)`` as in ``attention``. The first ``num_global`` tokens see all tokens (Beltagy
+    et al., "Longformer", 2020). With ``causal`` no token sees a later one (Xiao et al., "attention sinks", 2024)."""
     seqlen, num_global = check_int("seqlen", seqlen, minimum=0), check_int("num_global", num_global, minimum=0)
     left, right = (seqlen if side < 0 else min(side, seqlen) for side in check_window(window))
     token = torch.arange(seqlen, dtype=torch.int32, device=device)
@@ -98,7 +99,8 @@ def window_and_global(
 
 def tree(parents: Sequence[int] | Tensor, *, device: Any = None) -> Tensor:
     """Returns ranges ``[1, 1, S, R, 2]`` with which a token of a tree sees itself and its ancestors. ``parents[i]`` is
-    an earlier token than ``i``, or -1 for a root. A token needs one range for each run of consecutive ancestors.
+    an earlier token than ``i``, or -1 for a root. A token needs one range for each run of consecutive positions among
+    itself and its ancestors.
 
     Raises:
         InputError: a token needs more than four ranges, or its parent does not come before it.
@@ -120,7 +122,7 @@ def tree(parents: Sequence[int] | Tensor, *, device: Any = None) -> Tensor:
 
 
 def from_bool(mask: Tensor) -> Tensor:
-    """Converts a bool mask ``[…, Sq, Sk]``, True = attend, to ranges ``[…, Sq, R, 2]``. It waits for the GPU.
+    """Converts a bool mask ``[…, Sq, Sk]``, True = attend, to ranges ``[…, Sq, R, 2]``. The host waits for the GPU.
     ``attention`` takes the ranges of a mask ``[B or 1, H or 1, Sq, Sk]``.
 
     Raises:
@@ -132,8 +134,8 @@ def from_bool(mask: Tensor) -> Tensor:
 
 
 def _ranges_of(mask: Tensor, first_query: int) -> Tensor:
-    """Does the work of ``from_bool`` for the rows of a mask from ``first_query`` on, which errors count from there."""
-    edge = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff()  # 1 where a range begins, -1 behind its end
+    """Converts ``mask`` as ``from_bool`` does. Errors name row ``i`` of ``mask`` as query ``first_query + i``."""
+    edge = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff()  # 1 at a range's first key, -1 one past its last
     begins = edge[..., :-1] == 1
     counts = begins.sum(-1)
     most = int(counts.max()) if counts.numel() else 0
@@ -141,7 +143,7 @@ def _ranges_of(mask: Tensor, first_query: int) -> Tensor:
         *_, query = row = (counts > MOST_RANGES).nonzero()[0].tolist()
         _expect_few("mask", int(counts[tuple(row)]), first_query + query, "the mask as bias of attention")
     ranges = torch.zeros(*counts.shape, max(1, most), 2, dtype=torch.int32, device=mask.device)
-    before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # ranges in all earlier rows
+    before_row = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)  # ranges before each row
     for side, is_edge in enumerate((begins, edge[..., 1:] == -1)):
         edges = is_edge.nonzero(as_tuple=True)
         number = torch.arange(len(edges[-1]), device=mask.device) - before_row[edges[:-1]]
@@ -151,14 +153,14 @@ def _ranges_of(mask: Tensor, first_query: int) -> Tensor:
 
 
 def to_bool(ranges: Tensor, num_keys: int) -> Tensor:
-    """Converts ranges ``[…, Sq, R, 2]`` to a bool mask ``[…, Sq, Sk]``, True = attend, in O(Sq · Sk) memory."""
+    """Converts ranges ``[…, Sq, R, 2]`` to a bool mask ``[…, Sq, num_keys]``, True = attend."""
     check_tensor("ranges", ranges)
     return mask_of_ranges(ranges, check_int("num_keys", num_keys, minimum=0))
 
 
 def from_block_mask(block_mask: Any) -> Tensor:
-    """Converts a ``BlockMask`` of ``torch.nn.attention.flex_attention`` to ranges ``[B, H, Sq, R, 2]``. It evaluates
-    the mask for one block of rows at a time.
+    """Converts a ``BlockMask`` of ``torch.nn.attention.flex_attention`` to ranges ``[B, H, Sq, R, 2]``. To save memory,
+    it evaluates the mask for one block of rows at a time.
 
     Raises:
         InputError: a query sees more than four ranges of keys; the message names the first such query.
@@ -174,7 +176,7 @@ def from_block_mask(block_mask: Any) -> Tensor:
         fully = _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     indices = [torch.arange(size, device=partly.device) for size in (batch, heads, num_queries, num_keys)]
     sees = block_mask.mask_mod
-    for dim in (3, 2, 1, 0):  # mask_mod takes single indices
+    for dim in (3, 2, 1, 0):  # mask_mod takes scalar indices
         sees = torch.vmap(sees, in_dims=tuple(0 if each == dim else None for each in range(4)))
     if num_queries == 0:
         return torch.zeros(batch, heads, 0, 1, 2, dtype=torch.int32, device=partly.device)
@@ -191,7 +193,8 @@ def from_block_mask(block_mask: Any) -> Tensor:
 
 def show(ranges: Tensor, num_keys: int, *, batch: int = 0, head: int = 0, width: int = 64) -> str:
     """Draws ranges ``[B, H, Sq, R, 2]`` as text, a line for each query and a character for each key: ``█`` is seen,
-    ``·`` is not. Beyond ``width`` keys or queries a character stands for several; ``▒`` means that some are seen.
+    ``·`` is not. If there are more than ``width`` keys or queries, a character shows a block of several keys and
+    queries; ``▒`` means that some keys of the block are seen by some queries.
     """
     check_tensor("ranges", ranges)
     check_rank("ranges", ranges, "[B, H, Sq, R, 2]")
@@ -213,7 +216,7 @@ def _expect_few(name: str, count: int, query: int, other: str) -> None:
     expect(
         count <= MOST_RANGES,
         name,
-        f"at most {MOST_RANGES} ranges of visible keys a query",
+        f"at most {MOST_RANGES} ranges of visible keys per query",
         f"{count} for query {query}; pass {other} instead",
     )
 

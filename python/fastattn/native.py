@@ -1,12 +1,13 @@
-"""Loads the native library, which defines ``torch.ops.fastattn``, and asks it about its kernels.
+"""Loads the native library, which defines ``torch.ops.fastattn``, and queries it about its kernels.
 
 ``LIBRARY_PATH``  the loaded library: the file next to this one, or the file that FASTATTN_LIBRARY names
-``OPS``           its operators in ``torch.ops``
-``BUILD``         how it was built: "version", "archs" (the GPU architectures that its CUDA C++ kernels are written for;
-                  empty if it has none), "code" (architecture → what is embedded for its kernels, as nvcc names it),
-                  "cuda" and "nvcc" (versions, or None), "torch" (the version whose headers it has)
+``OPS``           the library's operators in ``torch.ops``
+``BUILD``         how the library was built: "version", "archs" (the GPU architectures of its CUDA C++ kernels;
+                  empty if there are none), "code" (architecture → the machine code and PTX of its kernels, as nvcc
+                  names them: "sm_80", "compute_80"), "cuda" and "nvcc" (versions, or None), "torch" (the version that
+                  the library was compiled against)
 ``KERNELS``       each kernel's name → its tile, {"block_m", "block_n", "num_warps", …}, or None
-``TAKES_CPU_TENSORS``  whether it is a build for an emulator, whose kernels run in the host's memory
+``TAKES_CPU_TENSORS``  whether the library is built for an emulator, which runs kernels in the host's memory
 
 The library chooses the kernel of a call: the functions ``*_kernel`` return the name of the kernel that a launch would
 run, or None where no kernel runs. ``arch`` is a compute capability times ten, and ``widest`` the larger of a call's two
@@ -28,7 +29,8 @@ import torch
 
 from fastattn.namespace import NAMESPACE
 
-# A kernel repository ignores FASTATTN_LIBRARY: it needs its own library, with its own namespace.
+# A kernel repository of the Hub ignores FASTATTN_LIBRARY, because only its own library defines operators in its
+# namespace.
 _other_library = os.environ.get("FASTATTN_LIBRARY") if NAMESPACE == "fastattn" else None
 LIBRARY_PATH = Path(_other_library or Path(__file__).with_name("libfastattn.so"))
 
@@ -38,11 +40,11 @@ class LaunchSchedule(ctypes.Structure):
 
     Attributes:
         ctas: the number of CTAs.
-        longest_steps: the steps of the CTA that has most.
+        longest_steps: the number of steps of the CTA with the most steps.
         block_m: the rows of a tile.
-        slots: the number of workspace slots, each of which holds one partial.
-        steps_of_full_gpu: for an int8 matmul, the predicted time of the longest CTA, in units of a step on a full GPU,
-            where CTAs share the memory's bandwidth.
+        slots: the number of workspace slots, each for one partial result.
+        steps_of_full_gpu: for an int8 matmul, the predicted time of the slowest CTA. The unit is the time of a step
+            when all CTAs that fit on the GPU run and share the memory bandwidth.
     """
 
     ctas: int
@@ -57,7 +59,8 @@ class LaunchSchedule(ctypes.Structure):
 
 
 class Int8Ways(ctypes.Structure):
-    """Names the fastest kernel of an int8 matmul, and predicts its time and that of dequantising for cuBLAS."""
+    """Names the fastest kernel of an int8 matmul and its predicted time, and predicts the time of dequantising the
+    weights for cuBLAS."""
 
     kernel: bytes | None
     kernel_microseconds: float
@@ -70,8 +73,8 @@ class Int8Ways(ctypes.Structure):
 
 
 class Int8Limits(ctypes.Structure):
-    """Holds limits of the kernels for int8 activations: the largest K whose sums of products are exact, and the count
-    at which a launch's counters overflow."""
+    """Holds limits of the kernels for int8 activations: ``sum_depth`` is the largest K for which a sum of products fits
+    in int32, and ``launch_count`` the number at which the counters of a launch overflow."""
 
     sum_depth: int
     launch_count: int
@@ -83,8 +86,8 @@ class BackwardSchedule(ctypes.Structure):
     over tiles of ``block_m`` query rows.
 
     From tile ``first_tile`` on, the work of each tile of keys is split into ``over_heads`` parts by its query heads,
-    and each of these into ``over_rows`` parts by its query rows. ``heads_per_group`` is the number of KV heads whose
-    tiles are scheduled together. All fields are zero if the kernel is not for Hopper.
+    and each of these parts into ``over_rows`` parts by its query rows. ``heads_per_group`` is the number of KV heads
+    whose tiles are scheduled together. All fields are zero if the call runs no kernel for Hopper.
     """
 
     first_tile: int
@@ -177,10 +180,10 @@ TAKES_CPU_TENSORS: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAME
 def code_for(arch: int) -> tuple[str, ...]:
     """Returns the names of the library's code that a GPU of ``arch`` runs, the newest first.
 
-    Each architecture's kernels have one name: that of the best machine code ("sm_90a", "sm_90", "sm_80"), or "PTX",
-    which the driver compiles. The result is empty if the GPU can run none of the code.
+    The result has a name for each architecture whose kernels the GPU can run: the best machine code ("sm_90a", "sm_90",
+    "sm_80"), or "PTX", which the driver compiles. The result is empty if the GPU can run none of the code.
     """
-    own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # of the same major version
+    own = [f"sm_{arch}a", *(f"sm_{each}" for each in range(arch, arch // 10 * 10 - 1, -1))]  # same major version
     found = []
     for _, code in sorted(BUILD["code"].items(), key=lambda of: int(of[0].rstrip("a")), reverse=True):
         best = next((name for name in own if name in code), None)
@@ -192,7 +195,7 @@ def code_for(arch: int) -> tuple[str, ...]:
 
 
 def device_facts() -> NativeDeviceFacts:
-    """Returns the facts of the current CUDA device by which launches are scheduled; zeros if there is no device."""
+    """Returns the properties of the current CUDA device that schedules depend on; zeros if there is no device."""
     return _LIBRARY.fastattn_device_facts()
 
 
@@ -209,7 +212,8 @@ def attention_forward_kernel(
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or ranges."""
+    """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or key
+    ranges."""
     is_bfloat16, traits = dtype == torch.bfloat16, ctypes.byref(_ForwardTraits(changes_scores, paged))
     return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, traits))
 
@@ -227,7 +231,8 @@ def attention_backward_kernels(
     sinks: bool = False,
     slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
-    """Returns the kernels' names in launch order; ``shared_bytes_per_cta`` is the GPU's limit of shared memory."""
+    """Returns the kernels' names in launch order; ``shared_bytes_per_cta`` is the most shared memory that a CTA can
+    have on the GPU."""
     names = (ctypes.c_char_p * 8)()
     traits = changes_scores, key_ranges, bias_gradient, sinks, slopes_gradient
     count = _LIBRARY.fastattn_attention_backward_kernels(
@@ -275,14 +280,14 @@ def append_kernel(arch: int, widest: int, dtype: torch.dtype, cache: str) -> str
     return _text(_LIBRARY.fastattn_append_kernel(arch, widest, dtype == torch.bfloat16, CACHE_FORMATS.index(cache)))
 
 
-when_forced: list[Callable[[], None]] = []  # called after forced_int8_tile() has changed the choice
-DEQUANTISED = "dequantise + cuBLAS"  # in place of a kernel's name: cuBLAS computes the product
+when_forced: list[Callable[[], None]] = []  # forced_int8_tile() calls these after each change
+DEQUANTISED = "dequantise + cuBLAS"  # instead of a kernel's name
 # The index of a name is the library's number for the operation.
 _INT8_OPS = ("int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8")
 
 
 class Int8Product(NamedTuple):
-    """Describes a matmul with int8 weights: its result ``[tokens, outputs]`` is summed over ``depth``."""
+    """Describes a matmul with int8 weights: its result is ``[tokens, outputs]``, and it sums over ``depth``."""
 
     op: str
     """One of ``_INT8_OPS``; ``int8_matmul_s8`` is the matmul with int8 activations."""
@@ -338,8 +343,8 @@ def forced_int8_tile(arch: int = 0, tokens: int = 0) -> Iterator[None]:
     """Makes this process's int8 matmuls inside the block use kernels for ``arch`` with tiles of ``tokens`` tokens; 0
     means any.
 
-    It serves tests and benchmarks that compare kernels. A call that no such kernel takes raises. With ``arch`` -1,
-    weights are dequantised for cuBLAS wherever that gives the same result.
+    Tests and benchmarks use it to compare kernels. A call that no such kernel supports raises an error. With ``arch``
+    -1, weights are dequantised for cuBLAS wherever that gives the same result.
     """
     before = _forced
     _force_int8_tile(arch, tokens)

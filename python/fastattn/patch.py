@@ -1,4 +1,4 @@
-"""Replaces ``torch.nn.functional.scaled_dot_product_attention`` by fastattn's function, and restores it."""
+"""Replaces ``torch.nn.functional.scaled_dot_product_attention`` with fastattn's function, and restores it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from fastattn.namespace import PACKAGE
 
 _lock = threading.Lock()
 _installed = False
-_users = 0  # the number of patch_sdpa() blocks, and one for install()
+_users = 0  # the number of active patch_sdpa() blocks, plus one if install() is in force
 _sdpa_before = torch_sdpa
 _mha_fastpath_before = True
 
 
 def install() -> None:
-    """Replaces ``F.scaled_dot_product_attention`` by fastattn's function for the whole process, until ``uninstall()``.
-    A second call does nothing.
+    """Replaces ``F.scaled_dot_product_attention`` with fastattn's function for the whole process, until
+    ``uninstall()``. A second call does nothing.
 
     It also turns off the fused fast path of ``nn.MultiheadAttention``, so that this module calls the replacement if
-    ``need_weights=False``. Modules that imported torch's function by name keep it; ``missed_modules()`` lists them.
+    ``need_weights=False``. Modules that imported torch's function by name keep using it; ``missed_modules()`` lists
+    such modules.
     """
     global _installed
     with _lock:
@@ -50,10 +51,11 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def patch_sdpa() -> Iterator[None]:
-    """Replaces ``F.scaled_dot_product_attention`` by fastattn's function inside a ``with`` block, as ``install()``
+    """Replaces ``F.scaled_dot_product_attention`` with fastattn's function inside a ``with`` block, as ``install()``
     does. The switch applies to the whole process: other threads see it too. Blocks nest.
 
-    For training with checkpointing use ``install()``: the block is over when backward recomputes the forward.
+    For training with checkpointing use ``install()``, because the ``with`` block has usually ended when backward
+    recomputes the forward.
     """
     with _lock:
         _put_in_place()
@@ -67,14 +69,15 @@ def patch_sdpa() -> Iterator[None]:
 def missed_modules() -> list[str]:
     """Returns the names, ``"package.module.attribute"``, under which loaded modules hold torch's function.
 
-    ``install()`` and ``patch_sdpa()`` do not reach these modules: they imported it by name, or kept it as an attribute.
-    Import them inside the block or after ``install()``, set the attribute to ``fastattn.scaled_dot_product_attention``,
-    or see ``fastattn.integrations.torch_flash``. References in objects and closures are not searched.
+    ``install()`` and ``patch_sdpa()`` do not reach these modules, because they imported the function by name or kept it
+    as an attribute. Import the modules inside the block or after ``install()``, set the attribute to
+    ``fastattn.scaled_dot_product_attention``, or see ``fastattn.integrations.torch_flash``. References in objects and
+    closures are not searched.
     """
     own = {"torch._C._nn", "torch.nn.functional"}  # where it is defined, and where it is replaced
     found = []
     for name, module in list(sys.modules.items()):
-        held = getattr(module, "__dict__", None)  # getattr of each name would make lazy modules load it
+        held = getattr(module, "__dict__", None)  # getattr(module, name) would make lazy modules import
         if isinstance(held, dict) and name not in own and not f"{name}.".startswith(f"{PACKAGE}."):
             found += [f"{name}.{attribute}" for attribute, value in list(held.items()) if value is torch_sdpa]
     return sorted(found)

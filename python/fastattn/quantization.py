@@ -14,11 +14,12 @@ def _scales_of_rows(x: Tensor, largest: float) -> Tensor:
     if x.shape[-1] == 0:
         return x.new_ones(x.shape[:-1], dtype=dtype)
     scale = x.detach().to(dtype).abs().amax(-1) / largest
-    return torch.where(scale == 0, 1.0, scale)  # a row of zeros, or so small that the division underflows
+    return torch.where(scale == 0, 1.0, scale)  # a row of zeros, or of numbers so small that the division underflows
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds ``x [..., D]`` to symmetric int8; returns it with a scale per row, ``[...]``, which is 1 for zeros."""
+    """Returns ``x [..., D]`` rounded to symmetric int8, and a scale per row, ``[...]``, which is 1 for a row of
+    zeros."""
     scale = _scales_of_rows(x, 127)
     return (x.to(scale.dtype) / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
@@ -33,16 +34,16 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns ``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, None means 1.
+    """Returns ``x / scale`` in fp8, rounded to nearest even; ``scale`` broadcasts, and None means 1.
 
-    Magnitudes above 448, the largest fp8 number, become 448, infinity included. NaN stays NaN.
+    Magnitudes above 448, the largest fp8 number, become 448. This includes infinity. NaN stays NaN.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return (x if scale is None else x / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(FP8)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds ``x [..., D]`` to fp8; returns it with a scale per row, ``[...]``: ``max|x| / 448``, or 1 for zeros.
+    """Returns ``x [..., D]`` rounded to fp8, and a scale per row, ``[...]``: ``max|x| / 448``, or 1 for a row of zeros.
 
     A row with infinity or NaN becomes zeros with the scale NaN.
     """
@@ -57,15 +58,17 @@ QUANTIZE_ROWS = {torch.int8: quantize_rows, FP8: quantize_rows_fp8}
 
 
 def are_given(scales: Tensor | None) -> bool:
-    """Returns whether the caller has fixed the scales of an fp8 cache: None (1), one number, or one per head. An append
-    divides by such scales; otherwise it computes and writes a scale for each token and head."""
+    """Returns whether the caller has fixed the scales of an fp8 cache: None (every scale is 1), one number, or one
+    number per head. An append divides new tokens by fixed scales. Without fixed scales, an append computes and writes a
+    scale for each token and head."""
     return scales is None or scales.dim() < 3
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> tuple[Tensor, Tensor]:
     """Rounds ``weight [N, K]`` to symmetric int8 ``[N, K]``, to nearest even, and returns it with float32 scales.
 
-    Scales are ``[1, 1]`` for ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a group along K.
+    Scales are ``[1, 1]`` for ``"tensor"``, ``[N, 1]`` for ``"channel"``, and ``[N, K / group]`` for an int, the size of
+    a group along K.
     """
     rows, columns = weight.shape
     if granularity == "tensor":

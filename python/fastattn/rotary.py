@@ -23,7 +23,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 
 def rotary_at(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool) -> Tensor:
-    """Rotates ``x [B, H, S, D]`` by rows ``position [B, S]`` of the tables ``cos`` and ``sin [positions, rotary_dim /
-    2]``. Positions outside of the tables are clamped."""
+    """Rotates ``x [B, H, S, D]`` by the angles in rows ``position [B, S]`` of the tables ``cos`` and ``sin [positions,
+    rotary_dim / 2]``. Positions outside of the tables are clamped."""
     position = position.clamp(0, cos.shape[0] - 1)
     return rotary(x, cos[position], sin[position], interleaved)

@@ -293,7 +293,7 @@ def test_pages_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTN_FALLBACK", "silent")
     explained = fastattn.explain(fastattn.attention_varlen, **make(Case(dims=(20, 64))))
     assert explained.backend == "torch"
-    assert "no cache is copied to pad it: make it with 24 dims" in explained.rejected["cuda"]
+    assert "fastattn never pads a cache: create it with head dim 24" in explained.rejected["cuda"]
 
 
 def test_checks_of_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:

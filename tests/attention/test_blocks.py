@@ -183,9 +183,9 @@ def test_dropout_of_a_block_is_a_block_of_dropout() -> None:
 def test_refused_places(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with launching(kernel, monkeypatch) as ops:
         for wrong, message in (
-            ({"first_key": 2, "dropout": 0.1}, "first_key must be a multiple of 4 where there is dropout, got 2"),
-            ({"first_row": -1}, "first_row must lie from 0 to 2147483647 - 33, got -1"),
-            ({"first_head": 2**31}, "first_head must lie from 0 to 2147483647 - 2, got 2147483648"),
+            ({"first_key": 2, "dropout": 0.1}, "first_key must be a multiple of 4 with dropout, got 2"),
+            ({"first_row": -1}, "first_row must be from 0 to 2147483647 - 33, got -1"),
+            ({"first_head": 2**31}, "first_head must be from 0 to 2147483647 - 2, got 2147483648"),
         ):
             case = replace(Case(head_dims=(64, 64), first_row=0), **wrong)
             with pytest.raises(RuntimeError, match=message):

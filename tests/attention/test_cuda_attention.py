@@ -443,7 +443,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "value length": ({"value": zeros(2, 2, 6, 64)}, "value must have shape [2, 2, 7, 64], got [2, 2, 6, 64]"),
     "head counts": (
         {"key": zeros(2, 3, 7, 64), "value": zeros(2, 3, 7, 64)},
-        "the heads of query must be a multiple of the heads of key, got 4 and 3",
+        "query must have a multiple of the heads of key (dim 1 of both), got 4 and 3",
     ),
     "dtype": (
         {name: torch.zeros(shape, device=DEVICE) for name, shape in (("query", Q), ("key", K), ("value", K))},
@@ -451,11 +451,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "head dim": (
         {"query": zeros(2, 4, 5, 20), "key": zeros(2, 2, 7, 20), "value": zeros(2, 2, 7, 20)},
-        "query must have a head dim that is a multiple of 8 up to 256, got 20",
+        "query must have a last dim (head dim) that is a multiple of 8 up to 256, got 20",
     ),
     "value head dim": (
         {"value": zeros(2, 2, 7, 264)},
-        "value must have a head dim that is a multiple of 8 up to 256, got 264",
+        "value must have a last dim (head dim) that is a multiple of 8 up to 256, got 264",
     ),
     "bias shape": (
         {"bias": zeros(1, 1, 5, 6)},
@@ -480,10 +480,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {name: zeros(3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")},
         "query must have 3 dimensions, got shape [2, 4, 5, 64]",
     ),
-    "no seed": ({"dropout_p": 0.5}, "dropout_seed must be a tensor where dropout_p is not 0"),
+    "no seed": (
+        {"dropout_p": 0.5},
+        "dropout_seed must be an int64 tensor of one element if dropout_p > 0, got None",
+    ),
     "seed": (
         {"dropout_p": 0.5, "dropout_seed": zeros(1)},
-        "dropout_seed must be one int64 number, got Half [1]",
+        "dropout_seed must be an int64 tensor of one element, got Half [1]",
     ),
 }
 

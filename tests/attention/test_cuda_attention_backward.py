@@ -475,7 +475,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"key": zeros(1, 2, 7, 64)}, "key must have shape [2, 2, 7, 64], got [1, 2, 7, 64]"),
     "head dim": (
         {"value": zeros(2, 2, 7, 264)},
-        "value must have a head dim that is a multiple of 8 up to 256, got 264",
+        "value must have a last dim (head dim) that is a multiple of 8 up to 256, got 264",
     ),
     "grad_out": ({"grad_out": zeros(2, 4, 5, 32)}, "grad_out must have shape [2, 4, 5, 64], got [2, 4, 5, 32]"),
     "grad_out dtype": (
@@ -500,12 +500,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": zeros(1, 1, 5, 6)}, "bias must have size 7 or 1 in dim 3, got shape [1, 1, 5, 6]"),
     "gradient of a bool mask": (
         {"bias": zeros(1, 1, 5, 7, dtype=torch.bool), "bias_grad": True},
-        "bias must not be bool where bias_grad is true, got Bool",
+        "bias must be floating if bias_grad is true, got Bool",
     ),
     "sinks": ({"sinks": zeros(3, dtype=torch.float32)}, "sinks must have shape [4], got [3]"),
     "no seed": (
         {"dropout_p": 0.5, "dropout_seed": None},
-        "dropout_seed must be a tensor where dropout_p is not 0",
+        "dropout_seed must be an int64 tensor of one element if dropout_p > 0, got None",
     ),
     "one of the offsets": (
         {"cu_seqlens_k": zeros(3, dtype=torch.int32)},

@@ -103,7 +103,7 @@ def test_tree() -> None:
     with pytest.raises(fastattn.InputError, match="parents: expected -1 or an earlier token for token 1, got 1"):
         masks.tree([-1, 1])
     with pytest.raises(
-        fastattn.InputError, match="parents: expected at most 4 ranges of visible keys a query, got 5 for query 8"
+        fastattn.InputError, match="parents: expected at most 4 ranges of visible keys per query, got 5 for query 8"
     ):
         masks.tree([-1, -1, 0, -1, 2, -1, 4, -1, 6])
     assert masks.tree([]).shape == (1, 1, 0, 1, 2)
@@ -125,7 +125,7 @@ def test_from_bool_and_back(rows: int, keys: int, seed: int) -> None:
 def test_from_bool_names_the_first_query() -> None:
     mask = torch.zeros(1, 1, 4, 10, dtype=torch.bool)
     mask[..., 2:, ::2] = True
-    with pytest.raises(fastattn.InputError, match="at most 4 ranges of visible keys a query, got 5 for query 2"):
+    with pytest.raises(fastattn.InputError, match="at most 4 ranges of visible keys per query, got 5 for query 2"):
         masks.from_bool(mask)
 
 

@@ -132,7 +132,7 @@ class Machine:
 
     def attend(self, step: Step, layer: int) -> None:
         if not step.is_good:
-            with pytest.raises(InputError, match="step: this one can store no more"):
+            with pytest.raises(InputError, match="step: it can store no more"):
                 step.reservation.check_current()
             return
         step.reservation.check_current()

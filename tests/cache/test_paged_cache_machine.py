@@ -263,7 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
         query, key, value = map(join, inputs)
         if step.refusal is not None:
             before = self.snapshot()
-            with pytest.raises(InputError, match=f"can store no more, as {step.refusal}"):
+            with pytest.raises(InputError, match=f"can store no more tokens, because {step.refusal}"):
                 step.real.attend(layer, query, key, value)
             assert self.snapshot() == before
             return
@@ -279,7 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
         if step.real is None or not step.new:
             return
         if step.refusal is not None:
-            with pytest.raises(InputError, match=f"can store no more, as {step.refusal}"):
+            with pytest.raises(InputError, match=f"can store no more tokens, because {step.refusal}"):
                 step.real.commit()
             return
         tokens = [token for new in step.new.values() for token in new]

@@ -96,7 +96,7 @@ def test_a_step_is_refused_once_one_of_its_sequences_has_changed(change: str, ha
     after = cache.add()
     fill(cache, "step", [after], PAGE_SIZE * cache.num_free_pages, seed=9)  # takes all pages that were freed
     before = state(cache)
-    with pytest.raises(InputError, match=f"can store no more, as {reason}"):
+    with pytest.raises(InputError, match=f"can store no more tokens, because {reason}"):
         old.attend(0, **new)
     with pytest.raises(InputError, match=reason):
         old.commit()
@@ -153,7 +153,7 @@ def test_an_abandoned_step_has_never_been(how: str, form: str) -> None:
     assert cache.num_free_pages == before[0] - 4
     if how == "cancelled":
         step.cancel()
-        with pytest.raises(InputError, match="can store no more, as it was cancelled"):
+        with pytest.raises(InputError, match="can store no more tokens, because it was cancelled"):
             step.attend(1, **new_tokens(form, 2, 6))
     elif how == "forgotten":
         del step

@@ -302,7 +302,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "cache dtype": (
         lambda: spoiled(k_cache=zeros(5, 2, 16, 64).float()),
         ValueError,
-        "k_cache: expected torch.float16, as query and new tokens are, torch.int8",
+        "k_cache: expected torch.float16 like the query and new tokens, torch.int8",
     ),
     "slots": (
         lambda: spoiled(slot_mapping=zeros(20, dtype=torch.int64)),
@@ -327,12 +327,12 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "scales": (
         lambda: spoiled(k_scale=zeros(5, 2, 16).float()),
         ValueError,
-        "k_scale: expected None beside a cache of torch.float16",
+        "k_scale: expected None with a cache of torch.float16",
     ),
     "no scales": (
         lambda: spoiled(int8=True, v_scale=None),
         ValueError,
-        "v_scale: expected a float32 tensor beside an int8 cache",
+        "v_scale: expected a float32 tensor .*, the scales of an int8 cache",
     ),
     "scale shape": (
         lambda: spoiled(int8=True, v_scale=zeros(5, 2, 17).float()),
@@ -392,7 +392,7 @@ def test_device_checks_find_wrong_slots(slots: list[int], words: str, monkeypatc
         ({"k_new": (21, 2, 63)}, r"k_cache must have shape \[5, 2, 16, 63\], got \[5, 2, 16, 64\]"),
         ({"v_new": (20, 2, 64)}, r"v_new must have shape \[21, 2, 64\], got \[20, 2, 64\]"),
         ({"slot_mapping": (20,)}, r"slot_mapping must have shape \[21\], got \[20\]"),
-        ({"k_scale": (5, 2, 16)}, "k_scale must be None for the native kernel"),
+        ({"k_scale": (5, 2, 16)}, "k_scale must be None, because the native kernel does not support it"),
     ],
 )
 def test_the_operator_checks_for_itself(changes: dict[str, tuple[int, ...]], words: str) -> None:

@@ -491,7 +491,7 @@ BAD = {
     ),
     "head counts": (
         lambda: changed(query=zeros(3, 3, 1, 32)),
-        "the heads of query must be a multiple of the heads of k_cache, got 3 and 2",
+        "query must have a multiple of the heads of k_cache (dim 1 of both), got 3 and 2",
     ),
     "lengths": (
         lambda: changed(cache_seqlens=zeros(3, dtype=torch.int64)),
@@ -503,10 +503,10 @@ BAD = {
     ),
     "one of the new": (lambda: changed(v_new=None), "k_new and v_new must both be given, or neither"),
     "new": (lambda: changed(k_new=zeros(3, 2, 1, 40)), "k_new must have shape [3, 2, 1, 32], got [3, 2, 1, 40]"),
-    "scales": (lambda: changed(k_scale=zeros(3, 2, 160)), "k_scale must be None for the native kernel"),
+    "scales": (lambda: changed(k_scale=zeros(3, 2, 160)), "k_scale must be None, because the native kernel does not"),
     "angles": (
         lambda: changed(rotary_cos=zeros(9, 20), rotary_sin=zeros(9, 20)),
-        "rotary_cos must have at most half the head dim's columns, 16, got 20",
+        "rotary_cos must have at most as many columns as half of query's head dim, 16, got 20",
     ),
     "strides": (
         lambda: changed(k_cache=zeros(33, 2, 16, 33)[..., :32]),
@@ -514,7 +514,7 @@ BAD = {
     ),
     "capacity": (
         lambda: changed(block_table=zeros(3, 1, dtype=torch.int32).expand(3, 2**26)),
-        "the caches must have a capacity below 2^30 tokens, got 1073741824",
+        "k_cache must hold fewer than 2^30 tokens of a sequence, got 1073741824",
     ),
 }
 

@@ -299,8 +299,8 @@ CHECKED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "page too large": (with_entry(1, 2, 99), ("block_table", "0 to 15", "99 as page 2 of sequence 1")),
     "page negative": (with_entry(0, 0, -1), ("block_table", "0 to 15", "-1 as page 0 of sequence 0")),
-    "NaN k_scale": (with_nan_scale("k_scale", 2), ("k_scale", "finite", "nan as that of token 2 of sequence")),
-    "NaN v_scale": (with_nan_scale("v_scale", 0), ("v_scale", "finite", "nan as that of token 0 of sequence")),
+    "NaN k_scale": (with_nan_scale("k_scale", 2), ("k_scale", "finite", "nan as the scale of token 2 of sequence")),
+    "NaN v_scale": (with_nan_scale("v_scale", 0), ("v_scale", "finite", "nan as the scale of token 0 of sequence")),
     "positions": (call(**tables(positions=9)), ("rotary_cos", "at least 10 rows", "9")),
 }
 

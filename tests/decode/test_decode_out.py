@@ -164,15 +164,19 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
     "expanded": (
         lambda _: half(1, 4, 1, 32).expand(SHAPE),
         ValueError,
-        "out: expected a place of its own for each element",
+        "out: expected separate memory for each element",
     ),
     "overlapping": (
         lambda _: half(300).as_strided(SHAPE, (64, 16, 16, 1)),
         ValueError,
-        "out: expected a place of its own",
+        "out: expected separate memory",
     ),
-    "the query": (lambda a: a["query"], ValueError, "out: expected memory apart .* got some between elements of query"),
-    "a cache": (lambda a: a["v_cache"][:, 0, 2:6, None], ValueError, "got some between elements of v_cache"),
+    "the query": (
+        lambda a: a["query"],
+        ValueError,
+        "out: expected memory of its own, .* got memory among the elements of query",
+    ),
+    "a cache": (lambda a: a["v_cache"][:, 0, 2:6, None], ValueError, "got memory among the elements of v_cache"),
 }
 
 

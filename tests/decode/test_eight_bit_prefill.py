@@ -198,9 +198,9 @@ def test_opcheck(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_cache": lambda t: t.float()}, "k_cache must be int8, float8_e4m3fn or of the dtype of k_out"),
-        ({"v_cache": lambda t: t[..., :4]}, "v_cache must have a head dim that is a multiple of 8"),
-        ({"k_scale": lambda t: None}, "k_scale must be a float32 tensor beside an int8 cache"),
+        ({"k_cache": lambda t: t.float()}, "k_cache must be int8 or float8_e4m3fn, or have the dtype of k_out"),
+        ({"v_cache": lambda t: t[..., :4]}, r"v_cache must have a last dim \(head dim\) that is a multiple of 8"),
+        ({"k_scale": lambda t: None}, "k_scale must be a float32 tensor for an int8 cache"),
         ({"seqlens": lambda t: t.long()}, "seqlens must be int32"),
         ({"block_table": lambda t: t[:2]}, "block_table must have shape"),
         ({"k_out": lambda t: t[1:]}, "k_out must have shape"),

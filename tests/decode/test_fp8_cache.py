@@ -311,7 +311,7 @@ def test_caches_store_it(paged: bool, backend: str) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "int8 scales for all": ({"int8": True, "k_scale": torch.ones(())}, "k_scale: expected shape of the cache"),
-    "int8 without": ({"int8": True, "k_scale": None}, "k_scale: expected a float32 tensor beside an int8 cache"),
+    "int8 without": ({"int8": True, "k_scale": None}, "k_scale: expected a float32 tensor .* an int8 cache"),
     "heads": (
         {"fp8": "heads", "k_scale": torch.ones(3)},
         r"k_scale: expected shape of one scale .* = \[2\], got \[3\]",
@@ -319,10 +319,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": ({"fp8": "tokens", "v_scale": torch.ones(3, 2, 149)}, r"v_scale: expected .* = \[3, 2, 150\]"),
     "rank": ({"fp8": "heads", "v_scale": torch.ones(2, 2)}, "v_scale: expected shape of one scale"),
     "dtype": ({"fp8": "heads", "k_scale": torch.ones(2).half()}, "k_scale: expected torch.float32"),
-    "16-bit": ({"k_scale": torch.ones(2)}, "k_scale: expected None beside a cache of torch.float16"),
+    "16-bit": ({"k_scale": torch.ones(2)}, "k_scale: expected None with a cache of torch.float16"),
     "other fp8": (
         {"fp8": "heads", "k_cache": torch.zeros(3, 2, 150, 32).to(torch.float8_e5m2)},
-        "k_cache: expected torch.float16, as query and new tokens are, torch.int8 or torch.float8_e4m3fn, got "
+        "k_cache: expected torch.float16 like the query and new tokens, torch.int8 or torch.float8_e4m3fn, got "
         "torch.float8_e5m2",
     ),
     "one of each": ({"fp8": "heads", "v_cache": torch.zeros(3, 2, 150, 32).char()}, "v_cache: expected torch.float8"),

@@ -314,7 +314,7 @@ def test_the_operator_checks_for_itself(backend: str) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"tree_mask": good.float()}, "tree_mask must be bool"),
         ({"tree_mask": good[:, :3]}, "tree_mask"),
-        ({"tree_mask": good, "window_left": 8}, "tree_mask excludes"),
+        ({"tree_mask": good, "window_left": 8}, "tree_mask cannot be combined with a window"),
     ]
     for changes, words in bad:
         arguments = {**decode_cases.op_arguments(case, make_arguments(case)), "window_right": -1, **changes}

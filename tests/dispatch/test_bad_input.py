@@ -139,7 +139,7 @@ INPUT_ERRORS: Misuse = {
     "packed query rank": (
         V,
         packed(query=torch.zeros(1, 9, 4, 16)),
-        ("query", "[total_q, Hq, D]", "4", "of [B, S, H, D] pass query.flatten(0, 1)"),
+        ("query", "[total_q, Hq, D]", "4", "for [B, S, H, D] pass query.flatten(0, 1)"),
     ),
     "packed key rank": (V, packed(key=torch.zeros(1, 9, 2, 16)), ("key", "pass key.flatten(0, 1)")),
     "query in fp8": (
@@ -410,8 +410,8 @@ def test_lengths_of_a_cache_by_another_name(theirs: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "advice"),
     [
-        ("enable_gqa", "keys and values may have fewer heads without it"),
-        ("key_padding_mask", r"pass bias=~mask\[:, None, None, :\]"),
+        ("enable_gqa", "keys and values can always have fewer heads than queries"),
+        ("key_padding_mask", r"pass bias=~key_padding_mask\[:, None, None, :\]"),
         ("block_mask", r"pass key_ranges=fastattn\.masks\.from_block_mask\(block_mask\)"),
         ("score_mod", "use softcap, alibi_slopes or a bias"),
         ("return_attn_probs", "return_lse=True returns the lse"),

@@ -67,7 +67,7 @@ def decode(lengths: Tensor, **changes: Any) -> Tensor:
         (
             varlen,
             ints(2, 1, 2),
-            r"^cu_seqlens_k: expected offsets, which begin with 0, got \[2, 1, 2\]; of lengths pass",
+            r"^cu_seqlens_k: expected offsets, which begin with 0, got \[2, 1, 2\]; for lengths pass",
         ),
         (varlen, ints(0, 1, 5), "^max_seqlen_k: expected at least 4, the longest sequence in cu_seqlens_k, got 3"),
         (paged, ints([0, -1], [-1, 0]), "^block_table: expected pages from 0 to 1, got -1 as page 0 of sequence 1"),

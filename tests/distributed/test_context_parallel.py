@@ -262,7 +262,7 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
     )
     refused("query: expected parts of a multiple of 4 rows", query, key, value, strategy="ring", dropout_p=0.5)
     refused(
-        "key: expected a multiple of . heads, the ranks that exchange them, got 1; use strategy 'ring'",
+        "key: expected heads that are a multiple of ., the number of ranks .* got 1; pass strategy='ring'",
         query,
         key[:, :1],
         value[:, :1],
@@ -284,7 +284,7 @@ def mistakes_are_errors_on_every_rank(rank: int, mesh: DeviceMesh) -> None:
     refused("layout: expected the same on all ranks", query, key, value, layout=LAYOUTS[odd])
     refused("query: expected the same on all ranks", *(t[:1] if odd else t for t in (query, key, value)))
     words = (
-        "key: expected batch 2" if odd else f"rank {mesh.size() - 1} of the group was refused: key: expected batch 2"
+        "key: expected batch 2" if odd else f"rank {mesh.size() - 1} of the group raised an error: key: expected batch"
     )
     refused(words, query, key[:, :, :4] if odd else key, value)
     assert context_parallel_attention(query, key, value, group=mesh).shape == (2, 4, 6, 6)

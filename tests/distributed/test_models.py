@@ -90,7 +90,7 @@ def a_refusal_on_one_rank_is_one_on_all(rank: int, mesh: DeviceMesh) -> None:
     os.environ["FASTATTN_CHECK"] = "1"
     for strategy in ("ring", "ulysses"):
         with context_parallel(mesh, strategy=strategy):
-            told = "^rank 1 of the group was refused: " if rank == 0 else "^"
+            told = "^rank 1 of the group raised an error: " if rank == 0 else "^"
             with pytest.raises(InputError, match=told + "attention_mask: expected none inside"):
                 llama(tokens, use_cache=False, attention_mask=padding if rank == 1 else None)
             with pytest.raises(InputError, match=told + "attn_mask: expected None"):

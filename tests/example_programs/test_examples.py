@@ -324,7 +324,7 @@ def test_lora_over_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     checks = CheckList()
     lora_int8.run(CPU, tmp_path, 3, checks)
     assert len(checks.checks) == 6
-    assert [check.what for check in checks.failed] == ["lora: sorted rightly, against all put with the commonest topic"]
+    assert [check.what for check in checks.failed] == ["lora: sorted correctly, against the commonest topic for all"]
     assert "trainable params: " in capsys.readouterr().out
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2e6
 

@@ -299,7 +299,7 @@ def test_explain_says_what_is_copied() -> None:
         assert own.copied == {"x": reason, **expected}
         for repeated, why in (
             (x[:1, :39].expand(3, 39), "its rows share memory"),
-            (x[:, None, :39].expand(3, 2, 39), "its rows are not evenly apart"),
+            (x[:, None, :39].expand(3, 2, 39), "its rows have no common stride"),
         ):
             assert fastattn.explain(fastattn.int8_linear, repeated, weight).copied == {"x": why, **expected}
 
@@ -365,27 +365,27 @@ fp32 = functools.partial(zeros, dtype=torch.float32)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weight rank": ({"weight": int8(24)}, "weight must have 2 dimensions, got shape [24]"),
     "scale rank": ({"scale": fp32(24)}, "scale must have 2 dimensions, got shape [24]"),
-    "columns": ({"x": zeros(5, 48)}, "x must have 64 columns like weight, got [5, 48]"),
-    "scalar": ({"x": zeros()}, "x must have 64 columns like weight, got []"),
+    "columns": ({"x": zeros(5, 48)}, "x must have 64 columns (its last dim) to match weight, got [5, 48]"),
+    "scalar": ({"x": zeros()}, "x must have 64 columns (its last dim) to match weight, got []"),
     "dtype": ({"x": fp32(5, 64)}, "x must be float16 or bfloat16 for the native kernel, got Float"),
     "weight dtype": ({"weight": zeros(24, 64)}, "weight must be Char, got Half"),
     "scale dtype": ({"scale": zeros(24, 1)}, "scale must be Float, got Half"),
     "scale rows": ({"scale": fp32(8, 1)}, "scale must have shape [1, 1], [24, 1] or [24, groups], got [8, 1]"),
     "groups": (
         {"scale": fp32(24, 4)},
-        "scale must have a column for each 32, 64 or 128 columns of weight, got [24, 4]",
+        "scale must have a row for each row and a column for each 32, 64 or 128 columns of weight, got [24, 4]",
     ),
-    "rows of groups": ({"scale": fp32(1, 2)}, "scale must have a column for each 32, 64 or 128 columns of weight"),
+    "rows of groups": ({"scale": fp32(1, 2)}, "scale must have a row for each row and a column for each 32, 64 or"),
     "bias": ({"bias": zeros(23)}, "bias must have shape [24], got [23]"),
     "bias dtype": ({"bias": fp32(24)}, "bias must be Half, got Float"),
     "residual": (
         {"residual": zeros(4, 24)},
-        "residual must have the leading dimensions of the input and 24 columns, got [4, 24]",
+        "residual must have the leading dimensions of x and 24 columns, got [4, 24]",
     ),
     "activation": ({"activation": "tanh"}, "activation must be none, relu, gelu, gelu_tanh, silu or swiglu, got tanh"),
     "halves": (
         {"activation": "swiglu", "weight": int8(23, 64), "scale": fp32(23, 1)},
-        "weight must have an even number of rows for swiglu, gates and then ups, got [23, 64]",
+        "weight must have an even number of rows for swiglu (first gates, then ups), got [23, 64]",
     ),
 }
 
@@ -398,7 +398,7 @@ def test_bad_input_of_the_op(name: str) -> None:
 
 
 def test_bad_input_of_the_gradient() -> None:
-    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{GRAD_OP}: grad_out must have 24 columns like weight")):
+    with pytest.raises(RuntimeError, match=re.escape(f"fastattn.{GRAD_OP}: grad_out must have 24 columns")):
         grads(*grad_arguments(grad_out=zeros(5, 64)).values())
 
 

@@ -333,7 +333,7 @@ def test_other_weights_go_elsewhere(n: int, k: int) -> None:
     explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, input_precision="int8")
     assert explained.backend == "torch" and "int8 activations takes N and K that" in explained.rejected["cuda"]
     assert explained.rejected["triton"] == 'the kernels do not have: int8 activations (input_precision="int8").'
-    with pytest.raises(RuntimeError, match="8 rows, and of 16 columns up to 131072, for int8 activations"):
+    with pytest.raises(RuntimeError, match="8 rows and a multiple of 16 columns, at most 131072, for int8 activations"):
         matmul(zeros(1, k), weight.data, weight.scale)
 
 
@@ -364,7 +364,7 @@ def test_longer_sums_go_elsewhere() -> None:
     weight = fastattn.Int8Weight(int8(8, k), fp32(8, 1))
     explained = fastattn.explain(fastattn.int8_linear, zeros(1, k), weight, input_precision="int8")
     assert explained.backend == "torch" and "int32 holds sums" in explained.rejected["cuda"]
-    with pytest.raises(RuntimeError, match="columns up to 131072, for int8 activations"):
+    with pytest.raises(RuntimeError, match="columns, at most 131072, for int8 activations"):
         matmul(zeros(1, k), weight.data, weight.scale)
 
 

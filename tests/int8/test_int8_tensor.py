@@ -69,10 +69,10 @@ def test_other_parts_and_wholes_are_refused() -> None:
     with pytest.raises(InputError, match="slice of an int8 weight: expected a step of 1"):
         weight[::2]
     with pytest.raises(
-        InputError, match=r"cat of an int8 weight: expected others of one granularity, got .*64.*channel"
+        InputError, match=r"cat of an int8 weight: expected int8 weights of one granularity, got .*64.*channel"
     ):
         torch.cat([weight, grouped])
-    with pytest.raises(InputError, match="cat of an int8 weight: expected others with the same 'channel' scales"):
+    with pytest.raises(InputError, match="cat of an int8 weight: expected weights with the same 'channel' scales"):
         torch.cat([weight, weight_of(seed=5)], 1)
     with pytest.raises(InputError, match="pad of an int8 weight: expected rows of zeros below"):
         F.pad(weight, (0, 16))
@@ -166,10 +166,10 @@ def test_it_never_requires_a_gradient() -> None:
     parameter = nn.Parameter(weight_of())
     parameter.requires_grad_(False)
     parameter.requires_grad = False
-    with pytest.raises(InputError, match=r"requires_grad: expected False of an int8 weight.*adapters.*dequantize"):
+    with pytest.raises(InputError, match=r"requires_grad: expected False for an int8 weight.*adapters.*dequantize"):
         parameter.requires_grad_(True)
-    with pytest.raises(InputError, match="requires_grad: expected False of an int8 weight"):
+    with pytest.raises(InputError, match="requires_grad: expected False for an int8 weight"):
         parameter.requires_grad = True
-    with pytest.raises(InputError, match="requires_grad: expected False of an int8 weight"):
+    with pytest.raises(InputError, match="requires_grad: expected False for an int8 weight"):
         nn.Sequential(Int8Linear.from_linear(nn.Linear(16, 16))).requires_grad_()
     assert not parameter.requires_grad

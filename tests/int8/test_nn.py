@@ -486,7 +486,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
     ),
     "model type": (quantize_model, {"model": "bert"}, TypeError, ("model", "nn.Module", "str")),
     "model is the layer": (quantize_model, {"model": nn.Linear(4, 4)}, InputError, ("model", "Linear", "from_linear")),
-    "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "got one: Int8Linear")),
+    "model is int8": (quantize_model, {"model": Int8Linear(4, 4)}, InputError, ("model", "such a layer: Int8Linear")),
     "linear is int8": (Int8Linear.from_linear, {"linear": Int8Linear(4, 4)}, TypeError, ("linear", "Int8Linear")),
     "weight type": (
         Int8Linear.from_weight,

@@ -205,7 +205,7 @@ def test_descales_multiply_fp8_numbers(paged: bool) -> None:
         ({"k_descale": SCALES, "q": fp8(3, 1, 3, 8, seed=0)}, "^q: expected a multiple of the 2 heads of k_cache"),
         (
             {"k": random(3, 1, 2, 8).bfloat16(), "v": fp8(3, 1, 2, 8, seed=0), "k_descale": SCALES},
-            r"^k: expected float8_e4m3fn beside k_descale, .*; divide by k_descale and cast with \.to\(torch\.float8",
+            r"^k: expected float8_e4m3fn with k_descale, .*; divide by k_descale and cast with \.to\(torch\.float8",
         ),
     ],
     ids=["shape", "dtype", "q", "heads", "new keys"],
@@ -222,8 +222,8 @@ def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
     [
         ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "^rotary_cos: expected None without new keys"),
         ({"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8)}, "^cache_seqlens: expected an int or a tensor"),
-        ({"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_leftpad: expected None beside a block"),
-        ({"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_batch_idx: expected None beside a"),
+        ({"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_leftpad: expected None with a block"),
+        ({"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_batch_idx: expected None with a"),
         ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),
         ({"q_descale": SCALES}, "^q_descale: expected None, as q is not fp8, got a tensor"),

@@ -116,7 +116,7 @@ def test_dropout_is_the_same_in_the_backward_pass() -> None:
     arguments = (q, *inputs, out, lse, *grads)
     interface._flash_attn_backward(*arguments, **options, deterministic=False, rng_state=rng_state)
     torch.testing.assert_close(grads, gradients_of(again, inputs, q))
-    with pytest.raises(fastattn.InputError, match=r"^rng_state: expected the one of the forward pass"):
+    with pytest.raises(fastattn.InputError, match=r"^rng_state: expected what the forward pass returned"):
         interface._flash_attn_backward(*arguments, **options, deterministic=False)
 
 

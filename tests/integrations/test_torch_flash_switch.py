@@ -209,13 +209,13 @@ def used() -> Tensor:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     r"return_debug_mask: expected False": lambda: aten._flash_attention_forward(*dense(), True),
-    r"seqused_k: expected None beside tensors \[B": lambda: aten._flash_attention_forward(
+    r"seqused_k: expected None with tensors \[B": lambda: aten._flash_attention_forward(
         *dense(), False, seqused_k=used()
     ),
-    r"seqused_k: expected None beside tensors that require": lambda: aten._flash_attention_forward(
+    r"seqused_k: expected None if query, key or value requires": lambda: aten._flash_attention_forward(
         packed()[0].requires_grad_(), *packed()[1:], False, seqused_k=used()
     ),
-    r"alibi_slopes: expected None beside tensors that require": lambda: aten._flash_attention_forward(
+    r"alibi_slopes: expected None if query, key or value requires": lambda: aten._flash_attention_forward(
         packed()[0].requires_grad_(), *packed()[1:], False, alibi_slopes=torch.ones(HEADS, device=DEVICE)
     ),
     r"cum_seq_k: expected the offsets": lambda: aten._flash_attention_forward(

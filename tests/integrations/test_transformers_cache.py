@@ -241,7 +241,7 @@ class TestRefusals:
         model = make_model("llama", "fastattn")
         cache = make_cache(model, "int8", max_length=30)
         model(**tokens(), past_key_values=cache)
-        words = r"^attention_mask: expected one that hides padding and later tokens .* Cache\(\.\.\., dtype=None\)"
+        words = r"^attention_mask: expected one that only hides padding and later tokens.* Cache\(\.\.\., dtype=None\)"
         with pytest.raises(fastattn.InputError, match=words):
             model(**tokens(), attention_mask=torch.ones(2, 1, 9, 30, dtype=torch.bool), past_key_values=cache)
         model = make_model("llama", "fastattn", attention_dropout=0.1).train()

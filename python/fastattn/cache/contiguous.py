@@ -1,4 +1,4 @@
-"""Implements a key-value cache with fixed memory for each sequence of the batch."""
+"""Implements a key-value cache that keeps each sequence of a batch in contiguous memory."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ _MOST_TOKENS = 2**31 - 1  # lengths are int32
 
 
 class KVCache(StepCache):
-    """A key-value cache with contiguous memory for each sequence of a batch in every layer, which grows as needed.
+    """Holds keys and values in contiguous memory for each layer and each sequence of a batch, and grows as needed.
 
-    In a decoder's layer, call ``cache.attend(layer, query, k, v)`` instead of attention: it appends the new tokens and
-    attends over all tokens. The cache is itself the ``StepCache`` of every step::
+    In a decoder's layer, call ``cache.attend(layer, query, k, v)`` instead of attention. ``attend`` appends the new
+    tokens and attends over all tokens. A ``KVCache`` is a ``StepCache``, so models take it directly::
 
         cache = KVCache(num_layers, batch, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
         logits = model(prompt, cache)       # each layer calls cache.attend(layer, ...) once
         logits = model(next_token, cache)
 
-    Each layer must attend exactly once in a step: the cache cannot tell a second call from the next step, and appends
-    the tokens again. It warns if layer 0 attends again before the last layer has. If the sequences of a prompt differ
-    in length, pad them on the right, and take the padding off again with ``cache.truncate(lengths)``.
+    Each layer must attend exactly once in a step. The cache cannot tell a second call from the next step, so a second
+    call appends the tokens again. The cache warns if layer 0 attends again before the last layer has attended. If
+    prompts differ in length, pad them on the right, and remove the padding afterwards with ``cache.truncate(lengths)``.
 
-    The capacity doubles when tokens might no longer fit. The host counts the tokens that it appends and never reads the
-    lengths back. A CUDA graph captures addresses, so the cache cannot grow in it: call ``reserve`` before the capture.
-    The host does not see what a replay appends: call ``note_replayed`` after it.
+    The capacity doubles when new tokens might not fit. The host counts the tokens that it appends and never reads
+    lengths from the device. A CUDA graph captures addresses, so the cache cannot grow in a graph: call ``reserve``
+    before the capture. The host does not see what a replayed graph appends: call ``note_replayed`` after each replay.
 
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
         value_dim: the values' head dim, by default ``head_dim``.
-        capacity: the tokens per sequence that fit at first, by default 256, or ``max_capacity`` if that is less.
-        max_capacity: the capacity beyond which ``CacheFull`` is raised instead of growing; by default there is none.
+        capacity: the number of tokens per sequence for which memory is allocated at first, by default 256, or
+            ``max_capacity`` if that is less.
+        max_capacity: the largest capacity. Tokens beyond it raise ``CacheFull``. By default, there is no limit.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
-            with a float32 scale per key or value of a token and head. This takes half the memory of 16 bits.
+            with a float32 scale for each token and head of the keys and of the values. This takes about half the memory
+            of 16 bits.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -90,9 +92,10 @@ class KVCache(StepCache):
         self.layout = CacheLayout.checked(kv_heads, head_dim, value_dim, dtype, device, quantized)
         self.num_layers, self.max_capacity, self._batch = num_layers, max_capacity, batch
         self._layers = [LayerStorage.allocate(self.layout, batch, capacity) for _ in range(num_layers)]
-        with torch.inference_mode(False):  # as in zeros_in_aligned_rows
+        with torch.inference_mode(False):  # for the reason in zeros_in_aligned_rows
             self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=self.layout.device)
-        # For each layer, an upper bound of a sequence's tokens, which the host knows without reading the lengths back.
+        # For each layer, an upper bound of the lengths of its sequences, which the host knows without reading from the
+        # device.
         self._longest = [0] * num_layers
 
     @property
@@ -102,22 +105,22 @@ class KVCache(StepCache):
 
     @property
     def capacity(self) -> int:
-        """Returns the tokens per sequence that fit without growing."""
+        """Returns the number of tokens per sequence that fit without growing."""
         return min(layer.k.shape[2] for layer in self._layers)
 
     @property
     def cache_seqlens(self) -> Tensor:
-        """Returns the number of tokens of each sequence in every layer, int32 ``[batch]`` on the device, as a view that
-        changes with the cache."""
+        """Returns the number of tokens of each sequence in every layer, int32 ``[batch]`` on the device. The result is
+        a view that changes with the cache."""
         return self._lengths[-1]
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the keys, values and scales take."""
+        """Returns the number of bytes that the keys, values and scales take."""
         return sum(layer.nbytes for layer in self._layers)
 
     def lengths(self) -> list[int]:
-        """Reads the number of tokens of each sequence back from the device and returns it."""
+        """Returns the number of tokens of each sequence, which the host reads from the device."""
         lengths: list[int] = self.cache_seqlens.tolist()
         return lengths
 
@@ -142,7 +145,7 @@ class KVCache(StepCache):
             **storage.arguments(),
             **options,
         )
-        # A call that is refused or only explained does not come this far, and leaves the cache unchanged.
+        # A call that raises, or runs under fastattn.explain(), does not reach this line and leaves the cache unchanged.
         if storage is not self._layers[layer]:
             self._layers[layer] = storage
         lengths.add_(num_new)
@@ -180,8 +183,8 @@ class KVCache(StepCache):
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Forgets the tokens beyond ``lengths``: one int, one int per sequence, or int32 ``[batch]`` on the device.
 
-        Use it to remove the padding of prompts, or rejected tokens of a draft model. Lengths on the device are not read
-        back, so the host still counts the forgotten tokens when it decides whether to grow.
+        Use it to remove the padding of prompts, or rejected tokens of a draft model. The host does not read a tensor on
+        the device, so it still counts the forgotten tokens when it decides whether to grow.
         """
         if isinstance(lengths, Tensor):
             check_shape("lengths", lengths, (self.batch,), "[batch]")
@@ -204,12 +207,12 @@ class KVCache(StepCache):
         self._longest = [min(longest, before) for before in self._longest]
 
     def reset(self) -> None:
-        """Forgets every token; the memory stays."""
+        """Forgets every token; keeps the memory."""
         self._lengths.zero_()
         self._longest = [0] * self.num_layers
 
     def reserve(self, capacity: int) -> None:
-        """Grows the cache now, so that ``capacity`` tokens per sequence fit, for example before capturing a CUDA graph.
+        """Grows the cache so that ``capacity`` tokens per sequence fit. Call it before capturing a CUDA graph.
 
         The old memory is kept until all tokens are copied, so running out of memory leaves the cache unchanged.
         """
@@ -232,10 +235,10 @@ class KVCache(StepCache):
         if contents_are_checked(sequences):
             chosen, expected = sequences.tolist(), numbers_below(self.batch, "indices")
             expect(all(0 <= each < self.batch for each in chosen), "sequences", expected, chosen)
-        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # no other index is read, whatever the device holds
+        sequences = sequences.clamp(0, max(self.batch - 1, 0))  # the kernel must not read out of bounds
         lengths = self._lengths.index_select(1, sequences)
         tensors = [as_numbers(tensor) for layer in self._layers for tensor in layer.tensors()]
-        # Allocate all memory first: if it ran out half-way, some layers would be reordered and others not.
+        # Allocate all memory first. If memory ran out half-way, only some layers would be reordered.
         reordered = {(tensor.shape, tensor.dtype): torch.empty_like(tensor) for tensor in tensors}
         for tensor in tensors:
             selected = reordered[tensor.shape, tensor.dtype]
@@ -252,14 +255,15 @@ class KVCache(StepCache):
         warn_at_users_line(
             f"KVCache: layer 0 attends again, but layers {behind} of num_layers={self.num_layers} have not stored the "
             "tokens of its last step, so lengths() and positions() do not count them. If the model has fewer layers, "
-            "make the cache with as many; after a step that an exception ended, call cache.truncate(cache.lengths()).",
+            "pass their number as num_layers. If an exception ended that step, call cache.truncate(cache.lengths()).",
             RuntimeWarning,
         )
 
     def _storage_for(self, layer: int, tokens: int, exactly: bool = False) -> LayerStorage:
         """Returns the layer's memory if ``tokens`` tokens per sequence fit, else larger memory with the same contents.
 
-        The caller stores the result in the cache once nothing can fail. Raises CacheFull.
+        The larger memory has exactly ``tokens`` rows if ``exactly``. The caller stores the result in the cache once
+        nothing can fail. Raises CacheFull.
         """
         storage = self._layers[layer]
         capacity = storage.k.shape[2]
@@ -268,7 +272,7 @@ class KVCache(StepCache):
         if self.max_capacity is not None and tokens > self.max_capacity:
             raise CacheFull(
                 f"KVCache: no room for {tokens} tokens per sequence, as max_capacity is {self.max_capacity}; make the "
-                "cache with more, or truncate or reset it"
+                "cache with a larger max_capacity, or truncate or reset the cache"
             )
         if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CacheFull(

@@ -1,4 +1,4 @@
-"""Implements a key-value cache in pages, and its steps. Sequences take pages from one pool and may share them."""
+"""Implements a paged key-value cache and its steps. Sequences take pages from one pool and can share pages."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from fastattn.functional.kv_cache_attention import attention_with_kv_cache
 from fastattn.functional.kv_cache_checks import check_rotary
 from fastattn.rotary import rotary
 
-NO_PAGE = -1  # fills a block table beyond a sequence's pages; kernels treat such a page as absent
+NO_PAGE = -1  # pads rows of a block table; kernels treat it as no page
 
 
 def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
-    """Returns ``numbers`` as a list; refuses a single number and a tensor."""
+    """Returns ``numbers`` as a list. Raises for a single number and for a tensor."""
     expect(not isinstance(numbers, Integral), argument, expected, f"{numbers}; pass [{numbers}]")
     expect(not isinstance(numbers, Tensor), argument, expected, f"a torch.Tensor; pass {argument}.tolist()")
     try:
@@ -49,10 +49,10 @@ def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
 
 
 class PagedKVCache:
-    """A key-value cache that stores every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
+    """Holds the keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
-    ``add`` and ``fork`` make a sequence and return its number. A step appends tokens to some of the sequences. It is a
-    ``StepCache``, which a model takes in place of a ``KVCache``::
+    ``add`` and ``fork`` make a sequence and return its number. A step appends tokens to some of the sequences. A step
+    is a ``StepCache``, so a model takes a step instead of a ``KVCache``::
 
         cache = PagedKVCache(num_layers, num_pages, kv_heads, head_dim, page_size=16)
         first = cache.add()
@@ -61,19 +61,19 @@ class PagedKVCache:
         model(next_tokens, cache.step([first, second], num_new=1))
         cache.free(first)
 
-    A chunk processes prompts of different lengths together, whole or in several steps. It is a ``StepCache`` too, and
-    packs the tokens in one row::
+    A chunk appends different numbers of tokens to the sequences, for example whole prompts or parts of prompts. A chunk
+    is a ``StepCache`` too, and packs the tokens of all sequences in one row::
 
         chunk = cache.chunk([first, second], [300, 17])          # 300 tokens of the first prompt, 17 of the second
         model(tokens[None], chunk)                               # chunk.attend takes [1, heads, 317, head_dim]
 
     Tokens count once every layer has stored them. So a step that is abandoned half-way has no effect: the next step of
-    its sequences begins where it began, and its reserved pages become free. A warning says so, because a model that
-    attends in fewer layers than the cache has would otherwise stay at length 0.
+    the same sequences begins at the same position, and the abandoned step's pages become free. The cache warns of such
+    a step, because with a model that has fewer layers than the cache all lengths would stay 0.
 
-    Sequences may share a page, which is copied when one of them is about to write to it. The host keeps the list of
-    each sequence's pages; each step makes a block table and lengths from them. A call that raises, even ``CacheFull``,
-    changes nothing.
+    Sequences can share a page. The cache copies the page when one of these sequences is about to write to it. The host
+    keeps the list of each sequence's pages; each step makes a block table and lengths from these lists. A call that
+    raises an error, also ``CacheFull``, changes nothing.
 
     Args:
         num_layers, num_pages, kv_heads, head_dim: the number of each; every layer has ``num_pages`` pages.
@@ -81,7 +81,7 @@ class PagedKVCache:
         value_dim: the values' head dim, by default ``head_dim``.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)
-            with one float32 scale per token and head.
+            with a float32 scale for each token and head of the keys and of the values.
 
     Raises:
         InputError, TypeError: an argument is wrong.
@@ -124,7 +124,7 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the keys, values and scales take."""
+        """Returns the number of bytes that the keys, values and scales take."""
         return sum(layer.nbytes for layer in self._layers)
 
     def length(self, sequence: int) -> int:
@@ -132,7 +132,7 @@ class PagedKVCache:
         return self._pool.find(sequence).length
 
     def pages(self, sequence: int) -> list[int]:
-        """Returns the pages of a sequence's tokens, in order."""
+        """Returns the numbers of the pages that hold a sequence's tokens, in order."""
         return list(self._pool.find(sequence).pages)
 
     def add(self) -> int:
@@ -140,9 +140,10 @@ class PagedKVCache:
         return self._pool.add()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """Adds a sequence that shares the first ``length`` tokens of another, by default all, and returns its number.
+        """Adds a sequence that shares the first ``length`` tokens of ``sequence``, by default all. Returns the new
+        number.
 
-        Nothing is copied yet.
+        ``fork`` copies no page. A step copies a shared page when a sequence is about to write to it.
         """
         return self._pool.fork(sequence, length)
 
@@ -151,7 +152,8 @@ class PagedKVCache:
         self._pool.free(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forgets a sequence's tokens from ``length`` on: a prompt's padding, or rejected tokens of a draft model."""
+        """Forgets a sequence's tokens from ``length`` on, such as a prompt's padding or rejected tokens of a draft
+        model."""
         self._pool.truncate(sequence, length)
 
     def reset(self) -> None:
@@ -162,12 +164,12 @@ class PagedKVCache:
     def step(self, sequences: Sequence[int], num_new: int) -> PagedStep:
         """Makes a step that appends ``num_new`` tokens to each of ``sequences``, and reserves pages for them.
 
-        The step's ``attend`` stores the tokens, layer by layer; they count once every layer has stored them. Earlier
-        steps of these sequences are refused from now on, and this step may take the pages that they reserved.
+        The step's ``attend`` stores the tokens of one layer; the tokens count once every layer has stored them. Earlier
+        steps of these sequences can store nothing from now on, and the new step can take the pages that they reserved.
 
         Raises:
             CacheFull: the pool has too few free pages.
-            InputError, TypeError: an argument is wrong. Nothing has changed then.
+            InputError, TypeError: an argument is wrong. The cache is then unchanged.
         """
         names = _listed("sequences", sequences, "a list of sequences' numbers")
         if isinstance(num_new, (list, tuple)):
@@ -181,15 +183,15 @@ class PagedKVCache:
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
         """Makes a step that appends ``num_new[i]`` tokens to ``sequences[i]``, and reserves pages for them.
 
-        It is like ``step``, but with the tokens of all sequences packed one after the other.
+        It is like ``step``, but the tokens of all sequences are packed one after the other.
 
         Raises:
             CacheFull: the pool has too few free pages.
-            InputError, TypeError: an argument is wrong, or the cache is quantized. Nothing has changed then.
+            InputError, TypeError: an argument is wrong, or the cache is quantized. The cache is then unchanged.
         """
         unquantized = self.layout.quantized is None
         came = f"{self.layout.quantized}; use step(), or make the cache without quantized"
-        expect(unquantized, "quantized", "False in a cache of which chunk() is called", came)
+        expect(unquantized, "quantized", "False in a cache for chunk()", came)
         names = _listed("sequences", sequences, "a list of sequences' numbers")
         counts = _listed("num_new", num_new, "a list of numbers, one for each sequence")
         expect(len(counts) == len(names), "num_new", f"{len(names)} numbers, one for each sequence", counts)
@@ -232,7 +234,7 @@ class PagedKVCache:
     def _reserve(self, demand: PageDemand) -> tuple[Tensor, Reservation]:
         """Reserves the pages of ``demand``, and returns the block table, int32 ``[B, max_pages]``, and the reservation.
 
-        It allocates and copies on the device first, where memory may run out, then changes the host's lists.
+        It first allocates and copies on the device, where memory can run out, and then changes the host's lists.
         """
         tables = demand.tables()
         width = max([1, *map(len, tables)])
@@ -248,9 +250,9 @@ class PagedKVCache:
         return block_table, self._pool.reserve(demand, self.num_layers)
 
     def _to_device(self, numbers: list[Any]) -> Tensor:
-        """Returns the numbers as int32 on the device, without waiting for it.
+        """Returns the numbers as int32 on the device, without waiting for the device.
 
-        The copy is from pinned memory, which torch keeps until the copy is done.
+        The source is pinned memory, which torch keeps until the copy is done.
         """
         tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         if self.layout.device.type == "cuda":
@@ -266,12 +268,13 @@ class PagedKVCache:
 
 @dataclass(frozen=True, eq=False)
 class _NewTokens(StepCache):
-    """The base of steps and chunks: new tokens of some sequences, with reserved pages.
+    """Defines what steps and chunks share: they hold new tokens of some sequences, and reserve pages for the tokens.
 
     The tokens count (``PagedKVCache.length``) once every layer has stored them; until then the sequences are unchanged.
-    Layers may attend in any order, and more than once: a layer then writes its tokens again. Once one of the sequences
-    gets another step or is forked, truncated or freed, this step raises ``InputError``, and tokens that did not count
-    yet never will. Its reserved pages then become free, as they do when the step is garbage-collected.
+    Layers may attend in any order. A layer that attends again overwrites its tokens. Once one of the sequences gets
+    another step or is forked, truncated or freed, this step raises ``InputError``. If not every layer had stored the
+    tokens by then, the tokens are lost and the reserved pages become free. The pages also become free when the step is
+    garbage-collected.
 
     Attributes:
         cache: the cache that gets the tokens.
@@ -290,16 +293,17 @@ class _NewTokens(StepCache):
         self.reservation.holder = weakref.ref(self)
 
     def lengths(self) -> list[int]:
-        """Returns the number of tokens that each sequence has in every layer, which the host knows."""
+        """Returns the number of tokens that each sequence has in every layer, without reading from the device."""
         return [self.cache.length(sequence) for sequence in self.sequences]
 
     def commit(self) -> None:
-        """Counts the tokens now: call it after a replayed CUDA graph or a kernel of your own has stored them."""
+        """Counts the tokens as stored in every layer. Call it after a replayed CUDA graph or your own kernel stored
+        them."""
         self.reservation.check_current()
         self.reservation.stored[:] = [True] * self.cache.num_layers
 
     def cancel(self) -> None:
-        """Frees the pages that are reserved for the tokens; it has no effect once the tokens count."""
+        """Frees the pages that are reserved for the tokens. Has no effect once the tokens count."""
         self.cache._pool.cancel(self.reservation)
 
     def _check_num_new(self, name: str, expected: int, came: int) -> None:
@@ -309,7 +313,7 @@ class _NewTokens(StepCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedStep(_NewTokens):
-    """A ``StepCache`` that appends ``num_new`` tokens to each of its sequences; batch row ``i`` is ``sequences[i]``.
+    """Appends ``num_new`` tokens to each of its sequences, as a ``StepCache``; batch row ``i`` is ``sequences[i]``.
 
     Attributes:
         num_new: the number of tokens that each sequence gets.
@@ -351,15 +355,15 @@ class PagedStep(_NewTokens):
 
 @dataclass(frozen=True, eq=False)
 class PagedChunk(_NewTokens):
-    """A ``StepCache`` that appends any number of tokens to each of its sequences, packed one after the other.
+    """Appends any number of tokens to each of its sequences, as a ``StepCache``; packs them one after the other.
 
     Its ``attend`` takes tensors ``[1, H, total_new, D]``, or ``[total_new, H, D]`` as ``attention_varlen`` does, and
-    returns results in the same form. There is one query for each new token, at the same position.
+    returns results in the same form. There is one query for each new token, at that token's position.
 
     Attributes:
         cu_seqlens_q: int32 ``[B + 1]``, the offsets of the new tokens.
         cu_seqlens_k: int32 ``[B + 1]``, the offsets of all tokens of the sequences.
-        max_seqlen_q, max_seqlen_k: the largest numbers of new tokens and of all tokens of a sequence.
+        max_seqlen_q, max_seqlen_k: the largest number of new tokens, and of all tokens, of any sequence.
         page, row: int32 ``[total_new]``, the page of each new token, and its row in the page.
         position: int32 ``[total_new]``, the position of each new token in its sequence.
         num_positions: one more than the largest ``position``.
@@ -394,8 +398,8 @@ class PagedChunk(_NewTokens):
     def store(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
         """Writes the new tokens, ``[total_new, Hkv, D]`` and ``[total_new, Hkv, Dv]``, to the pages of a layer.
 
-        This is the first half of ``attend``; the other is ``attention_varlen(query, *cache.pools(layer), causal=True,
-        **chunk.arguments())``. Unlike ``attend``, neither applies RoPE: rotate keys and queries before.
+        ``attend`` is ``store``, and then ``attention_varlen(query, *cache.pools(layer), causal=True,
+        **chunk.arguments())``. Unlike ``attend``, these two calls do not apply RoPE: rotate keys and queries first.
         """
         self.reservation.check_current()
         self._check_new(layer, k_new, v_new)
@@ -426,7 +430,7 @@ class PagedChunk(_NewTokens):
         key, value = self.cache.pools(layer)
         call = AttentionCall(query, key, value, **self.arguments(), causal=True, return_lse=return_lse)
         own: dict[str, Any] = {name: value for name, value in options.items() if name in AttentionCall._fields}
-        prepared = prepare(call._replace(**own))  # it raises before anything is stored
+        prepared = prepare(call._replace(**own))  # errors must be raised before tokens are stored
         self._write(layer, k_new, v_new)
         result: Any = carry_out(prepared)
         self.reservation.stored[layer] = True
@@ -463,7 +467,7 @@ class PagedChunk(_NewTokens):
             pool[self.page.long(), :, self.row.long()] = new
 
     def _rotated(self, query: Tensor, k_new: Tensor, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        """Returns query and new keys, rotated by their positions (RoPE) if the options ask for it."""
+        """Returns query and new keys, rotated by their positions (RoPE) if the options have ``rotary_cos``."""
         cos, sin = options.get("rotary_cos"), options.get("rotary_sin")
         interleaved = check_bool("rotary_interleaved", options.get("rotary_interleaved", False))
         check_rotary(cos, sin, self.cache.layout.head_dim)

@@ -1,6 +1,7 @@
 """Tracks which pages of a pool are free, reserved or held by sequences, on the host only and without tensors.
 
-A page is reserved for the tokens of an open step. Its reference count is the number of sequences that hold it.
+A step is open until every layer has stored its tokens, or until it is ended. An open step reserves pages for its
+tokens. A page's reference count is the number of sequences that hold the page.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from fastattn.errors import CacheFull, InputError
 
 @dataclass(eq=False)
 class PageList:
-    """Describes a sequence, whose ``pages`` hold its ``length`` tokens in order; the last page may not be full."""
+    """Describes a sequence: ``pages`` hold its ``length`` tokens in order. The last page is not always full."""
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    latest: Reservation | None = None  # the reservation of the newest step, while that step may still write
+    latest: Reservation | None = None  # of the newest step, while that step can still write
 
 
 @dataclass(eq=False)
 class Reservation:
     """Holds the pages that one step is about to fill, and the layers that have filled them.
 
-    A step under ``torch.compile`` reads and writes nothing but ``refusal`` and ``stored``: a graph that depended on the
-    lists of the pool would be valid for one step only.
+    A step under ``torch.compile`` reads and writes only ``refusal`` and ``stored``. If its graph depended on the lists
+    of the pool, the graph would be valid for one step only.
 
     Attributes:
         sequences: the sequences that get tokens.
         num_new: the number of tokens that each sequence gets.
         pages: the new pages of each sequence.
         stored: whether each layer has stored the tokens.
-        refusal: why the step may not write any more, or None.
-        is_open: whether the pages are still reserved, and the tokens do not count yet.
-        holder: returns the step, or None once it has been garbage-collected.
+        refusal: why the step cannot write any more, or None if it can.
+        is_open: whether the pages are still reserved and the tokens do not count yet.
+        holder: a weak reference; returns the step, or None once the step has been garbage-collected.
     """
 
     sequences: list[PageList]
@@ -49,13 +50,15 @@ class Reservation:
     holder: Callable[[], object | None] = object
 
     def check_current(self) -> None:
-        """Raises InputError if the step was ended, since its pages may belong to another step."""
+        """Raises InputError if the step was ended, because its pages might now belong to another step."""
         if self.refusal is not None:
-            raise InputError(f"step: this one can store no more, as {self.refusal}; make a new one with cache.step()")
+            raise InputError(
+                f"step: it can store no more tokens, because {self.refusal}; make a new one with cache.step()"
+            )
 
 
 class PageCopy(NamedTuple):
-    """A copy on write: page ``source`` is copied to page ``target``, which becomes the last page of ``sequence``."""
+    """Describes a copy on write of page ``source`` to page ``target``, which becomes the last page of ``sequence``."""
 
     sequence: PageList
     source: int
@@ -64,10 +67,11 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class PageDemand:
-    """Holds the pages that a step would take from the pool, before anything has changed.
+    """Holds the pages that a step will take from the pool. Making a demand does not change the pool.
 
     Attributes:
-        names, sequences, num_new: the names of the step's sequences, the sequences, and the tokens that each gets.
+        names, sequences, num_new: the numbers of the step's sequences (as `PagePool.add` returns them), the sequences,
+            and the number of tokens that each sequence gets.
         pages: the new pages that each sequence gets.
         copies: the pages to copy before ``PagePool.reserve``.
         superseded: the open steps of these sequences, which this step ends.
@@ -90,7 +94,7 @@ class PageDemand:
 
 
 class PagePool:
-    """Tracks the sequences and the pages that they hold. A method that raises changes nothing."""
+    """Tracks the sequences and the pages that they hold. A method that raises an error changes nothing."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -101,7 +105,7 @@ class PagePool:
         self._next_name = 0
 
     def find(self, name: int, argument: str = "sequence") -> PageList:
-        """Returns a sequence, after counting its tokens that every layer has stored. Errors name ``argument``."""
+        """Calls `settle`, and returns the sequence whose number is ``name``. Errors name ``argument``."""
         self.settle()
         check_int(argument, name)
         found = self.sequences.get(name)
@@ -112,9 +116,9 @@ class PagePool:
         return found
 
     def settle(self) -> None:
-        """Counts the tokens that every layer has stored by now, and frees the pages of abandoned steps.
+        """Counts the tokens that every layer has stored by now, and frees the pages of garbage-collected steps.
 
-        It runs before pages or lengths are read, because ``attend`` may be compiled and cannot call it.
+        Methods call it before they read pages or lengths. ``attend`` cannot call it, because it may be compiled.
         """
         for reservation in list(self._open):
             if all(reservation.stored):
@@ -171,7 +175,7 @@ class PagePool:
                 f"of {self.num_pages} are free; free or truncate a sequence, or make the cache with more num_pages"
             )
         taken = available[len(available) - needed :]
-        # Copies take pages first, so they get free pages where there are enough, not reserved ones.
+        # Copies take their pages first. So they get free pages, not reserved ones, if there are enough free pages.
         copies = [PageCopy(s, s.pages[-1], taken.pop()) for s in to_copy]
         pages = [[taken.pop() for _ in range(count)] for count in additional]
         copies_take_reserved = len(copies) > len(self.free_pages)
@@ -217,15 +221,16 @@ class PagePool:
             sequence.length += num_new
 
     def _drop(self, reservation: Reservation, reason: str) -> None:
-        """Releases a step that nobody cancelled, and warns if some layers have stored its tokens, which are lost."""
+        """Releases a step that nobody cancelled. Warns if some layers have stored its tokens, because these are
+        lost."""
         missing = [layer for layer, is_stored in enumerate(reservation.stored) if not is_stored]
         self._release(reservation, reason)
         num_layers = len(reservation.stored)
         if len(missing) < num_layers:
             warn_at_users_line(
                 f"PagedKVCache: the tokens of a step were dropped, because layers {missing} of num_layers={num_layers} "
-                "never stored them. If the model has fewer layers, make the cache with as many; a step that an "
-                "exception ended is dropped without this warning by its cancel().",
+                "never stored them. If the model has fewer layers, pass their number as num_layers. If an exception "
+                "ended the step, call the step's cancel() to drop it without this warning.",
                 RuntimeWarning,
             )
 
@@ -240,7 +245,7 @@ class PagePool:
         self._open = [other for other in self._open if other is not reservation]
 
     def _end_step(self, sequence: PageList, reason: str) -> None:
-        """Ends the step of a sequence that is about to change: the step may not write any more."""
+        """Ends the latest step of a sequence that is about to change, so that the step cannot write any more."""
         reservation = sequence.latest
         if reservation is None:
             return
@@ -274,7 +279,8 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def _sharing_their_last_page(self, writers: list[PageList]) -> list[PageList]:
-        """Returns the writers that must copy their last page, which is shared and not full; one sequence keeps it."""
+        """Returns the writers that must copy their last page, because it is shared and not full. If all sequences that
+        share the page write, one of them keeps it."""
         leaving: dict[int, int] = {}
         copiers = []
         for sequence in writers:

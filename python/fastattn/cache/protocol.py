@@ -21,7 +21,7 @@ _SET_BY_THE_CACHE = frozenset(
 
 
 def check_options(function: str, names: Iterable[str]) -> None:
-    """Raises ``TypeError`` for a keyword argument of an ``attend`` that is not one of ``AttendOptions``."""
+    """Raises ``TypeError`` for the first of ``names`` that ``attend`` does not take as a keyword."""
     for name in names:
         if name in _SET_BY_THE_CACHE:
             raise TypeError(f"{name}: {function} passes it itself; leave it out")
@@ -40,7 +40,7 @@ class _Options(AttendOptions, Generic[_Lse], total=False):
 class StepCache(ABC):
     """Defines the interface of a cache during one step: a ``KVCache``, or a step or chunk of a ``PagedKVCache``.
 
-    A model that is written against this class takes all three, in whatever dtype they store tokens::
+    A model that calls only the methods of this class works with all three, and with every dtype of the cache::
 
         def forward(self, x: Tensor, layer: int, cache: StepCache) -> Tensor:
             query, key, value = self.project(x)  # [batch, heads, new tokens, head_dim] each
@@ -55,7 +55,8 @@ class StepCache(ABC):
     @property
     @abstractmethod
     def batch(self) -> int:
-        """Returns the number of rows that ``attend`` takes: one per sequence, or 1 for a chunk, which packs them."""
+        """Returns the number of rows that ``attend`` takes: one per sequence, or 1 for a chunk, which packs all
+        sequences in one row."""
 
     @abstractmethod
     def lengths(self) -> list[int]:
@@ -65,7 +66,7 @@ class StepCache(ABC):
     def positions(self, num_new: int) -> Tensor:
         """Returns the positions of the next new tokens in their sequences, int64 ``[batch, num_new]``.
 
-        Call it before the last layer attends.
+        Call it before the last layer attends, because the positions change then.
         """
 
     @overload
@@ -91,18 +92,20 @@ class StepCache(ABC):
         return_lse: bool = False,
         **options: Unpack[AttendOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Appends ``k_new`` and ``v_new`` to a layer of the cache, then computes attention over all of its tokens.
+        """Appends ``k_new`` and ``v_new`` to a layer of the cache, then computes attention over all tokens of that
+        layer.
 
         Args:
             layer: the number of the layer, from 0.
-            query: ``[batch, Hq, Sq, head_dim]``.
+            query: ``[batch, Hq, Sq, head_dim]``; query ``i`` has the position ``total - Sq + i``, where total counts
+                the new tokens too.
             k_new: ``[batch, kv_heads, S_new, head_dim]``.
             v_new: ``[batch, kv_heads, S_new, value_dim]``.
             return_lse: also return the natural log of each row's softmax denominator, ``[batch, Hq, Sq]``.
-            options: those of ``attention_with_kv_cache`` that ``AttendOptions`` lists.
+            options: the arguments of ``attention_with_kv_cache`` that ``AttendOptions`` lists.
 
         Returns:
-            ``[batch, Hq, Sq, value_dim]``, and with ``return_lse`` the lse.
+            The output, ``[batch, Hq, Sq, value_dim]``, or with ``return_lse`` a tuple of the output and the lse.
 
         Raises:
             CacheFull: the new tokens do not fit.

@@ -29,9 +29,9 @@ QUANTIZED = {"int8": torch.int8, "fp8": FP8}
 
 
 def zeros_in_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros ``[…, D]``, with every row aligned as the kernels' vector loads need.
+    """Returns zeros ``[…, D]`` whose rows are aligned for the kernels' vector loads.
 
-    It leaves inference mode, because memory that is allocated in that mode could not be written outside of it.
+    The allocation leaves inference mode, because tensors of inference mode cannot be written outside of that mode.
     """
     *outer, dim = shape
     unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -41,8 +41,8 @@ def zeros_in_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: to
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Holds the format of a layer's tokens. ``dtype`` is that of the queries, and of the cache unless it is
-    quantized."""
+    """Holds the format of a layer's tokens. ``dtype`` is the dtype of the queries and, if the cache is not quantized,
+    of the cache."""
 
     kv_heads: int
     head_dim: int
@@ -70,7 +70,8 @@ class CacheLayout:
         return cls(kv_heads, head_dim, value_dim, dtype, checked_device(device), _stored_as(quantized))
 
     def check_new(self, batch: int, query: Tensor, k_new: Tensor, v_new: Tensor) -> int:
-        """Checks the tensors that ``attend`` gets for ``batch`` rows, and returns the number of new tokens per row."""
+        """Checks the tensors that ``attend`` gets for a batch of ``batch``, and returns the number of new tokens per
+        row."""
         for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new)):
             check_tensor(name, tensor)
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
@@ -118,7 +119,8 @@ def _stored_as(quantized: Any) -> torch.dtype | None:
 @dataclass
 class LayerStorage:
     """Holds a layer's keys ``[blocks, Hkv, rows, D]`` and values ``[blocks, Hkv, rows, Dv]``, and the scales of 8-bit
-    ones, ``[blocks, Hkv, rows]``."""
+    keys and values, ``[blocks, Hkv, rows]``. A block is a sequence of a ``KVCache``, or a page of a
+    ``PagedKVCache``."""
 
     k: Tensor
     v: Tensor
@@ -127,7 +129,7 @@ class LayerStorage:
 
     @classmethod
     def allocate(cls, layout: CacheLayout, blocks: int, rows: int) -> LayerStorage:
-        """Returns storage of zeros; an 8-bit one has scales of 1."""
+        """Returns storage of zeros, with scales of 1 if the layout is 8-bit."""
         shape = (blocks, layout.kv_heads, rows)
         k, v = (
             zeros_in_aligned_rows((*shape, dim), layout.stored_dtype, layout.device)

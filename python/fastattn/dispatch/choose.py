@@ -1,4 +1,4 @@
-"""Chooses the backend and the kernel of a call, which its operation describes by a ``Request``."""
+"""Chooses the backend and the kernel for a call that an operation has described as a ``Request``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ native.when_forced.append(_forget_choices)
 
 
 def choose(request: Request) -> Choice:
-    """Returns the choice for ``request``. Raises ``InputError`` where a forced backend cannot run it."""
+    """Returns the backend and the kernel for ``request``.
+
+    Warns if a call on a GPU runs in PyTorch unasked, or in Triton because this build or the driver lacks the CUDA C++
+    kernel. Raises ``InputError`` if a forced backend cannot run the call, or if FASTATTN_FALLBACK=error forbids
+    PyTorch. Inside of ``explaining()`` it raises ``Explained`` instead of returning.
+    """
     if forward_ad._current_level >= 0 and request.only_torch is None:  # a kernel would drop the tangents silently
         request = request._replace(only_torch=reasons.FORWARD_MODE)
     key = (request, thread.forced, request.op.has_torch_sdpa and asked().sdpa)
@@ -70,7 +75,7 @@ def _fallback_mode() -> str:
 
 
 def _announce(reason: str) -> None:
-    """Refuses, or warns about, a call that goes to PyTorch, as FASTATTN_FALLBACK says. Compiled graphs do not warn."""
+    """Raises or warns, as FASTATTN_FALLBACK says, because a call runs in PyTorch. A compiled graph does not warn."""
     mode = _fallback_mode()
     if mode == "error":
         raise InputError(f"this call would run in PyTorch, and FASTATTN_FALLBACK=error forbids that: {reason}")
@@ -117,7 +122,7 @@ def _decide(request: Request, forced: str | None, torch_asked_for: bool) -> Choi
     if instead is not None and reason_against(chosen, instead, device_facts) is None:
         seen = instead
     kernel, tile = seen.op.name, None
-    if not torch.compiler.is_compiling():  # a graph needs neither, and choosing them would guard on sizes
+    if not torch.compiler.is_compiling():  # a graph needs neither; choosing one would add guards on sizes
         kernel, tile = seen.op.kernel(chosen, seen, device_facts)
     dims = seen.head_dim, seen.value_dim
     padded = dims if dims != (request.head_dim, request.value_dim) else None
@@ -134,5 +139,5 @@ def _with_kernel_dims(request: Request, backend: str) -> Request:
 
 
 def is_watched() -> bool:
-    """Returns whether this thread's calls must all pass ``choose``: for a forced backend, ``explain`` or ``record``."""
+    """Returns whether every call must pass ``choose``: a backend is forced, or ``explain`` or ``record`` is active."""
     return thread.forced is not None or thread.explaining or is_recording()

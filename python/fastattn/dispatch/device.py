@@ -35,7 +35,7 @@ _known: dict[torch.device, DeviceFacts | None] = {}
 
 
 def facts(device: torch.device) -> DeviceFacts | None:
-    """Returns the facts of ``device``, or None where no kernel of ours can run on it."""
+    """Returns the facts of ``device``, or None if no kernel of fastattn can run on it."""
     if device.type == "cpu":
         return _emulated
     if torch.compiler.is_dynamo_compiling():  # a graph that reads _known is compiled again when _known changes
@@ -50,7 +50,7 @@ def _named(numbers: tuple[int, int, int, int | None] | None) -> DeviceFacts | No
 
 
 def _driver_cuda() -> int | None:
-    """Asks the driver which CUDA version it supports, or returns None. No public function of torch tells it."""
+    """Asks the driver which CUDA version it supports, or returns None. PyTorch has no public function for that."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int(0)
@@ -72,8 +72,8 @@ def _look_up(device: torch.device) -> tuple[int, int, int, int | None] | None:
     return None
 
 
-# Compiled graphs keep the result of ``_look_up`` as a constant, as its calls cannot be traced. The decorator imports
-# torch._dynamo, which takes a second, so it waits until something else imports that module.
+# Compiled graphs keep the result of ``_look_up`` as a constant, because dynamo cannot trace the calls inside it. The
+# decorator imports torch._dynamo, which takes a second. Apply it only after other code has imported that module.
 after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_look_up))
 
 
@@ -82,10 +82,10 @@ _when_emulation_changes: list[Callable[[], None]] = []
 
 
 def emulate_on_cpu(device_facts: DeviceFacts | None) -> DeviceFacts | None:
-    """Makes CPU tensors count as tensors of a GPU with these facts, for the whole process; None ends that.
+    """Makes CPU tensors count as tensors of a GPU with these facts, for the whole process; None ends the emulation.
 
-    Tests and tools use it to run compiled kernels in the host's memory. The caller must make sure that Triton can
-    launch kernels there. Returns the facts that were in force before.
+    Tests and tools call this function to run compiled kernels in the host's memory. The caller must make sure that
+    Triton can launch kernels on the CPU. Returns the facts that were in force before.
     """
     global _emulated
     before, _emulated = _emulated, device_facts

@@ -1,7 +1,7 @@
-"""Words the reasons why a backend does not run a call, as sentences that a user can act on.
+"""Formulates the reasons why a backend does not run a call, as sentences that a user can act on.
 
-``explain`` shows the reasons. The error of a forced backend and the warning about a call that runs in PyTorch quote
-them. Public functions word the reasons that concern their own arguments (``Request.only_torch``).
+``explain`` shows the reasons. The error about a forced backend and the warning about a call that runs in PyTorch quote
+the reasons. Public functions formulate the reasons about their own arguments, and pass them as ``Request.only_torch``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SDPA_KERNEL = (
     "outside of it to run fastattn's kernels."
 )
 FORWARD_MODE = (
-    "forward-mode differentiation is under way (torch.func.jvp, forward_ad), and the kernels have gradients for "
-    "backward mode only; call it inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which has both."
+    "forward-mode differentiation is active (torch.func.jvp, forward_ad), and the kernels have gradients for backward "
+    "mode only; make the call inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which supports both modes."
 )
 
 # The reason against PyTorch where a kernel was chosen.
@@ -80,7 +80,7 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
     if device_facts.arch < support.min_arch:
         return (
             f"the GPU has compute capability {device_facts.arch // 10}.{device_facts.arch % 10}, and the kernels need "
-            f"{support.min_arch // 10}.{support.min_arch % 10} or later, as from an A100 on."
+            f"{support.min_arch // 10}.{support.min_arch % 10} or later (A100 or newer)."
         )
     if request.dtype not in support.dtypes:
         advice = "cast the tensors or use torch.autocast"
@@ -96,8 +96,8 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
         limit = support.most_dims_with_gradients
         if limit is not None and "gradients" in request.features and dim > limit:
             return (
-                f"the {name} is {dim}, and the kernels have gradients up to {limit}; without them, under "
-                "torch.no_grad(), they take this call."
+                f"the {name} is {dim}, and the kernels have gradients up to {limit}; under "
+                "torch.no_grad() the kernels take this call."
             )
     missing = request.features - support.features
     if not missing:
@@ -108,13 +108,13 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
 
 
 def _advice_on_padding(name: str, dim: int, support: Support) -> str:
-    """Returns how to make a cache with a head dim that the kernels take, because no cache is copied to be padded."""
+    """Returns advice to create the cache with a head dim that the kernels take, because fastattn never pads a cache."""
     assert support.head_dims is not None
     padded = max(support.head_dims.start, -(-dim // support.head_dims.step) * support.head_dims.step)
     if dim < 1 or padded not in support.head_dims:
         return ""
     scale = f", and pass scale={dim} ** -0.5 to attention" if name == "head dim" else ""
-    return f"; no cache is copied to pad it: make it with {padded} dims, pad what goes with it with zeros{scale}"
+    return f"; fastattn never pads a cache: create it with {name} {padded}, zero-pad the other tensors to match{scale}"
 
 
 def words_for(op: str, features: frozenset[str]) -> str:
@@ -126,7 +126,7 @@ def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -
     """Returns why no kernel of ``backend`` can run on the device, whatever the call is, or None."""
     if backend == "cuda":
         if device.type == "cpu" and not native.TAKES_CPU_TENSORS:
-            return "the GPU is emulated, and the library was not built for that; `python -m emulator build` builds one."
+            return "the GPU is emulated, and the library was not built for emulation; run `python -m emulator build`."
         if "80" not in native.BUILD["archs"]:
             return "the library was built without CUDA C++ kernels; `python -m fastattn` says how to get them."
         if device_facts.arch >= 80 and not native.code_for(device_facts.arch):
@@ -147,7 +147,7 @@ def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -
     return None
 
 
-# The tensor types that torch's tracers pass to the functions they trace; the ops have shape functions for them.
+# The tensor types that torch's tracers pass to the functions they trace. The operators have shape functions for these.
 _TRACING_TENSORS = frozenset({"FakeTensor", "FunctionalTensor", "Buffer"})
 _WAYS_TO_A_PLAIN_TENSOR = {
     "DTensor": "to_local()",

@@ -33,12 +33,12 @@ def record() -> Iterator[list[RecordedCall]]:
     try:
         yield calls
     finally:
-        # Compare by identity: two recordings with equal lists are still two.
+        # Compare by identity, because another recording's list may be equal.
         _recorders[:] = [recorder for recorder in _recorders if recorder is not calls]
 
 
 def is_recording() -> bool:
-    """Returns whether a ``record()`` is active; False while torch.compile traces, as nothing runs then."""
+    """Returns whether a ``record()`` is active; False while torch.compile traces, because no kernel runs then."""
     return not torch.compiler.is_compiling() and bool(_recorders)
 
 

@@ -1,4 +1,4 @@
-"""Defines ``Request``, by which an operation describes a call to the dispatcher, and ``Choice``, the answer."""
+"""Defines ``Op``, an operation; ``Request``, its description of a call; and ``Choice``, the dispatcher's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Op:
         kernel: returns the name and the tile of the backend's kernel for a request.
         refusal: returns a reason against a backend that the tables of support.py do not express, or None.
         instead: returns an equivalent request of another operation whose kernel suits the call better, or None.
-        has_torch_sdpa: whether ``torch.nn.attention.sdpa_kernel`` governs its calls.
+        has_torch_sdpa: whether ``torch.nn.attention.sdpa_kernel`` sends its calls to PyTorch.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Op:
 class Request(NamedTuple):
     """Holds everything about a call on which the choice of a backend depends.
 
-    ``details`` has what only this operation needs, such as sizes. ``only_torch`` says why no kernel can take the
-    arguments at all, or is None.
+    ``details`` holds what only the functions of ``op`` read, such as sizes. ``only_torch`` says why no kernel can take
+    the arguments at all, or is None.
     """
 
     op: Op
@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Names the backend that runs a call, with its kernel and tile, and says why each of the others does not.
+    """Names the backend that runs a call, with its kernel and tile, and says why every other backend does not.
 
     Attributes:
         op: the operation that the kernel belongs to; it may differ from the call's.

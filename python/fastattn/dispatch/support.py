@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 BACKENDS = ("cuda", "triton", "torch")
-# The dispatcher tries them in this order: CUDA C++ first, because no measurement shows a faster Triton kernel.
+# The dispatcher tries the backends in this order: CUDA C++ first, because no measurement shows a faster Triton kernel.
 KERNEL_BACKENDS = ("cuda", "triton")
 
-# Every option that a call can use and a kernel can lack. The descriptions appear in the table and in the reasons.
+# Every option that a call can use and a kernel can lack. The descriptions appear in the README's table and in errors.
 FEATURES: dict[str, dict[str, str]] = {
     "attention": {
         "gradients": "gradients (the backward pass)",
@@ -164,7 +164,7 @@ OLDEST_ARCH = min(support.min_arch for backends in SUPPORT.values() for support 
 
 
 def support_table() -> str:
-    """Returns the README's support table in Markdown: each operation's features, and those that a backend lacks."""
+    """Returns the README's support table in Markdown, and below the table the features of each operation."""
     lines = [
         'Cells list options, dtypes and head dims. "Everything" is spelt out below the table; "–" means no kernel.',
         "",

@@ -15,10 +15,10 @@ from fastattn.dispatch.support import BACKENDS
 
 
 class Explained(BaseException):
-    """An exception that carries the choice out of a call that ``explain`` explains instead of running it.
+    """Carries the choice out of a function that ``explain`` calls.
 
-    ``explain`` takes any function that calls fastattn somewhere inside, such as a module. Only an exception can leave
-    it before a kernel runs or a tensor changes.
+    The function may be any code that calls fastattn somewhere inside, such as a module. Only an exception can leave
+    that code before a kernel runs or a tensor changes.
     """
 
     def __init__(self, choice: Choice) -> None:
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
 
 
 class _ThreadState(threading.local):
-    def __init__(self) -> None:  # not class attributes: torch 2.11's dynamo would read those instead
+    def __init__(self) -> None:  # not in the class: torch 2.11's dynamo would read the class attributes
         self.forced: str | None = None
         self.sdpa: bool | None = None  # None: torch's own switches decide
         self.explaining = False
@@ -46,10 +46,13 @@ thread = _ThreadState()
 def use_backend(backend: str) -> Iterator[None]:
     """Forces ``"cuda"``, ``"triton"`` or ``"torch"`` for the calls of this thread inside the block.
 
-    It can decorate a function too; called without ``with`` it does nothing. A call that the backend cannot run raises
-    ``InputError`` with the reason. A backward pass uses the backend of its forward pass, wherever it runs. A checkpoint
-    runs the forward pass again, on a GPU in autograd's own thread. To force the backend there too, pass it
-    ``context_fn=lambda: (use_backend(backend), use_backend(backend))``.
+    ``use_backend`` can also decorate a function. A bare call, without ``with``, has no effect. A call that the backend
+    cannot run raises ``InputError`` with the reason.
+
+    A backward pass uses the backend of its forward pass, in any thread and also after the block. But
+    ``torch.utils.checkpoint`` runs the forward pass again: on a GPU in autograd's own thread, where the block has no
+    effect. To force the backend there too, pass ``context_fn=lambda: (use_backend(backend), use_backend(backend))`` to
+    ``checkpoint``.
     """
     check_choice("backend", backend, BACKENDS)
     before = thread.forced
@@ -63,7 +66,8 @@ def use_backend(backend: str) -> Iterator[None]:
 def asked() -> Asked:
     """Returns this thread's current wishes.
 
-    A backward pass that chooses again applies them by ``as_asked``: it runs in another thread, or after the block.
+    A backward pass that chooses a backend itself applies its forward pass's wishes with ``as_asked``, because it runs
+    in another thread or after the user's ``with`` block.
     """
     c = torch._C
     sdpa = not (c._get_flash_sdp_enabled() and c._get_mem_efficient_sdp_enabled() and c._get_math_sdp_enabled())

@@ -1,4 +1,4 @@
-"""Attends over sequences that are spread over the ranks of a process group, and splits fused layers among ranks.
+"""Computes attention over sequences that are spread over the ranks of a process group, and shards fused linear layers.
 
 Process groups, meshes and collectives are torch's. Importing ``fastattn`` does not import this package.
 """

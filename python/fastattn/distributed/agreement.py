@@ -1,5 +1,8 @@
-"""Checks with ``FASTATTN_CHECK=1`` that all ranks of a group make the same call. A mistake on one rank then raises on
-every rank; without the check the other ranks would wait for that one."""
+"""Checks that all ranks of a group make the same call, if ``FASTATTN_CHECK=1``.
+
+A mistake on one rank then raises an error on every rank. Without the check, only the rank with the mistake raises an
+error, and the other ranks wait for this rank in a collective.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ _Result = TypeVar("_Result")
 def checked_on_all_ranks(
     groups: Sequence[dist.ProcessGroup], check: Callable[[], tuple[_Result, dict[str, Any]]]
 ) -> _Result:
-    """Runs ``check``, which either raises, or returns a result and, by name, the values that all ranks must share.
+    """Runs ``check`` and returns its result. With ``FASTATTN_CHECK=1``, also compares the calls of all ranks.
 
-    ``groups`` is one process group, or the groups of a mesh in the order of its dimensions. Returns the result.
+    ``check`` either raises an error, or returns a result and a dict of the values that must be equal on all ranks.
+    ``groups`` holds one process group, or the groups of a mesh in the order of the mesh's dimensions.
     """
     if not device_checks_are_on():
         return check()[0]
@@ -42,9 +46,9 @@ def checked_on_all_ranks(
 def _disagreement(found: list[tuple[str | None, dict[str, Any]]]) -> InputError | None:
     for rank, (refusal, _) in enumerate(found):
         if refusal is not None:
-            return InputError(f"rank {rank} of the group was refused: {refusal}")
+            return InputError(f"rank {rank} of the group raised an error: {refusal}")
     for name in found[0][1]:
         values = [facts[name] for _, facts in found]
         if any(value != values[0] for value in values):
-            return InputError(f"{name}: expected the same on all ranks, got, in the order of ranks, {values}")
+            return InputError(f"{name}: expected the same on all ranks, got (in the order of ranks) {values}")
     return None

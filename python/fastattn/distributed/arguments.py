@@ -23,10 +23,11 @@ STRATEGIES = ("ring", "allgather", "ulysses")
 def prepared(
     call: AttentionCall, strategy: str, groups: Sequence[dist.ProcessGroup], check: Callable[[], dict[str, Any]]
 ) -> tuple[Inputs, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Checks a call over ``[B, H, S, D]`` on all ranks, and returns its inputs and the two groups of ``split_groups``.
+    """Checks a call with tensors ``[B, H, S, D]`` on all ranks. Returns its inputs and the groups of ``split_groups``.
 
-    The inputs have autocast's dtype, and the same dropout seed on all ranks. ``check`` does the checks that only the
-    dense or only the packed call needs. It raises, or returns by name the values that all ranks must share.
+    If autocast is on, the returned query, key and value have autocast's dtype. The dropout seed is the same on all
+    ranks. ``check`` does the checks that only the dense call or only the packed call needs. It raises an error, or
+    returns a dict of the values that must be equal on all ranks.
     """
 
     def check_all() -> tuple[AttentionCall, dict[str, Any]]:
@@ -49,13 +50,14 @@ def _checked(call: AttentionCall) -> AttentionCall:
     slopes = call.alibi_slopes
     if isinstance(call.dropout_seed, int):
         seed_tensor(call.dropout_seed, call.query.device)
-    # The caller checks slopes ``[B, Hq]``, because B may be the number of documents.
+    # Slopes ``[B, Hq]`` are left out, because ``check_call`` would compare B with the batch, but in a packed call B is
+    # the number of documents. The caller has checked these slopes.
     checked, _ = check_call(call._replace(alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else None))
     return checked._replace(alibi_slopes=slopes)
 
 
 def _facts(call: AttentionCall) -> dict[str, Any]:
-    """Returns, by name, the shapes, dtypes and options that all ranks must share."""
+    """Returns a dict of the shapes, dtypes and options that must be equal on all ranks."""
     names = ("query", "key", "value", "alibi_slopes", "sinks", "key_ranges")
     tensors = {name: getattr(call, name) for name in names}
     seed = call.dropout_seed
@@ -68,7 +70,7 @@ def _facts(call: AttentionCall) -> dict[str, Any]:
 
 
 def _common_seed(call: AttentionCall, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Returns the given seed, or else one that the first rank draws and broadcasts."""
+    """Returns the given seed as a tensor. If there is none, the first rank draws a seed and broadcasts it."""
     if call.dropout_seed is not None:
         return seed_tensor(call.dropout_seed, call.query.device)
     drawn = draw_seed(call.query.device)
@@ -80,9 +82,9 @@ def _common_seed(call: AttentionCall, groups: Sequence[dist.ProcessGroup]) -> Te
 def split_groups(
     groups: Sequence[dist.ProcessGroup], strategy: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the group whose ranks exchange sequence for heads, and the group whose ranks hold different keys.
+    """Returns the group whose ranks exchange rows for heads, and the group whose ranks attend to each other's keys.
 
-    Either may be None.
+    A group is None if no ranks do so.
     """
     check_choice("strategy", strategy, STRATEGIES)
     expect(len(groups) < 3, "group", "a mesh of one or two dimensions", len(groups))
@@ -97,5 +99,5 @@ def _check_heads(call: AttentionCall, by_heads: dist.ProcessGroup | None) -> Non
     num_ranks = 1 if by_heads is None else dist.get_world_size(by_heads)
     for name, tensor in (("query", call.query), ("key", call.key)):
         heads = tensor.shape[1]
-        expected = f"a multiple of {num_ranks} heads, the ranks that exchange them"
-        expect(heads % num_ranks == 0, name, expected, f"{heads}; use strategy 'ring' over one dimension of ranks")
+        expected = f"heads that are a multiple of {num_ranks}, the number of ranks that exchange rows for heads"
+        expect(heads % num_ranks == 0, name, expected, f"{heads}; pass strategy='ring', and no mesh of two dimensions")

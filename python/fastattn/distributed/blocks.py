@@ -1,4 +1,4 @@
-"""Describes which rows of one rank attend to which keys of another, by their positions in the whole sequence."""
+"""Describes which rows of one rank attend to which keys of another rank, by positions in the whole sequence."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from fastattn.distributed.sequence import in_order_of_parts, in_order_of_ranks, 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Window = tuple[int, int]  # how many keys a row sees before and after its own position; -1: all
 _ALL, _ALL_KEYS, _CAUSAL = slice(None), (-1, -1), (-1, 0)
-KEYS_OF_A_DRAW = 4  # dropout draws for 4 keys at a time, so the keys of a block begin at a multiple of 4
+KEYS_OF_A_DRAW = 4  # dropout draws numbers for 4 keys at a time, so a block's keys begin at a multiple of 4
 
 
 def cached_in_first(function: _Function) -> _Function:
-    """Caches a function's results in its first argument, an object, by the other arguments: every layer asks for the
-    same."""
+    """Caches a function's results in the object that is its first argument. The other arguments are the cache's key.
+
+    The results are worth caching because every layer of a model asks for the same ones.
+    """
 
     @functools.wraps(function)
     def found(first: Any, *args: Any) -> Any:
         results = vars(first).setdefault("_cached", {})
-        call = (function.__qualname__, *args)  # a name can be pickled
+        call = (function.__qualname__, *args)  # the name instead of the function, so that the object can be pickled
         if call not in results:
             results[call] = function(first, *args)
         return results[call]
@@ -36,7 +38,8 @@ def cached_in_first(function: _Function) -> _Function:
 class Part(NamedTuple):
     """Holds a range of consecutive rows on a rank.
 
-    ``first`` is the position of the first row in its sequence. ``document`` numbers that sequence among packed ones.
+    ``first`` is the position of the first row in its sequence. ``document`` is the number of this sequence among packed
+    sequences, or None if the rank's sequence is not packed.
     """
 
     rows: slice
@@ -53,11 +56,11 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Describes a block of scores: the slices of its rows and keys, where its first row and first key stand in the
+    """Describes a block of scores: the slices of its rows and keys, the positions of its first row and first key in the
     sequence, and the window over these positions.
 
-    If ``document`` is given, the sequence is that document of a pack.
-    If ``first_row`` is None, the last row is at the last key.
+    If ``document`` is not None, the sequence is the packed sequence with this number.
+    If ``first_row`` is None, the last row has the position of the last key.
     """
 
     rows: slice
@@ -69,7 +72,8 @@ class Block(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Holds the slices of another rank's keys that a rank reads, and its blocks over the concatenated slices."""
+    """Holds the slices of a source rank's keys that a rank reads, and the blocks of the reading rank's rows over the
+    concatenated slices."""
 
     keys: tuple[slice, ...]
     blocks: tuple[Block, ...]
@@ -77,7 +81,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Describes a sequence that is spread over ranks, each of which has ``length`` rows and keys.
+    """Describes a sequence that is spread over ranks. Each rank has ``length`` rows and keys.
 
     ``uses_positions`` is true with ALiBi, dropout or key ranges: scores then depend on the positions of row and key.
     """
@@ -90,13 +94,13 @@ class Spread:
 
     @cached_in_first
     def reading(self, rank: int, source: int) -> Reading:
-        """Returns what ``rank`` reads of the keys of ``source``: nothing if its rows see none of them."""
+        """Returns which keys of ``source`` are read by ``rank``: only keys that its rows see, so possibly none."""
         if not self.uses_positions and self.window in (_ALL_KEYS, _CAUSAL):
             return self._reading_of_whole_parts(rank, source)
         return _reading_of_parts(self.parts_of(rank), self.parts_of(source), self.window)
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by position."""
+        """Returns the blocks of the rows of ``rank`` over the keys of all ranks. These keys are sorted by position."""
         total = self.world_size * self.length
         if not self.uses_positions and self.window == _ALL_KEYS:
             return [Block(_ALL, slice(0, total), 0, 0, _ALL_KEYS)]
@@ -111,21 +115,21 @@ class Spread:
         return in_order_of_ranks(x, 0, self.layout, self.world_size)
 
     def parts_of(self, rank: int) -> list[Part]:
-        """Returns the parts of ``rank``; they describe its rows as well as its keys."""
+        """Returns the parts of ``rank``. They describe both the rows and the keys of this rank."""
         length = self.length // parts_per_rank(self.layout)
         parts = parts_of_rank(self.layout, rank, self.world_size)
         return [Part(slice(i * length, (i + 1) * length), part * length) for i, part in enumerate(parts)]
 
     def length_of(self, document: int | None) -> int:
-        """Returns the length of the whole sequence, or of ``document`` where sequences are packed."""
+        """Returns the length of the whole sequence. Only ``PackedSpread`` uses ``document``."""
         return self.world_size * self.length
 
     def _reading_of_whole_parts(self, rank: int, source: int) -> Reading:
-        """Returns the reading without a mask, or with only a causal mask. It has at most one block.
+        """Returns the reading for attention without a mask, or with only a causal mask. It has at most one block.
 
-        Over the rank's own keys the block is causal. Over another rank's keys it has whole parts and no mask: in zigzag
-        order, a rank's second part follows the first parts of all ranks and precedes the second parts of the ranks
-        before it.
+        With a causal mask, the block over the rank's own keys is causal. The block over another rank's keys needs no
+        mask, because a row sees either all or no keys of a part: in zigzag order, a rank's second part follows the
+        first parts of all ranks, and precedes the second parts of all ranks with a lower number.
         """
         is_causal, half = self.window == _CAUSAL, self.length // 2
         rows = keys = slice(0, self.length)
@@ -139,15 +143,15 @@ class Spread:
         return Reading((keys,), (Block(rows, slice(0, keys.stop), 0, 0, window),))
 
 
-spread_of = functools.lru_cache(maxsize=64)(Spread)  # so that all layers share one object and what it has cached
+spread_of = functools.lru_cache(maxsize=64)(Spread)  # so that all layers share one object and its cached results
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSpread:
     """Describes packed sequences, here called documents, that are spread over ranks.
 
-    ``parts`` lists the parts of each rank in the order of its rows. All ranks have ``length`` rows; the last ones may
-    belong to no document. ``lengths`` has the length of each document.
+    ``parts`` lists the parts of each rank in the order of the rank's rows. Every rank has ``length`` rows. The last
+    rows can be padding, which belongs to no document. ``lengths`` has the length of each document.
     """
 
     parts: tuple[tuple[Part, ...], ...]
@@ -171,7 +175,10 @@ class PackedSpread:
         return self.lengths[document or 0]
 
     def blocks_over_all_keys(self, rank: int) -> list[Block]:
-        """Returns the blocks of the rows of ``rank`` over the keys of all ranks, sorted by document and position."""
+        """Returns the blocks of the rows of ``rank`` over the keys of all ranks.
+
+        These keys are sorted by document and position.
+        """
         keys_of: dict[int | None, Part] = {}
         num_keys = 0
         for document in sorted({part.document or 0 for parts in self.parts for part in parts}):
@@ -180,11 +187,11 @@ class PackedSpread:
         return [_block_over(part, keys_of[part.document], self.window) for part in self.parts[rank]]
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Sorts the rows of ``x [W * length, …]`` by document and position; leaves out rows of no document."""
+        """Sorts the rows of ``x [W * length, …]`` by document and position, and leaves out padding."""
         return x.index_select(0, self._rows_in_order(x.device))
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Undoes ``in_order``; rows that belong to no document are 0."""
+        """Undoes ``in_order``. Padding rows are 0."""
         result = x.new_zeros(self.world_size * self.length, *x.shape[1:])
         return result.index_copy_(0, self._rows_in_order(x.device), x)
 
@@ -197,18 +204,21 @@ AnySpread: TypeAlias = Spread | PackedSpread
 
 
 def in_order_of_documents(parts: Sequence[Sequence[Part]], length: int) -> list[Part]:
-    """Returns the parts of all ranks, sorted by document and position. The rows of rank r begin at ``r * length``."""
+    """Returns the parts of all ranks, sorted by document and position. Rows of rank r are shifted by ``r * length``."""
     moved = (part.moved(rank * length) for rank, own in enumerate(parts) for part in own)
     return sorted(moved, key=position_of)
 
 
 def position_of(part: Part) -> tuple[int, int]:
-    """Returns the document of a part and the position of its first row in it, by which parts are sorted."""
+    """Returns the sort key of a part: its document, and the position of its first row in this document."""
     return part.document or 0, part.first
 
 
 def row_numbers(slices: Iterable[slice], device: torch.device) -> Tensor:
-    """Returns the numbers of the rows in ``slices``, int64, for use outside of inference mode too."""
+    """Returns the indices of the rows in ``slices``, int64.
+
+    The tensor is made outside of inference mode, because it is cached, and autograd may need it in a later call.
+    """
     with torch.inference_mode(False):
         return torch.cat([torch.arange(0), *(torch.arange(of.start, of.stop) for of in slices)]).to(device)
 
@@ -238,7 +248,7 @@ def _merged(ranges: Iterable[range]) -> list[range]:
 def keys_seen(part: Part, keys: Part, window: Window) -> range:
     """Returns the range of keys in ``keys`` that at least one row of ``part`` sees; both are parts of one sequence.
 
-    The range counts from the first of ``keys`` and begins at a multiple of ``KEYS_OF_A_DRAW``.
+    The range counts from the first key of ``keys`` and begins at a multiple of ``KEYS_OF_A_DRAW``.
     """
     left, right = window
     ahead = part.first - keys.first
@@ -260,8 +270,10 @@ def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window:
 
 
 def _block_over(part: Part, keys: Part, window: Window) -> Block:
-    """Returns the block of the rows of ``part`` and the keys of ``keys`` that they see. ``keys.rows`` says where these
-    lie in a tensor; the ``keys`` of the block index the same tensor."""
+    """Returns the block of the rows of ``part`` over those keys of ``keys`` that these rows see.
+
+    ``keys.rows`` is the place of ``keys`` in a tensor. ``Block.keys`` is a slice of the same tensor.
+    """
     seen, first_row = keys_seen(part, keys, window), keys.rows.start
     rows = slice(first_row + seen.start, first_row + seen.stop)
     return Block(part.rows, rows, part.first, keys.first + seen.start, window, part.document)

@@ -1,4 +1,4 @@
-"""Wraps torch's collectives: asynchronous ones, in flight while kernels run, and differentiable ones, which wait.
+"""Wraps torch's collectives: asynchronous ones, which run at the same time as kernels, and differentiable ones.
 
 The loss is the sum of all ranks' losses, so the gradients that several ranks have for one tensor are summed.
 """
@@ -19,19 +19,19 @@ from fastattn.errors import InputError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
-# torch up to 2.12 has the second names.
+# torch up to 2.12 only has the second name of each line.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The calls that errors name.
+# The names of public calls, for errors.
 _GATHER = "gather_sequence"
 _ALLGATHER, _ULYSSES = (f"context_parallel_attention with strategy '{name}'" for name in ("allgather", "ulysses"))
 
 
 def process_groups(group: Group) -> list[dist.ProcessGroup]:
-    """Returns the process groups that an argument names: the default one for None, one per dimension for a mesh."""
+    """Returns the process groups of an argument: the default group for None, one group per dimension for a mesh."""
     if isinstance(group, DeviceMesh):
         return [group.get_group(dim) for dim in range(group.ndim)]
     if not dist.is_available() or not dist.is_initialized():
@@ -42,7 +42,7 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     if dist.get_rank(found) < 0:
-        raise InputError("group: expected a group that this rank belongs to, got one without it")
+        raise InputError("group: expected a group of this rank, got one of other ranks; call this only on its ranks")
     return [found]
 
 
@@ -52,7 +52,8 @@ def process_groups(group: Group) -> list[dist.ProcessGroup]:
 class Started(NamedTuple):
     """Holds a collective in flight, its result, and the tensor that it sends, which must stay alive.
 
-    The collective is a plain one of torch, because two functional gathers in flight crash on gloo (torch 2.13).
+    The collective comes from ``torch.distributed``, because two gathers of torch's functional collectives in flight
+    crash on gloo (torch 2.13).
     """
 
     result: Tensor
@@ -79,7 +80,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def start_all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Started:
-    """Starts to send ``sent[r]`` entries of ``x [n, …]`` to each rank r, and to receive ``received[r]`` from it."""
+    """Starts to send ``sent[r]`` entries of ``x [n, …]`` to each rank r, and to receive ``received[r]`` from rank r."""
     exchanged = x.new_empty(sum(received), *x.shape[1:])
     return Started(exchanged, x, dist.all_to_all_single(exchanged, x, received, sent, group=group, async_op=True))
 
@@ -112,7 +113,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def waited(tensor: Tensor, call: str) -> Tensor:
-    """Waits for a functional collective and returns a plain tensor. By itself an eager one waits at its first use."""
+    """Waits for a functional collective and returns a plain tensor.
+
+    Without this function, an eager collective would wait where its result is first used, outside of ``naming``.
+    """
     if torch.compiler.is_compiling():
         return functional.wait_tensor(tensor)
     with naming(call):
@@ -121,7 +125,7 @@ def waited(tensor: Tensor, call: str) -> Tensor:
 
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
-    """Adds the name of the call to torch's error about a time-out or a lost rank; used wherever a rank waits."""
+    """Adds the name of the call to torch's error about a time-out or a lost rank, raised inside the ``with`` block."""
     try:
         yield
     except RuntimeError as error:
@@ -132,7 +136,10 @@ def naming(call: str) -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers each rank's ``x [n, …]`` as ``[W * n, …]``, by rank. The gradient of x is summed over all ranks."""
+    """Gathers each rank's ``x [n, …]`` as ``[W * n, …]``, in the order of ranks.
+
+    The gradient of ``x`` is summed over all ranks.
+    """
     gathered: Tensor = _AllGather.apply(x, group)
     return gathered
 

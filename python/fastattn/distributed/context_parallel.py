@@ -1,4 +1,4 @@
-"""Attends over a sequence, or over packed sequences, of which each rank has a chunk."""
+"""Computes attention over a sequence, or over packed sequences, whose rows are spread over ranks."""
 
 from __future__ import annotations
 
@@ -77,30 +77,30 @@ def context_parallel_attention(
     deterministic: bool | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes this rank's chunk of ``fastattn.attention`` over a sequence that is spread over ranks.
+    """Computes this rank's rows of ``fastattn.attention`` over a sequence that is spread over ranks.
 
-    All ranks of the group call it, each with its parts of query, key and value, as ``shard_sequence`` returns them. The
-    gradients of these parts are those of the sum of all ranks' losses. ``alibi_slopes`` and ``sinks`` are the same on
-    every rank; the sum of their gradients over the ranks is the whole gradient. Results and gradients over the keys of
-    different ranks are merged in float32.
+    All ranks of the group make this call, each with its own parts of query, key and value, as ``shard_sequence``
+    returns them. The gradients of these parts are the gradients of the sum of all ranks' losses. ``alibi_slopes`` and
+    ``sinks`` must be the same on every rank; the sum of their gradients over the ranks is the whole gradient. Results
+    and gradients over the keys of different ranks are merged in float32.
 
     Args:
         query: ``[B, Hq, S / W, D]``; key: ``[B, Hkv, S / W, D]``; value: ``[B, Hkv, S / W, Dv]``, on W ranks.
-        group: a process group, a mesh of one dimension, or None for the default group. In a mesh of two dimensions,
-            ranks along the second exchange sequence for heads, as with ``"ulysses"``, and ranks along the first follow
-            ``strategy``.
-        strategy: ``"ring"``: each rank attends to the keys and values of one rank at a time, while those of the next
-            rank arrive (Liu et al., "Ring attention", 2023).
+        group: a process group, a mesh of one or two dimensions, or None for the default group. In a mesh of two
+            dimensions, ranks along the second dimension exchange rows for heads, as with ``"ulysses"``, and ranks along
+            the first dimension follow ``strategy``.
+        strategy: ``"ring"``: each rank attends to the keys and values of one rank at a time, while the keys and values
+            of the next rank arrive (Liu et al., "Ring attention", 2023).
             ``"allgather"``: each rank gathers all keys and values, some heads at a time, and attends to them with its
             own queries. If a window hides most keys, it gathers only the visible ones.
-            ``"ulysses"``: ranks exchange sequence for heads, attend over the whole sequence with some of the heads, and
+            ``"ulysses"``: ranks exchange rows for heads, attend over the whole sequence with some of the heads, and
             exchange the results back (Jacobs et al., "DeepSpeed Ulysses", 2023). W must divide Hq and Hkv.
         layout: ``"contiguous"`` or ``"zigzag"``: see ``shard_sequence``.
         causal, window, softcap, alibi_slopes, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention``, by positions in the whole sequence.
         key_ranges: int32 ``[B or 1, Hq or 1, S / W, R, 2]``: the ranges of this rank's rows, as
-            ``shard_sequence(ranges, 2, layout=…)`` returns them, in positions of the whole sequence. They save
-            computation but no communication: a rank still receives all keys within the window.
+            ``shard_sequence(ranges, 2, layout=…)`` returns them, in positions of the whole sequence. Ranges
+            save computation but no communication: a rank still receives all keys within the window.
         dropout_seed: the same on all ranks; if None, the first rank draws one. The dropout mask does not depend on the
             number of ranks.
 
@@ -108,9 +108,10 @@ def context_parallel_attention(
         ``[B, Hq, S / W, Dv]``, and with ``return_lse`` the lse, ``[B, Hq, S / W]``.
 
     Raises:
-        InputError, TypeError: as ``fastattn.attention``; also for a group that is not initialised, a length that the
-            layout does not divide, and heads that W does not divide. With ``FASTATTN_CHECK=1`` all ranks raise where
-            one rank is wrong, or where ranks differ in shapes or options; without it the others would wait.
+        InputError, TypeError: as ``fastattn.attention``; also for a group that is not initialised, an odd number of
+            rows with ``"zigzag"``, and heads that are no multiple of the ranks that exchange rows for heads. With
+            ``FASTATTN_CHECK=1``, all ranks raise an error if one rank's arguments are wrong, or if shapes or options
+            differ between ranks. Otherwise the ranks without an error wait for the others.
     """
     if unknown:
         refuse_keywords(context_parallel_attention, unknown)
@@ -139,7 +140,7 @@ def context_parallel_attention(
         if dropout_p > 0 and strategy == "ring":
             rows = query.shape[2] * math.prod(map(dist.get_world_size, groups[1:])) // parts_per_rank(layout)
             parts = f"parts of a multiple of {KEYS_OF_A_DRAW} rows for dropout with strategy 'ring'"
-            expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, f"{rows}; pad the sequence, or use 'allgather'")
+            expect(rows % KEYS_OF_A_DRAW == 0, "query", parts, f"{rows}; pad the sequence, or use strategy 'allgather'")
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges, query, is_packed=False)
         if key_ranges is not None and contents_are_checked(key_ranges):
@@ -163,12 +164,12 @@ def _check_parts(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None
         check_tensor(name, tensor)
         check_rank(name, tensor, "[B, H, S / W, D]")
         fits = (tensor.shape[0], tensor.shape[2]) == (query.shape[0], query.shape[2])
-        expect(fits, name, f"batch {query.shape[0]} and {query.shape[2]} rows, as query has", list(tensor.shape))
+        expect(fits, name, f"batch {query.shape[0]} and {query.shape[2]} rows, like query", list(tensor.shape))
     came = f"{query.shape[2]}; pad the sequence before shard_sequence"
     expect(query.shape[2] % parts == 0, "query", f"a multiple of {parts} rows for {layout}", came)
 
 
-@torch.compiler.disable  # asynchronous messages cannot be traced: a graph ends before the call
+@torch.compiler.disable  # asynchronous messages cannot be traced, so a compiled graph breaks here
 def _attend_over_keys(inputs: Inputs, layout: str, by_keys: dist.ProcessGroup, strategy: str) -> tuple[Tensor, Tensor]:
     options = inputs.attention.options
     uses_positions = inputs.slopes is not None or options.key_ranges is not None or options.dropout_p > 0
@@ -177,7 +178,7 @@ def _attend_over_keys(inputs: Inputs, layout: str, by_keys: dist.ProcessGroup, s
     return attend_over_keys(inputs, spread, by_keys, strategy)
 
 
-# --- Sequence for heads, and back -------------------------------------------------------------------------------------
+# --- Exchange of rows for heads, and back -----------------------------------------------------------------------------
 
 
 def _attend_alone(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -211,7 +212,7 @@ def context_parallel_attention_varlen(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@torch.compiler.disable  # messages and kernels depend on the lengths, so a graph ends before the call
+@torch.compiler.disable  # messages and kernels depend on the lengths, so a compiled graph breaks here
 def context_parallel_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -234,27 +235,29 @@ def context_parallel_attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes this rank's rows of ``fastattn.attention_varlen`` over packed sequences that are spread over ranks.
 
-    A rank attends to its whole sequences by itself; ``strategy`` applies to the others. Gradients are as in
-    ``context_parallel_attention``.
+    A rank attends to sequences that it holds whole without communication; ``strategy`` applies to sequences that are
+    cut. Gradients are as in ``context_parallel_attention``.
 
     Args:
         query: ``[num_rows, Hq, D]``; key: ``[num_rows, Hkv, D]``; value: ``[num_rows, Hkv, Dv]``: this rank's rows, as
             ``shards.shard`` returns them. The contents of padding have no influence.
         shards: the assignment of rows to the ranks of a group, from ``shard_varlen``.
         strategy: as for ``context_parallel_attention``.
-        alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences. The other options are those of
+        alibi_slopes: ``[Hq]``, or ``[B, Hq]`` for all B sequences of all ranks.
+        causal, window, softcap, sinks, dropout_p, scale, return_lse, deterministic: as in
             ``fastattn.attention_varlen``.
         key_ranges: int32 ``[Hq or 1, num_rows, R, 2]``: the ranges of this rank's rows, as ``shards.shard(ranges, 1)``
-            returns them; keys are counted from the first key of each sequence.
+            returns them. Key 0 is the first key of a row's sequence.
         dropout_seed: the same on all ranks; if None, the first rank draws one. The dropout mask does not depend on the
             assignment of rows to ranks.
 
     Returns:
-        ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Padding has 0 and -inf.
+        ``[num_rows, Hq, Dv]``, and with ``return_lse`` the lse, ``[Hq, num_rows]``. Padding rows have output 0,
+        lse -inf.
 
     Raises:
-        InputError, TypeError: as ``context_parallel_attention``; also for a number of rows other than that of
-            ``shards``.
+        InputError, TypeError: as ``context_parallel_attention``; also if a tensor does not have ``shards.num_rows``
+            rows.
     """
     if unknown:
         refuse_keywords(context_parallel_attention_varlen, unknown)
@@ -294,7 +297,7 @@ def context_parallel_attention_varlen(
         if key_ranges is not None:
             check_shape_of_ranges(key_ranges[0], query[0].transpose(0, 1), is_packed=True)
         if key_ranges is not None and contents_are_checked(key_ranges):
-            lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # padding has index -1
+            lengths = torch.tensor([*shards.layout.lengths, 2**31 - 1])  # padding has index -1, the last entry
             check_ranges(key_ranges[0], lengths[shards.sequences()].to(key_ranges.device))
         return {"shards": repr(shards.layout.parts) if device_checks_are_on() else None}
 
@@ -311,13 +314,14 @@ def _attend_to_rows(
     by_keys: dist.ProcessGroup | None,
     strategy: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse of all rows of ``rank``; ``layout`` covers all ranks that have the same heads.
+    """Returns output and lse of the rows that ``layout`` assigns to ``rank``, including padding.
 
-    Ranks of ``by_heads`` exchange rows for heads; ranks of ``by_keys`` exchange keys.
+    The ranks of ``by_heads`` exchange rows for heads, and the ranks of ``by_keys`` exchange keys. A group is None if no
+    ranks do so.
     """
     found = []
     num_cut = max((part.rows.stop for part in layout.cut_parts[rank]), default=0)
-    if layout.cut_rows > 0:  # where one rank has rows of cut documents, all ranks take part
+    if layout.cut_rows > 0:  # if any rank has rows of cut documents, all ranks take part
         padding = (0, 0, 0, layout.cut_rows - num_cut)
         query, key, value = (F.pad(tensor[:, :, :num_cut], padding) for tensor in inputs[:3])
         ranges = inputs.attention.options.key_ranges
@@ -337,8 +341,11 @@ def _attend_to_rows(
 
 
 def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns output 0 and lse -inf of padding rows. They depend on all tensors, so that a rank with only padding has
-    gradients too: DDP waits for them."""
+    """Returns output 0 and lse -inf for padding rows.
+
+    Both depend on all input tensors, so that a rank with only padding computes gradients too, because DDP waits for the
+    gradients of every rank.
+    """
     query = inputs.query
     shape = (*query.shape[:2], num_rows, inputs.value.shape[3])
     lse_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -354,8 +361,8 @@ def _padding(inputs: Inputs, num_rows: int) -> tuple[Tensor, Tensor]:
 def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -> tuple[Tensor, Tensor]:
     """Attends to whole documents, in one call if there is no dropout.
 
-    The dropout pattern depends on a head's number, which counts on from document to document. So with dropout, a call
-    takes consecutive documents only if the rank has all heads, else a single document.
+    The dropout pattern depends on the number of a head, and heads are numbered through all documents. So with dropout,
+    a call takes several documents only if they are consecutive and the rank has all heads.
     """
     options, first_head, all_heads, _ = inputs.attention
     has_all_heads = inputs.query.shape[1] == all_heads
@@ -391,7 +398,7 @@ def _attend_whole(inputs: Inputs, layout: PackedLayout, documents: list[Part]) -
     return joined(found, 2)
 
 
-# --- Rows for heads, and back -----------------------------------------------------------------------------------------
+# --- Exchange of packed rows for heads, and back ----------------------------------------------------------------------
 
 
 def _with_other_heads(
@@ -402,7 +409,7 @@ def _with_other_heads(
     by_keys: dist.ProcessGroup | None,
     strategy: str,
 ) -> tuple[Tensor, Tensor]:
-    """Exchanges rows for heads among the ranks of ``by_heads``, attends with these heads, and exchanges back."""
+    """Exchanges rows for heads among the ranks of ``by_heads``, attends with its own heads, and exchanges back."""
     num_ranks = dist.get_world_size(by_heads)
     group = rank // num_ranks
     layout_of_groups, index = layout.exchanged(num_ranks, group, inputs.query.device)

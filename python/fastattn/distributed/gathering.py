@@ -5,8 +5,8 @@ current heads. The backward pass gathers again, so that a rank holds only its ow
 gradients of keys in float32, and each rank receives the sums for its own keys (Grattafiori et al., "The Llama 3 herd of
 models", 2024, section 3.3.2).
 
-With a window, or where each packed sequence lies on a few ranks, a rank sees few of all keys. Then each rank sends to
-every other rank only the keys that the other rank reads.
+With a window, or if each packed sequence is spread over only a few ranks, a rank sees few of all keys. Then each rank
+sends to every other rank only the keys that the other rank reads.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def attend_to_keys(
 def gradients_of_keys(
     attention: LocalAttention, tensors: BackwardTensors, spread: AnySpread, group: dist.ProcessGroup, sums: OtherSums
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of this rank's keys and values; adds those of query and slopes to ``sums``."""
+    """Returns the gradients of this rank's keys and values; adds the gradients of query and slopes to ``sums``."""
     query, key, value = tensors.query, tensors.key, tensors.value
     gathering = gathering_of(spread, group)
     gradients = torch.empty_like(key), torch.empty_like(value)
-    # Gradients and the sums that arrive for them: one group of heads, as sums take memory while the next one computes.
+    # Slices of ``gradients``, each with the sums that will arrive for it. Only one group of heads is in flight, because
+    # its sums take memory while the next group computes.
     sent_back: list[tuple[Tensor, Started]] = []
     for heads, kv_heads, keys, values in _gathered(query, key, value, gathering, spread.world_size):
         given = tensors._replace(key=keys, value=values)
@@ -99,15 +100,17 @@ def _finish(sent_back: list[tuple[Tensor, Started]], gathering: Gathering) -> No
 # --- Communication ----------------------------------------------------------------------------------------------------
 
 # If every rank reads at most this fraction of the other ranks' keys, a rank receives only the keys that it reads. The
-# fraction is small because an NCCL gather brings a key into a node once, and messages once for each GPU that reads it.
+# fraction is small, because an NCCL all-gather sends a key to a node once, but an all-to-all sends it once for each GPU
+# of the node that reads it.
 MOST_READ = 0.25
 
 
 class AllKeys:
     """Gathers the keys of all ranks.
 
-    The first dimension of all tensors counts keys: this rank's own, or the gathered ones. Gathered keys arrive in the
-    order of ranks, and `by_positions` sorts them. ``blocks`` has the blocks of this rank's rows over the gathered keys.
+    The first dimension of all tensors is the keys: this rank's own keys, or the gathered keys. Gathered keys arrive in
+    the order of ranks, and `by_positions` sorts them. ``blocks`` has the blocks of this rank's rows over the sorted
+    keys.
     """
 
     def __init__(self, spread: AnySpread, group: dist.ProcessGroup) -> None:
@@ -131,7 +134,7 @@ class AllKeys:
 
 
 class KeysThatAreRead:
-    """Gathers only the keys that this rank reads. Its methods are those of ``AllKeys``."""
+    """Gathers only the keys that this rank reads. It has the same methods as ``AllKeys``."""
 
     def __init__(self, spread: AnySpread, group: dist.ProcessGroup) -> None:
         self._group, self._num_own = group, spread.length
@@ -180,8 +183,10 @@ def reads_little(spread: AnySpread) -> bool:
     """Returns whether every rank reads at most the fraction ``MOST_READ`` of the other ranks' keys."""
 
     def most_read(parts: Sequence[Part]) -> int:
-        """Returns an upper bound on the number of keys that these parts read from other ranks: the sum over the parts,
-        but for each sequence not more than all its keys."""
+        """Returns an upper bound on the number of keys that these parts read from other ranks.
+
+        It is the sum over the parts. A sequence counts with at most all its keys.
+        """
         seen: dict[int | None, int] = {}
         for part in parts:
             whole = Part(slice(0, spread.length_of(part.document)), 0, part.document)
@@ -190,7 +195,7 @@ def reads_little(spread: AnySpread) -> bool:
         return sum(seen.values()) - sum(part.length for part in parts)
 
     ranks = [spread.parts_of(rank) for rank in range(spread.world_size)]
-    # With dropout, parts must begin at a multiple of KEYS_OF_A_DRAW. Those of packed sequences always do.
+    # With dropout, parts must begin at a multiple of KEYS_OF_A_DRAW. Parts of packed sequences do.
     may_draw = isinstance(spread, Spread) and spread.uses_positions
     begin_with_draws = all(part.first % KEYS_OF_A_DRAW == 0 for parts in ranks for part in parts)
     if len(ranks) < 2 or (may_draw and not begin_with_draws):
@@ -213,8 +218,8 @@ class Message(NamedTuple):
 class ExchangedKeys(NamedTuple):
     """Holds the keys that a rank receives from each rank (``read``) and sends to each rank (``given``).
 
-    ``ranges`` are the received keys, sorted by position. ``order`` has the rows in which each range arrives, or is None
-    if the ranges arrive sorted. ``blocks`` has the blocks of the rank's rows over ``ranges``.
+    ``ranges`` are the received keys, sorted by position. ``order`` has the slice of the received tensor in which each
+    range arrives, or is None if the ranges arrive sorted. ``blocks`` has the blocks of the rank's rows over ``ranges``.
     """
 
     read: Message
@@ -238,7 +243,7 @@ def exchanged_keys(spread: AnySpread, rank: int) -> ExchangedKeys:
 
 
 def _blocks_over(ranges: Sequence[Part], own: Sequence[Part], window: Window) -> list[Block]:
-    """Returns the blocks of the parts ``own`` over the keys that they see in ``ranges``, which are sorted by position.
+    """Returns the blocks of the parts ``own`` over the keys that these parts see in ``ranges``, sorted by position.
 
     One block per part is enough: no keys are missing between two ranges that a part sees.
     """

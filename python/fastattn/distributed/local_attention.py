@@ -16,14 +16,14 @@ from fastattn.distributed.blocks import Block
 from fastattn.functional.attention_block import BackwardTensors, add_gradients_of_block, attention_block
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-OtherSums: TypeAlias = tuple[Tensor, Tensor | None]  # of the gradients of query, and of slopes if they need one
+OtherSums: TypeAlias = tuple[Tensor, Tensor | None]  # sums of the gradients of query, and of slopes or None
 
 
 class LocalAttention(NamedTuple):
-    """Holds the options that all blocks share, for the heads from ``first_head`` on of ``all_heads``.
+    """Holds the options that all blocks share. The rank's heads begin at number ``first_head`` of ``all_heads``.
 
     ``options`` is a call without query, key and value; each block sets its own window. ``asked`` is what the calling
-    thread has asked for, such as a backend: gradients, which autograd computes in a thread of its own, follow it too.
+    thread has asked for, such as a backend. It also applies to gradients, which autograd computes in another thread.
     """
 
     options: AttentionCall
@@ -50,9 +50,10 @@ class LocalAttention(NamedTuple):
     def gradients(
         self, tensors: BackwardTensors, heads: slice, blocks: Iterable[Block], other_sums: OtherSums
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of the keys and values of ``heads``, and adds those of query and slopes to the sums.
+        """Returns gradients of the keys and values of ``heads``; adds gradients of query and slopes to ``other_sums``.
 
-        In ``tensors``, keys and values have only the KV heads of ``heads``; the other tensors and the sums have all.
+        In ``tensors``, keys and values have only the KV heads of ``heads``. The other tensors and ``other_sums`` have
+        all heads of the rank.
         """
         query_sum, slopes_sum = other_sums
         key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
@@ -83,8 +84,8 @@ class LocalAttention(NamedTuple):
     def _calls_of_entries(self, query: Tensor, block: Block) -> list[tuple[slice, AttentionCall]]:
         """Returns the calls that compute a block, without query, key and value, each with its slice of the batch.
 
-        Dropout numbers the heads through all batch entries or documents. A rank with some of the heads takes one batch
-        entry at a time.
+        Dropout numbers the heads through all batch entries or documents. If the rank has only some of the heads, their
+        numbers are not consecutive from one batch entry to the next, so each call computes one batch entry.
         """
         batch, heads = query.shape[:2]
         if block.document is not None:
@@ -110,9 +111,10 @@ class LocalAttention(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Holds the tensors with which a rank attends (query, key and value are ``[B, H, rows, D]``) and its options.
+    """Holds the tensors with which a rank attends (query, key and value are ``[B, H, rows, D]``) and the options.
 
-    The slopes and sinks are not in the options, because autograd only follows tensors that are arguments.
+    The slopes and sinks are not in the options, because autograd only tracks tensors that are themselves arguments of
+    a ``torch.autograd.Function``.
     """
 
     query: Tensor
@@ -131,7 +133,7 @@ class Inputs(NamedTuple):
         query, key, value = map(to_own_heads, self[:3])
         attention, ranges = self.attention.for_heads(own), self.attention.options.key_ranges
         if ranges is not None:
-            if ranges.shape[1] == 1:  # one head per rank, so that each rank receives it
+            if ranges.shape[1] == 1:  # repeat the head for each rank, so that all receive it
                 ranges = ranges.expand(-1, dist.get_world_size(group), -1, -1, -1)
             attention = attention.with_options(key_ranges=to_own_heads(ranges.flatten(-2)).unflatten(-1, (-1, 2)))
         return Inputs(query, key, value, slopes, sinks, attention)
@@ -161,7 +163,7 @@ def _slopes_of(slopes: Tensor | None, block: Block, entries: slice) -> Tensor | 
 
 
 def _ranges_of(ranges: Tensor | None, block: Block, entries: slice) -> Tensor | None:
-    """Returns the ranges of a block's rows, counted from its first key and clipped to its keys."""
+    """Returns the ranges of a block's rows, counted from the block's first key and clipped to the block's keys."""
     if ranges is None:
         return None
     own = (ranges if ranges.shape[0] == 1 else ranges[entries])[:, :, block.rows]

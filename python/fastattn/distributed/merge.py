@@ -24,20 +24,20 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     """Merges two results of attention, over keys a and over keys b, into output and lse over the keys of both.
 
     The output is float32, so that any number of merges is as exact as one call if the last result is rounded once. The
-    merge is differentiable in all four arguments. Where a row sees no key of one set (lse -inf), that set's output is
-    ignored. Where it sees no key of either set, the result is 0 and -inf. On a GPU one Triton kernel merges and another
-    computes gradients; each reads its arguments once, in any layout.
+    merge is differentiable in all four arguments. If a row sees no key of one set (lse -inf), that set's output is
+    ignored. If a row sees no key of either set, its output is 0 and its lse is -inf. On a GPU one Triton kernel merges
+    and another computes gradients; each kernel reads its arguments once, in any layout.
 
     Args:
         out_a, out_b: ``[B, Hq, Sq, Dv]``, or packed ``[total, Hq, Dv]``.
-        lse_a, lse_b: ``[B, Hq, Sq]``, or packed ``[Hq, total]``, as ``return_lse`` gives them. Only one of them may
-            include a sink.
+        lse_a, lse_b: ``[B, Hq, Sq]``, or packed ``[Hq, total]``, as ``return_lse`` gives them. At most one of them
+            includes a sink.
 
     Returns:
         Output and lse of the same shapes, in float32, or in float64 if an argument is float64.
 
     Raises:
-        InputError, TypeError: shapes that differ or are none of the above, or devices that differ.
+        InputError, TypeError: the shapes do not match or are none of the above, or the devices differ.
     """
     merge, request = _check_once(Merge(out_a, lse_a, out_b, lse_b))
     choice = choose(request)
@@ -55,8 +55,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merges a block's results with ``out`` and ``lse``, in place and without gradients.
 
-    This is a step of a larger call. If that call's forced backend is not Triton, or no kernel takes the tensors,
-    PyTorch merges instead of raising.
+    The merge is a step of a larger call. If the user forces a backend other than Triton for that call, or if no kernel
+    takes the tensors, PyTorch merges, and no error is raised.
     """
     _, request = _check_once(Merge(out, lse, block_out, block_lse))
     with torch.no_grad():

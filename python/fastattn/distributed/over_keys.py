@@ -1,4 +1,4 @@
-"""Attends over the keys of all ranks of a group by one of two strategies, as one differentiable operation."""
+"""Attends over the keys of all ranks of a group, by "ring" or "allgather", as one differentiable operation."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class _AttentionOverKeys(torch.autograd.Function):
 
 
 class _RingAttention(_AttentionOverKeys):
-    """Has a name of its own in profiles."""
+    """Gives the strategy "ring" its own name in profiles."""
 
 
 class _GatheredAttention(_AttentionOverKeys):
-    """Has a name of its own in profiles."""
+    """Gives the strategy "allgather" its own name in profiles."""
 
 
 # Each module has ``attend_to_keys``, which fills in the results, and ``gradients_of_keys``.

@@ -2,9 +2,9 @@
 
 ``"balanced"`` gives all ranks about the same number of rows and the same attention work. It assigns the longest
 document first. A document that fits on a rank stays whole and goes to the rank with the least work so far (Graham,
-"Bounds on multiprocessing timing anomalies", 1969). The others are cut: large ones into 2 W parts in zigzag order,
-small ones wherever ranks have free rows. ``"contiguous"`` and ``"zigzag"`` cut the packed rows as if they were one
-sequence.
+"Bounds on multiprocessing timing anomalies", 1969). A document that fits on none of the W ranks is cut: a large one
+into 2 W parts in zigzag order, a small one into pieces that fill the ranks with the most free rows. ``"contiguous"``
+and ``"zigzag"`` cut the packed rows as if they were one sequence.
 
 Parts begin at a multiple of four positions in a document, because dropout draws for four keys at a time.
 """
@@ -41,7 +41,8 @@ from fastattn.profiler.work import visible_pairs
 
 LAYOUTS = ("balanced", "contiguous", "zigzag")
 
-# A document is large if each of its 2 W parts has at least this many rows. Only large ones are cut to balance work.
+# A document is large if each of its 2 W parts has at least this many rows. Only large documents are cut to balance the
+# work of ranks. Small documents are cut only if no rank has enough free rows.
 _ROWS_OF_A_PART = 16
 # The most work that a rank may have after it takes a large document whole, as a multiple of the ranks' average.
 _MOST_WORK = 1.1
@@ -49,12 +50,12 @@ _MOST_WORK = 1.1
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Holds the parts of documents on each of the ranks that have the same heads.
+    """Holds the parts of documents on each rank, or on each group of ranks that pool their rows (``exchanged``).
 
     ``parts`` lists the parts of each rank in the order of its rows: first parts of cut documents, then whole documents.
     """
 
-    lengths: tuple[int, ...]  # of each document
+    lengths: tuple[int, ...]  # the length of each document
     parts: tuple[tuple[Part, ...], ...]
 
     def is_whole(self, part: Part) -> bool:
@@ -76,8 +77,11 @@ class PackedLayout:
 
     @cached_in_first
     def exchanged(self, num_ranks: int, group: int, device: torch.device) -> tuple[PackedLayout, Tensor]:
-        """Returns the layout of cut documents over groups of ``num_ranks`` consecutive ranks that pool their rows, and
-        where the rows of ``group`` are in the concatenated ``cut_rows`` rows of its ranks."""
+        """Returns the layout of cut documents over groups of ``num_ranks`` consecutive ranks that pool their rows.
+
+        Also returns, for the rows of ``group`` in the order of that layout, their indices in the concatenation of the
+        ``cut_rows`` rows of each of the group's ranks, int64.
+        """
         groups = [self.cut_parts[first : first + num_ranks] for first in range(0, len(self.parts), num_ranks)]
         together = (arrange(in_order_of_documents(ranks, self.cut_rows), self.lengths) for ranks in groups)
         parts, rows = zip(*together, strict=True)
@@ -85,7 +89,7 @@ class PackedLayout:
 
     @cached_in_first
     def offsets(self, documents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the ``cu_seqlens`` of these documents, int32, and their numbers, int64."""
+        """Returns the ``cu_seqlens`` of these documents, int32, and the documents' numbers, int64."""
         with torch.inference_mode(False):
             ends = [0, *accumulate(self.lengths[document] for document in documents)]
             return torch.tensor(ends, dtype=torch.int32, device=device), torch.tensor(documents, device=device)
@@ -105,7 +109,7 @@ class PackedShards:
 
     @functools.cached_property
     def rank(self) -> int:
-        """Returns this rank's number in the group; the last dimension of a mesh counts fastest."""
+        """Returns this rank's number in the group; the last dimension of a mesh varies fastest."""
         return rank_in(process_groups(self.group))
 
     @functools.cached_property
@@ -114,16 +118,16 @@ class PackedShards:
         return max(parts[-1].rows.stop if parts else 0 for parts in self.layout.parts)
 
     def shard(self, x: Tensor, dim: int = 0, padding: float = 0) -> Tensor:
-        """Returns this rank's rows of ``x``, which all ranks hold whole, and fills ``dim`` up with ``padding``.
+        """Returns this rank's rows of ``x``, with ``padding`` after them up to ``num_rows`` rows in ``dim``.
 
-        The result has ``num_rows`` rows in ``dim``. It is differentiable, like ``shard_sequence``.
+        All ranks pass the same whole ``x``. The result is differentiable, like that of ``shard_sequence``.
 
         Raises:
-            InputError, TypeError: the number of rows in ``dim`` is not that of all sequences together.
+            InputError, TypeError: the number of rows in ``dim`` is not the total of all sequences.
         """
         check_tensor("x", x)
         dim, total = checked_dim(x, dim), sum(self.layout.lengths)
-        expect(x.shape[dim] == total, "x", f"{total} rows in dim {dim}, those of all sequences", x.shape[dim])
+        expect(x.shape[dim] == total, "x", f"{total} rows in dim {dim}, all sequences together", x.shape[dim])
         own = x.index_select(dim, self._own_rows(x.device))
         missing = [*x.shape[:dim], self.num_rows - own.shape[dim], *x.shape[dim + 1 :]]
         return torch.cat([own, x.new_full(missing, padding)], dim)
@@ -190,7 +194,7 @@ def shard_varlen(
         causal, window: the mask that attention will have; the work of each sequence depends on it.
 
     Raises:
-        InputError, TypeError: offsets that do not begin with 0 or that fall, or a group that is not initialised.
+        InputError, TypeError: offsets that do not begin with 0 or that decrease, or a group that is not initialised.
     """
     groups = process_groups(group)
     check_choice("layout", layout, LAYOUTS)
@@ -205,7 +209,7 @@ def shard_varlen(
 
 
 def rank_in(groups: Sequence[dist.ProcessGroup]) -> int:
-    """Returns this rank's number in a mesh, whose last dimension counts fastest."""
+    """Returns this rank's number in a mesh, whose last dimension varies fastest."""
     rank = 0
     for group in groups:
         rank = rank * dist.get_world_size(group) + dist.get_rank(group)
@@ -226,10 +230,10 @@ def _checked_offsets(cu_seqlens: Any) -> list[int]:
 
 
 def arrange(parts: Iterable[Part], lengths: Sequence[int]) -> tuple[tuple[Part, ...], tuple[slice, ...]]:
-    """Returns the parts of one rank in the order in which it holds them, and the rows of the given parts in that order.
+    """Returns the parts of one rank in the order in which it holds them, and the given parts' ``rows`` in this order.
 
-    Parts of cut documents come first, then whole documents, both sorted by position. Adjacent parts of a document
-    become one.
+    Parts of cut documents come first, then whole documents, both sorted by document and position. Adjacent parts of a
+    document are joined.
     """
     runs: list[list[Part]] = []  # adjacent parts
     for part in sorted(parts, key=position_of):
@@ -270,15 +274,15 @@ def deal(lengths: Sequence[int], world_size: int, layout: str, window: Window) -
 
 
 def _cut_in_document(begins: Sequence[int], row: int) -> int:
-    """Returns the last row up to ``row`` where a part may begin."""
+    """Returns the largest row index up to ``row`` at which a part is allowed to begin."""
     begin = max(begin for begin in begins if begin <= row)
     return begin + (row - begin) // KEYS_OF_A_DRAW * KEYS_OF_A_DRAW
 
 
 def _balanced(lengths: Sequence[int], world_size: int, window: Window) -> list[list[Part]]:
     begins = [0, *accumulate(lengths)]
-    # A rank may take three rows more than the average. Some rank can then always take four more rows, or all that are
-    # left.
+    # Each rank has room for three rows more than the average. So at any time, some rank has room for four more rows, or
+    # for all rows that are left.
     room = [-(-begins[-1] // world_size) + KEYS_OF_A_DRAW - 1] * world_size
     work = [0] * world_size
     works = [visible_pairs(length, length, *window, offset=0) for length in lengths]

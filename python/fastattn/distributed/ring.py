@@ -3,8 +3,9 @@
 In step s, rank r attends to the keys of rank r - s, while the keys of the next step arrive. Results are merged in
 float32. The backward pass repeats the same blocks, with the output and the lse over all keys, and sends the gradients
 of a block's keys in float32 to the rank that owns the keys. It computes half of the heads of a rank's own block last,
-while the last gradients arrive. Keys come directly from their owner instead of from rank to rank: this sends as many
-bytes, and no rank waits for another's work. Keys that a window hides are neither sent nor read.
+while the last gradients arrive. Unlike in the paper, a rank sends its keys directly to each rank that reads them, and
+ranks do not pass keys on. The number of bytes is the same, and no rank waits until another rank has finished its work.
+Keys that a window hides are neither sent nor read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def attend_to_keys(
 def gradients_of_keys(
     attention: LocalAttention, tensors: BackwardTensors, spread: AnySpread, group: dist.ProcessGroup, sums: OtherSums
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of this rank's keys and values; adds those of query and slopes to ``sums``."""
+    """Returns the gradients of this rank's keys and values; adds the gradients of query and slopes to ``sums``."""
     query, key, value = tensors.query, tensors.key, tensors.value
     key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (key, value))
     own_sums = _GradientsOfKeys((key_sum, value_sum), spread, group)
@@ -50,7 +51,7 @@ def gradients_of_keys(
         return attention.gradients(given, heads, reading.blocks, sums)
 
     num_heads = key.shape[1]
-    # The first heads of the rank's own block are computed while the first keys arrive, the others while the last
+    # The first heads of the rank's own block are computed while the first keys arrive, the last heads while the last
     # gradients arrive.
     num_first = (num_heads + 1) // 2 if spread.world_size > 1 else num_heads
     first_heads, last_heads = slice(0, num_first), slice(num_first, num_heads)
@@ -66,16 +67,16 @@ def gradients_of_keys(
     return key_sum.to(key.dtype), value_sum.to(value.dtype)
 
 
-# Group → the device types on which its ranks are connected; a group may have a backend for each.
+# Group → the device types on which `_connect` has connected its ranks. A group can have one backend per device type.
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Runs one collective on all ranks of a group: NCCL needs all of them in a group's first call, but some ranks may
-    have no message to send.
+    """Runs one collective before a group's first messages: NCCL needs all ranks of a group in the group's first call,
+    but some ranks may have no message to send or receive.
 
-    It does so on every device but the CPU, because a group's backend name does not tell whether it is NCCL
-    ("undefined", "cpu:gloo,cuda:nccl").
+    It does so on every device except the CPU, because the name of a group's backend, such as "undefined" or
+    "cpu:gloo,cuda:nccl", does not tell whether the backend is NCCL.
     """
     connected = _connected.setdefault(group, {"cpu"})
     if device.type not in connected:
@@ -87,7 +88,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class _Transfer:
-    """Holds messages in flight between ranks: ``(peer, tensors)`` to send, and ``(peer, tensors)`` to receive into."""
+    """Holds messages in flight: ``(rank, tensors)`` to send to a rank, and ``(rank, tensors)`` to receive from one."""
 
     def __init__(
         self,
@@ -163,8 +164,10 @@ class _GradientsOfKeys:
         self._under_way: tuple[Reading, _Transfer] | None = None
 
     def exchange(self, step: int, reading: Reading, found: tuple[Tensor, ...]) -> None:
-        """Starts to send the gradients of the keys that this rank has read to their owner, and to receive the gradients
-        of its own keys from the rank that has read them in this step."""
+        """Starts to send ``found``, the gradients of the keys that this rank has read, to the owner of these keys.
+
+        Also starts to receive the gradients of this rank's own keys from the rank that has read them in this step.
+        """
         owner, reader = (self._rank - step) % self._world_size, (self._rank + step) % self._world_size
         wanted = self._spread.reading(reader, self._rank)
         received = reader, [_room(total, wanted) for total in self._sums if wanted.keys]

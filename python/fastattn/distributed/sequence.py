@@ -1,7 +1,8 @@
-"""Shards a sequence over the ranks of a group, in one of two layouts, and gathers it.
+"""Shards a sequence over the W ranks of a group, in one of two layouts, and gathers it.
 
-``"contiguous"`` cuts it into W parts of equal length, and rank r has part r. ``"zigzag"`` cuts it into 2 W parts, and
-rank r has parts r and 2 W - 1 - r, so that all ranks have equal work under a causal mask (Llama 3, section 3.3.2).
+``"contiguous"`` cuts the sequence into W parts of equal length, and rank r has part r. ``"zigzag"`` cuts it into 2 W
+parts, and rank r has parts r and 2 W - 1 - r, so that all ranks have equal work under a causal mask (Llama 3, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def _reordered(x: Tensor, dim: int, order: list[int]) -> Tensor:
 
 
 def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """Returns this rank's parts of ``x``, which all ranks hold whole.
+    """Returns this rank's parts of ``x``. All ranks pass the same whole ``x``.
 
-    It is differentiable. The gradient is zero in other ranks' parts: the sum over all ranks is the whole gradient.
+    It is differentiable. A rank's gradient of ``x`` is zero in the parts of other ranks; the sum of the gradients over
+    all ranks is the whole gradient.
 
     Args:
         x: any tensor, whose ``dim`` is the sequence.
-        group: a process group, None for the default group, or a mesh, whose last dimension counts fastest.
+        group: a process group, None for the default group, or a mesh, whose last dimension varies fastest.
         layout: ``"contiguous"`` or ``"zigzag"``.
 
     Raises:
@@ -77,10 +79,10 @@ def shard_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "c
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group = None, layout: str = "contiguous") -> Tensor:
-    """Gathers all ranks' parts into the whole sequence, on all ranks: the inverse of ``shard_sequence``.
+    """Gathers all ranks' parts ``x`` into the whole sequence, on all ranks: the inverse of ``shard_sequence``.
 
-    It is differentiable: the gradient of ``x`` is that of the sum of all ranks' losses. Arguments and errors are those
-    of ``shard_sequence``.
+    It is differentiable: the gradient of ``x`` is the gradient of the sum of all ranks' losses. The other arguments and
+    the errors are as in ``shard_sequence``.
     """
     check_tensor("x", x)
     dim, groups = checked_dim(x, dim), process_groups(group)

@@ -1,4 +1,4 @@
-"""Provides a ``with`` block in which whole models attend over a spread sequence, without a change to their code."""
+"""Provides a ``with`` block in which unchanged models attend over a sequence that is spread over ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def context_parallel(group: Group = None, *, strategy: str = "allgather", layout
     """Makes attention inside the block run over a sequence that is spread over ranks (``context_parallel_attention``).
 
     It covers every ``F.scaled_dot_product_attention``, and models of transformers with
-    ``attn_implementation="fastattn"``. Give the model this rank's parts of tokens and positions (``shard_sequence``).
-    Stay in the block until ``backward()`` is over, because activation checkpointing calls attention again there. The
-    switch applies to all threads of the process. Blocks nest; the innermost is in force.
+    ``attn_implementation="fastattn"``. Pass the model this rank's parts of tokens and positions (``shard_sequence``).
+    Call ``backward()`` inside the block too, because activation checkpointing calls attention again in the backward
+    pass. The block applies to all threads of the process. Of nested blocks, the innermost applies.
 
-    ``nn.MultiheadAttention`` is only covered with ``need_weights=False``. Packed sequences are refused if positions
-    restart within one of a rank's parts, but go unnoticed if they restart where a part begins: call
-    ``context_parallel_attention_varlen`` for them.
+    ``nn.MultiheadAttention`` is only covered with ``need_weights=False``. For packed sequences call
+    ``context_parallel_attention_varlen``. Here they raise an error if positions restart inside one of a rank's parts.
+    If positions restart only where a part begins, there is no error, and the results are wrong.
 
     Args:
         group, strategy, layout: as for ``context_parallel_attention``.
 
     Raises:
-        InputError: a group that is not initialised. Inside the block also calls that a rank cannot compute from its
-            part: with a mask or a bias, padding, a cache that holds tokens already, or packed sequences. With
-            ``FASTATTN_CHECK=1`` all ranks raise where one rank is wrong; without it the others would wait.
+        InputError: a group that is not initialised. Inside the block, a call of attention raises it for a mask, a bias,
+            padding, a cache that already holds tokens, and packed sequences. With ``FASTATTN_CHECK=1``, all ranks raise
+            an error if one rank does. Otherwise the other ranks wait.
     """
     split_groups(process_groups(group), strategy)
     attention = _Attention(group, strategy, layout)
-    with patch_sdpa():  # fastattn's function, in place of torch's, passes calls on to the innermost block
+    with patch_sdpa():  # fastattn's function, instead of torch's, passes calls on to the innermost block
         spread_attention.enter(attention)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Shards linear layers that fuse several layers, so that each rank has rows of every one of these."""
+"""Shards linear layers that fuse several layers, so that each rank has rows of every fused layer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fastattn.checks import check_int, expect
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """A ``torch.distributed.tensor.parallel.ColwiseParallel`` that also takes a linear layer with several fused layers.
+    """Extends ``torch.distributed.tensor.parallel.ColwiseParallel`` to a linear layer that fuses several layers.
 
     A fused weight ``[fused * N, K]`` stacks the rows of its layers, such as gate and up of SwiGLU in
     ``int8_linear(..., activation="swiglu")`` and in ``gate_up_proj`` of Hugging Face's models. Torch's class gives the
-    gates to the first ranks and the ups to the last. Here each of W ranks holds N / W rows of every layer, with their
-    scales. ``chunk(2, -1)`` of a rank's result are then its gates and ups, and results computed from both are sharded
-    as torch's ``RowwiseParallel`` expects.
+    rows of gate to the first ranks and the rows of up to the last ranks. Here each of W ranks holds N / W rows of every
+    fused layer, with their scales. ``chunk(2, -1)`` of a rank's result then returns its gate and up values, and results
+    computed from both are sharded as torch's ``RowwiseParallel`` expects.
 
     Parameters are DTensors that record this order: ``full_tensor()``, and state dicts with ``full_state_dict=True``
     (``torch.distributed.checkpoint.state_dict``), have the rows in the order of the whole layer. Sharded checkpoints
-    (``torch.distributed.checkpoint.save``) refuse them, because the rows of a rank are not consecutive.
+    (``torch.distributed.checkpoint.save``) refuse these DTensors, because the rows of a rank are not consecutive.
 
     Args:
         fused: the number of layers, of equal size, in the weight: 2 for gate and up. With 1 this is torch's class.
@@ -30,7 +30,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     Raises:
         InputError: (``parallelize_module``) the ranks do not divide the rows of each fused layer.
-        TypeError: (``parallelize_module``) the fused layers are no ``nn.Linear``.
+        TypeError: (``parallelize_module``) ``fused`` is more than 1, and the module is no ``nn.Linear``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.fused > 1:
             if not isinstance(module, nn.Linear):
-                came = f"{type(module).__name__}; pass fused=1 for others"
+                came = f"{type(module).__name__}; pass fused=1 for other modules"
                 raise TypeError(f"module: expected an nn.Linear of {self.fused} fused layers, got {came}")
             rows, ranks = module.weight.shape[0], device_mesh.size()
             divided = f"rows that are a multiple of {self.fused} fused layers times {ranks} ranks"

@@ -26,32 +26,32 @@ def append_to_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes new keys and values into a paged cache in place, each token into the slot that ``slot_mapping`` names.
+    """Writes new keys and values into a paged cache in place, each token into its slot in ``slot_mapping``.
 
     Slot ``s`` is row ``s % page_size`` of page ``s // page_size``. A server that assigns slots itself calls this before
     ``attention_varlen`` or ``attention_with_kv_cache`` over the pages, for the tokens of all sequences at once. Keys
-    are stored as they are: rotate them before the call. The slots stay on the device and are not read back, so the call
-    works in CUDA graphs. It is for inference only.
+    are stored as they are: apply RoPE to them before the call. The host does not read the slots from the device, so the
+    call works in CUDA graphs. The call is for inference only.
 
     Args:
         k_new, v_new: ``[tokens, Hkv, D]`` and ``[tokens, Hkv, Dv]``.
         k_cache, v_cache: pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``, in the
-            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. They are written in place, hence
-            never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
-            They may be views of one tensor.
+            dtype of ``k_new``, or int8 or fp8 (``torch.float8_e4m3fn``) with scales. The kernel writes into them and
+            never copies them. So on a GPU, the last dim must be contiguous, and the base and the strides must be
+            multiples of 16 bytes. The two can be views of one tensor.
         slot_mapping: int64 or int32 ``[tokens]``. A token is skipped if its slot is negative (padding) or does not
-            exist. If two tokens have the same slot, its contents are undefined.
+            exist. If two tokens have the same slot, the slot's contents are undefined.
         k_scale, v_scale: the scales of an 8-bit cache, float32, of the cache's shape without the last dim. The call
             computes a scale for each head of a token, writes it, and stores ``x / scale``, rounded to nearest even, as
-            ``attention_with_kv_cache`` does when it appends. The scale is ``max|x| / 127`` for int8, ``max|x| / 448``
-            for fp8, and 1 for a head of zeros. In an fp8 cache, a head that is not finite has the scale NaN.
-            An fp8 cache also takes scales that you give for all tokens: float32 ``[Hkv]``, ``[1]`` or ``[]``, or None,
-            which means 1. The call reads them and does not write them. If ``x / scale`` is then beyond 448 or -448,
-            it becomes 448 or -448, infinity included; NaN stays NaN.
+            the append of ``attention_with_kv_cache`` does. The scale is ``max|x| / 127`` for int8, ``max|x| / 448`` for
+            fp8, and 1 for a head of zeros. In an fp8 cache, a head with infinity or NaN has the scale NaN. An fp8 cache
+            also takes fixed scales for all tokens: float32 ``[Hkv]``, ``[1]`` or ``[]``, or None, which means 1. The
+            call reads fixed scales and does not write them. If ``x / scale`` is then beyond 448 or -448, the call
+            stores 448 or -448. This includes infinity. NaN stays NaN.
 
     Raises:
-        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also a slot that is
-            too large or given twice. The cache is then unchanged.
+        InputError, TypeError: the host can see that an argument is wrong. With ``FASTATTN_CHECK=1``, a slot that is too
+            large or given twice also raises. The cache is then unchanged.
     """
     check_tensor("k_new", k_new)
     check_tensor("v_new", v_new)

@@ -1,4 +1,4 @@
-"""Computes attention with every option, over dense and over packed sequences."""
+"""Computes attention over dense sequences (``attention``) and over packed sequences (``attention_varlen``)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class _Options(AttentionOptions, Generic[_Lse, _MaxLogit], total=False):
-    """Adds the two options that change the result's type; a type checker takes the first overload that fits them."""
+    """Adds the two options that change the result's type, by which a type checker chooses an overload."""
 
     return_lse: _Lse
     return_max_logit: _MaxLogit
@@ -110,8 +110,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes attention, ``softmax(mask(bias + softcap(scale * Q K^T))) V``, in tiles (Dao, "FlashAttention-2", 2023).
 
-    Kernels run float16 and bfloat16 with head dims up to 256 (Triton's up to 512 without gradients), which are padded
-    to a multiple of 8. float32, float64 and larger head dims run in PyTorch.
+    Kernels run float16 and bfloat16 with head dims up to 256, and Triton's without gradients up to 512. Head dims are
+    padded to a multiple of 8. PyTorch runs float32, float64 and larger head dims.
 
     Example:
         >>> query, key, value = (torch.randn(2, 8, 256, 64) for _ in range(3))  # [B, H, S, D]
@@ -120,33 +120,36 @@ def attention(
 
     Args:
         query: ``[B, Hq, Sq, D]``; key: ``[B, Hkv, Sk, D]``; value: ``[B, Hkv, Sk, Dv]``; all of one floating dtype.
-            Query head ``h`` reads KV head ``h // (Hq // Hkv)``. Of ``[B, S, H, D]`` pass ``x.transpose(1, 2)``:
-            shapes alone seldom show that heads and rows are swapped, so the call would mix heads without an error.
+            Query head ``h`` reads KV head ``h // (Hq // Hkv)``. If your tensors are ``[B, S, H, D]``, pass
+            ``x.transpose(1, 2)``. Swapped heads and rows usually raise no error, because the shapes are valid too.
         causal: query ``i``, at position ``i + Sk - Sq``, sees the keys up to its own position.
-        window: ``(left, right)``: how many keys before and after its position a query sees; -1 is unbounded.
+        window: ``(left, right)``: how many keys a query sees before and after its own position; -1 means all.
         softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
         bias: ``[B or 1, Hq or 1, Sq or 1, Sk or 1]``: added to the scores, or bool with True = attend. Differentiable.
-        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added (Press et al., "Train short, test
-            long", 2022). Differentiable.
-        sinks: ``[Hq]``: one more logit in every row's denominator, without a value. Differentiable.
-        key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees only those keys of its ranges
-            ``[begin, end)`` that the other options let it see. ``fastattn.masks`` makes ranges; a range with ``begin ==
-            end`` is empty. Kernels skip tiles outside of the ranges, except the kernel for the gradient of a bias. On a
-            CPU, and with ``FASTATTN_CHECK=1``, ranges that overlap or reach beyond the keys raise.
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]``: ``-slope * |position - key|`` is added to the scores (Press et al.,
+            "Train short, test long", 2022). Differentiable.
+        sinks: ``[Hq]``: a logit per head that is added to every row's softmax denominator but has no value.
+            Differentiable.
+        key_ranges: int32 ``[B or 1, Hq or 1, Sq, R, 2]``, R up to 4: each query sees only keys in its ranges ``[begin,
+            end)``, and of these only keys that the other options do not mask. ``fastattn.masks`` makes ranges; a range
+            with ``begin == end`` is empty. Kernels skip tiles outside of the ranges, except the kernel for the gradient
+            of a bias. On a CPU, and with ``FASTATTN_CHECK=1``, ranges that overlap or end beyond the last key raise
+            ``InputError``.
         dropout_p: the probability with which dropout zeroes an attention weight.
-        dropout_seed: an int or an int64 tensor of one element on the device; by default it is drawn from torch's
-            generator.
+        dropout_seed: an int or an int64 tensor of one element on the device; by default, a seed from torch's generator.
         scale: by default ``1 / sqrt(D)``.
-        return_lse: also return the natural log of each row's softmax denominator, differentiable.
+        return_lse: also return the natural log of each row's softmax denominator, the lse. Differentiable.
         return_max_logit: also return the largest score of each head over all rows of the batch, after scale, softcap,
-            bias and mask, without sinks, as QK-clip needs it (Kimi K2, 2025, section 2.1). NaN is ignored. The call may
-            then run on another kernel, or with other tiles.
-        deterministic: whether gradients have equal bits in every run; default: ``torch.use_deterministic_algorithms``.
+            bias and mask, without sinks, as QK-clip needs it (Kimi K2, 2025, section 2.1). NaN is ignored. This option
+            can change the kernel or the tiles that run.
+        deterministic: whether gradients have the same bits in every run, by default as set by
+            ``torch.use_deterministic_algorithms``.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, then with ``return_lse`` the lse, ``[B, Hq, Sq]``, then with ``return_max_logit`` the
-        largest scores, ``[Hq]``, both float32 (float64 for float64 inputs). A row that sees no key has output 0, lse
-        -inf (or its sink) and gradient 0; a head of such rows has the largest score -inf.
+        The output, ``[B, Hq, Sq, Dv]``, or a tuple of the output, with ``return_lse`` the lse ``[B, Hq, Sq]``, and with
+        ``return_max_logit`` the largest scores ``[Hq]``. The lse and the largest scores are float32, or float64 for
+        float64 inputs. A row that sees no key has output 0, gradient 0, and lse -inf or, if there are sinks, its head's
+        sink. If no row of a head sees a key, the head's largest score is -inf.
 
     Raises:
         InputError, TypeError: the host can see that an argument is wrong.
@@ -233,30 +236,34 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes ``attention`` over sequences of different lengths, packed one after the other without padding.
 
-    With a ``block_table`` the keys and values lie in the pages of a cache. Prompts can then be processed in chunks of
-    any length, where every chunk attends to all tokens of its sequence in the cache (``PagedKVCache`` has an example).
+    With a ``block_table``, the keys and values are in pages of a cache. Prompts can then be processed in chunks of any
+    length, where every chunk attends to all tokens of its sequence in the cache (``PagedKVCache`` has an example).
 
     Args:
         query: ``[total_q, Hq, D]``; key: ``[total_k, Hkv, D]``; value: ``[total_k, Hkv, Dv]``. With a ``block_table``
-            key and value are pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``. They
-            are never copied: on a GPU the last dim must be contiguous, and the base and the strides multiples of 16
-            bytes.
+            key and value are pages, ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``. Pages
+            are never copied. So on a GPU, their last dim must be contiguous, and their base and strides must be
+            multiples of 16 bytes.
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]`` on the device: sequence ``b`` is the rows from ``cu_seqlens[b]``
-            up to ``cu_seqlens[b + 1]``. On a GPU the offsets are not read back: rows outside of the tensor count as
-            absent, and wrong offsets raise only with ``FASTATTN_CHECK=1``. On a CPU they always raise. Rows that belong
-            to no sequence have output 0. For keys in pages, ``cu_seqlens_k`` only counts each sequence's keys.
-        max_seqlen_q, max_seqlen_k: the most queries and the most keys of a sequence; rows beyond them count as absent.
+            up to ``cu_seqlens[b + 1]``. The host does not read offsets on a GPU: rows outside of the tensor count as
+            absent, and wrong offsets raise only with ``FASTATTN_CHECK=1``. On a CPU, wrong offsets always raise. Rows
+            that belong to no sequence have output 0. For keys in pages, only the differences of ``cu_seqlens_k``
+            matter, the numbers of keys.
+        max_seqlen_q, max_seqlen_k: the largest numbers of queries and of keys of any sequence. Rows of a sequence
+            beyond these numbers count as absent.
         block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order; key ``j`` is row ``j % page_size``
-            of page ``block_table[b, j // page_size]``. Where an entry names no page, its keys are absent. PyTorch
-            computes gradients over pages, through a copy of all pages that the table names.
+            of page ``block_table[b, j // page_size]``. If an entry is not the number of a page, its keys are absent. If
+            gradients are needed, PyTorch runs the call over a copy of all pages that the table names.
         alibi_slopes: ``[Hq]`` or ``[B, Hq]``. The other options are those of ``attention``.
-        key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; keys count from the first key of the query's sequence.
+        key_ranges: int32 ``[Hq or 1, total_q, R, 2]``; positions of keys count from the first key of the query's
+            sequence.
         batch_invariant: a sequence's results have the same bits whatever else is in the batch. By default, if a batch
-            does not fill the GPU, the keys of long sequences are split, and the splits depend on all lengths.
+            does not fill the GPU, the keys of long sequences are split among CTAs, and the splits depend on the lengths
+            of all sequences.
 
     Returns:
-        ``[total_q, Hq, Dv]``, then with ``return_lse`` the lse, ``[Hq, total_q]``, and with ``return_max_logit`` the
-        largest scores, ``[Hq]``.
+        The output, ``[total_q, Hq, Dv]``, or a tuple of the output, with ``return_lse`` the lse ``[Hq, total_q]``, and
+        with ``return_max_logit`` the largest scores ``[Hq]``.
 
     Raises:
         InputError, TypeError: the host can see that an argument is wrong.
@@ -295,11 +302,12 @@ def attention_varlen(
 
 
 def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
-    """Warns once if the tensors look like ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``: a causal mask would then hide heads
-    as if they were tokens.
+    """Warns once if the tensors look like ``[B, S, Hq, D]`` and ``[B, S, Hkv, D]``, because a causal mask then hides
+    heads as if heads were tokens.
 
-    Read as ``[B, H, S, D]``, such tensors have equally many heads, and the number of queries is a multiple of the
-    number of keys. Tensors that were transposed on purpose, as for flash-attn, have other strides.
+    If such tensors are read as ``[B, H, S, D]``, query and key have the same number of heads, and the number of queries
+    is a multiple of the number of keys. A tensor whose head stride is smaller than its row stride is not warned about,
+    because it was transposed on purpose.
     """
     global _has_warned_of_layout
     (_, query_heads, queries, _), (_, key_heads, keys, _) = query.shape, key.shape
@@ -315,12 +323,12 @@ def _warn_where_heads_seem_to_be_queries(query: Tensor, key: Tensor) -> None:
 
 
 def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
-    """Warns once if ``bias``, the same for all heads, holds 0 and 1 alone, as a mask of floats does; it reads it."""
+    """Warns once if ``bias`` has one head and holds only 0 and 1, like a mask of floats. Reads the bias's values."""
     global _has_warned_of_mask
     if _has_warned_of_mask or not bias.is_floating_point() or bias.shape[1] != 1 or bias.numel() == 0:
         return
     bias = bias.detach()
-    first_row = bias[0, 0, 0]  # mostly settles it, without a read of the whole bias
+    first_row = bias[0, 0, 0]  # usually enough to return, without reading the whole bias
     if not ((first_row == 0) | (first_row == 1)).all():
         return
     if bias.amin() != 0 or bias.amax() != 1 or not ((bias == 0) | (bias == 1)).all():
@@ -328,7 +336,7 @@ def _warn_where_a_bias_seems_to_be_a_mask(bias: Tensor) -> None:
     _has_warned_of_mask = True
     warn_at_users_line(
         f"attention: the bias {list(bias.shape)} holds only 0.0 and 1.0, which are added to the scores and mask "
-        "nothing; of a mask that is 1 where a query sees a key, pass bias=mask.bool().",
+        "nothing; if it is a mask that is 1 where a query sees a key, pass bias=mask.bool().",
         UserWarning,
     )
 
@@ -368,9 +376,9 @@ def prepare(call: AttentionCall) -> Prepared:
             check_tensor(name, tensor)
     cast = autocast_dtype(query.device.type)
     if cast is not None:
-        if call.block_table is None:  # pages keep their dtype, as they are never copied
+        if call.block_table is None:  # pages keep their dtype, because they are never copied
             key, value = autocast_to(cast, key), autocast_to(cast, value)
-        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # float32 stays: every query dtype takes it
+        if isinstance(bias, Tensor) and bias.dtype != torch.float32:  # a float32 bias suits every query dtype
             bias = autocast_to(cast, bias)
         call = call.with_tensors((autocast_to(cast, query), key, value, bias))
     call, request = check_once(call)
@@ -387,7 +395,7 @@ def prepare(call: AttentionCall) -> Prepared:
 
 
 def _check_contents(call: AttentionCall) -> None:
-    """Checks the offsets and the block table of packed sequences, which it reads back."""
+    """Checks the values of the offsets and of the block table of packed sequences."""
     query, key, table = call.query, call.key, call.block_table
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     check_offsets("cu_seqlens_q", call.cu_seqlens_q, query, call.max_seqlen_q)
@@ -401,7 +409,7 @@ def _check_contents(call: AttentionCall) -> None:
 
 
 def _check_ranges(call: AttentionCall) -> None:
-    """Checks ranges of keys, which it reads back. Rows that belong to no sequence may have ranges beyond the keys."""
+    """Checks the values of the ranges of keys. Rows that belong to no sequence are allowed any ranges of keys."""
     assert call.key_ranges is not None
     if torch._C._are_functorch_transforms_active():
         return  # tensors under torch.func cannot be read
@@ -417,7 +425,7 @@ def _check_ranges(call: AttentionCall) -> None:
 def carry_out(prepared: Prepared) -> Tensor | tuple[Tensor, ...]:
     """Runs a prepared call and returns what ``attention`` or ``attention_varlen`` returns for it."""
     call, request, choice = prepared
-    if call.dropout_p > 0 and call.dropout_seed is None:  # after the choice: explain must not draw from the generator
+    if call.dropout_p > 0 and call.dropout_seed is None:  # not earlier: explain() must not advance the generator
         call = call._replace(dropout_seed=draw_seed(call.query.device))
     if choice.backend == "torch":
         with without_autocast(call.query.device.type):

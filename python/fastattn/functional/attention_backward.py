@@ -1,7 +1,7 @@
-"""Computes the gradients of a block of attention whose softmax runs over more keys than the block has.
+"""Computes the gradients of a block of attention: a part of the keys over which the softmax runs.
 
-Attention over a sequence that is spread over GPUs runs block by block. The results of the blocks are merged by their
-lse, and each block's gradients then need the output and the lse of the whole (Liu et al., "Ring attention", 2023).
+Attention over a sequence that is distributed over GPUs runs block by block. The outputs of the blocks are merged with
+the help of the lse. A block's gradients need the merged output and the merged lse (Liu et al., "Ring attention", 2023).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def attention_backward(
     grad_lse: Tensor | None = None,
     by_kernel_only: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns a block's gradients of query, key and value; ``out``, ``lse`` and their gradients are of all blocks.
+    """Returns a block's gradients of query, key and value. ``call`` is the block; ``out``, ``lse`` and their gradients
+    are merged over all blocks.
 
-    With ``by_kernel_only`` it returns None if no kernel takes the call.
+    With ``by_kernel_only``, returns None if no kernel supports the call.
     """
     with torch.enable_grad():
         inputs = tuple(tensor.detach().requires_grad_() for tensor in call[:3])
@@ -70,10 +71,11 @@ def through_the_block(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of ``inputs`` by autograd through the block's own output and lse.
 
-    A row of the block has the weight ``w = exp(block_lse - lse)`` in the whole. The gradient of the block's scores is
-    ``w P (dP - rowsum(dO * O) + dlse)``, with the block's own P. Autograd gives ``P (g V^T - rowsum(g * block_out))``
-    for a gradient ``g`` of the block's output, and ``P h`` for a gradient ``h`` of its lse. Their sum is the gradient
-    above for ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
+    ``O``, ``lse`` and their gradients ``dO`` and ``dlse`` are merged over all blocks; ``P`` is the block's own softmax.
+    A row of the block has the weight ``w = exp(block_lse - lse)`` in the merged output. The gradient of the block's
+    scores is ``w P (dP - rowsum(dO * O) + dlse)``. Autograd gives ``P (g V^T - rowsum(g * block_out))`` for a gradient
+    ``g`` of the block's output, and ``P h`` for a gradient ``h`` of its lse. The sum of these two is the gradient above
+    if ``g = w dO`` and ``h = w (rowsum(dO * block_out) - rowsum(dO * O) + dlse)``.
     """
     is_packed = grad_out.dim() == 3
 

@@ -1,8 +1,8 @@
-"""Computes a block of attention, some rows over some keys of a larger call; such blocks are then merged.
+"""Computes a block of attention: some rows over some keys of a larger call. The caller merges the blocks.
 
-Nothing is rounded to 16 bits before the merge: output and gradients are float32 (float64 for float64 inputs). Autograd
-does not differentiate a block: the caller that merges blocks also computes their gradients, from the output and the lse
-of the larger call (Liu et al., "Ring attention", 2023, section 3).
+Outputs and gradients of blocks are float32 (float64 for float64 inputs), so that nothing is rounded to 16 bits before
+the merge. Autograd does not differentiate a block. The caller that merges blocks also computes the gradients of each
+block, from the output and the lse of the larger call (Liu et al., "Ring attention", 2023, section 3).
 
 A block is an ``AttentionCall`` with ``first_row``, ``first_key`` and ``first_head``, its positions in the larger call.
 """
@@ -25,8 +25,8 @@ from fastattn.ops.attention import AttentionBackward, is_deterministic
 
 
 class BackwardTensors(NamedTuple):
-    """Holds what the gradients of a block need: its query, key and value, the output and lse of its rows over all
-    keys, and the gradients of these two."""
+    """Holds what the gradients of a block need: its query, key and value; the output and lse of its rows over all keys
+    of the larger call; and the gradients of that output and lse."""
 
     grad_out: Tensor
     grad_lse: Tensor
@@ -37,7 +37,7 @@ class BackwardTensors(NamedTuple):
     lse: Tensor
 
     def of(self, rows: slice, keys: slice) -> BackwardTensors:
-        """Returns the tensors of a smaller block, over these rows and keys."""
+        """Returns the tensors of a smaller block, which has only ``rows`` and ``keys``."""
         grad_out, grad_lse, query, out, lse = (
             tensor[:, :, rows] for tensor in (self.grad_out, self.grad_lse, self.query, self.out, self.lse)
         )
@@ -67,10 +67,10 @@ def add_gradients_of_block(
     block: AttentionCall,
 ) -> None:
     """Adds a block's gradients of query, key and value to ``sums``, and its gradient of the slopes to ``slopes_sum``
-    unless that is None.
+    unless ``slopes_sum`` is None.
 
-    ``tensors`` replaces the query, key and value of ``block``; its ``out`` and ``grad_out`` have the query's dtype.
-    ``sums`` have the dtype of the lse and contiguous rows. ``slopes_sum`` has the slopes' shape.
+    The query, key and value are those of ``tensors``, not of ``block``. ``tensors.out`` and ``tensors.grad_out`` have
+    the query's dtype. ``sums`` have the dtype of the lse and contiguous rows. ``slopes_sum`` has the slopes' shape.
     """
     grad_out, grad_lse, query, key, value, out, lse = tensors
     slopes = None if slopes_sum is None else block.alibi_slopes
@@ -79,7 +79,7 @@ def add_gradients_of_block(
         call, request = check_once(_with_inputs(block._replace(exact_out=True), inputs))
         choice = choose(request)
         if choice.backend == "torch":
-            exact = [t.detach().to(lse.dtype).requires_grad_() for t in inputs]  # so that gradients have this dtype
+            exact = [t.detach().to(lse.dtype).requires_grad_() for t in inputs]  # so that gradients are exact too
             found = _by_reference(_with_inputs(call, exact))
             grads = through_the_block(grad_out, grad_lse, tuple(exact), out, lse, *found)
             for total, grad in zip((*sums, slopes_sum), grads, strict=False):

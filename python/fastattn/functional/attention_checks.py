@@ -1,4 +1,5 @@
-"""Checks the arguments of ``attention`` and ``attention_varlen``, and describes the calls."""
+"""Checks the arguments of ``attention`` and ``attention_varlen``, and describes the call for the choice of a
+backend."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ MOST_RANGES = 4  # the most ranges of keys for a query
 
 
 def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
-    """Returns the call with checked options and its description; raises if the host sees a wrong argument."""
+    """Returns the call with checked options, and its description. Raises if the host can see that an argument is
+    wrong."""
     query, key, value, bias, alibi_slopes, sinks = call[:6]
     for name, tensor in zip(call._fields, call.tensors, strict=False):
         refuse_wrapped(name, tensor)
@@ -55,10 +57,10 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
     for name, tensor, layout in (("query", query, layouts[0]), ("key", key, layouts[1]), ("value", value, layouts[2])):
         advice = ""
         if not call.is_packed and query.dim() == 3:
-            advice = "; of one sequence [H, S, D] pass query[None], key[None] and value[None]"
+            advice = "; for one sequence [H, S, D] pass query[None], key[None] and value[None]"
         elif call.is_packed and tensor.dim() == 4:
-            ways = f"{name}.flatten(0, 1), of [B, H, S, D] {name}.transpose(1, 2).flatten(0, 1)"
-            advice = f"; of [B, S, H, D] pass {ways}"
+            ways = f"{name}.flatten(0, 1), for [B, H, S, D] {name}.transpose(1, 2).flatten(0, 1)"
+            advice = f"; for [B, S, H, D] pass {ways}"
         check_rank(name, tensor, layout, advice)
         came = f"{tensor.dtype}; cast it with {name}.to({query.dtype})"
         expect(tensor.dtype == query.dtype, name, f"{query.dtype}, as the query is", came)
@@ -70,7 +72,7 @@ def check_call(call: AttentionCall) -> tuple[AttentionCall, Request]:
     check_head_counts(query, key, "key", layouts[:2])
     batch = _check_packed(call) if call.is_packed else query.shape[0]
     if not call.is_packed:
-        swap = f"; of keys for all sequences pass key.expand({batch}, -1, -1, -1), and values likewise"
+        swap = f"; if all sequences share keys, pass key.expand({batch}, -1, -1, -1), and values likewise"
         came = f"{list(key.shape)}{swap if key.shape[0] == 1 else ''}"
         expect(key.shape[0] == batch, "key", f"{layouts[1]} with the query's batch size {batch}", came)
 
@@ -115,7 +117,7 @@ def _check_packed(call: AttentionCall) -> int:
     for name, offsets in (("cu_seqlens_q", call.cu_seqlens_q), ("cu_seqlens_k", call.cu_seqlens_k)):
         check_dtype(name, offsets, (torch.int32,))
         check_same_device(name, offsets, device)
-        expect(offsets.shape[0] >= 1, name, "offsets [B + 1], at least the 0 of no sequence", "none")
+        expect(offsets.shape[0] >= 1, name, "offsets [B + 1], at least one", "none")
         check_shape(name, offsets, (batch + 1,), "[B + 1] like cu_seqlens_q")
     table = call.block_table
     if table is not None:
@@ -154,17 +156,17 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
     if bias.dim() == 2:
         came, as_bool = f"{bias.dtype} {list(bias.shape)}", "" if bias.dtype == torch.bool or not is_mask else ".bool()"
         if tuple(bias.shape) == full[2:]:
-            came += f"; of one [Sq, Sk] pass bias[None, None]{as_bool}"
+            came += f"; for one [Sq, Sk] pass bias[None, None]{as_bool}"
         if tuple(bias.shape) == (full[0], full[3]):
             as_bool = "" if bias.dtype == torch.bool else ".bool()"
-            came += f"; of a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
+            came += f"; for a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
     is_of_sequences = bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:])
-    advice = "; of one [Sq, Sk] for each sequence pass bias[:, None]" if is_of_sequences else ""
+    advice = "; for an [Sq, Sk] of each sequence pass bias[:, None]" if is_of_sequences else ""
     check_rank("bias", bias, layout, advice)
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))
-        expect(False, "bias", expected, f"{bias.dtype}; of a mask that is 1 where a query sees a key, pass mask.bool()")
+        expect(False, "bias", expected, f"{bias.dtype}; if 1 means that a query sees a key, pass mask.bool()")
     check_dtype("bias", bias, dtypes, f"; cast it with bias.to({query.dtype})")
     fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
     expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))
@@ -202,8 +204,8 @@ def check_shape_of_ranges(ranges: Any, query: Tensor, is_packed: bool) -> None:
 
 
 def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
-    """Checks that the ranges ``[…, rows, R, 2]`` of each row do not overlap and lie within ``num_keys``, an int or
-    ``[rows]``. It reads them back, so call it only if `contents_are_checked`, and not under ``torch.func``."""
+    """Checks that the ranges ``[…, rows, R, 2]`` of each row do not overlap and are within ``num_keys``, an int or
+    ``[rows]``. Reads the ranges' values: call it only if `contents_are_checked`, and not under ``torch.func``."""
     begin, end = ranges.unbind(-1)
     if isinstance(num_keys, Tensor):
         num_keys = num_keys[:, None]
@@ -214,7 +216,7 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
         most = num_keys if isinstance(num_keys, int) else int(num_keys[row[-1]])
         expected = f"0 <= begin <= end <= {most}, the number of keys"
         raise InputError(f"key_ranges: expected {expected}, got {wrong} at key_ranges{row}")
-    # Sort each row's ranges, the empty ones last.
+    # Sort each row's ranges by their beginning, with empty ranges last.
     order = torch.where(begin < end, begin, torch.iinfo(torch.int32).max).argsort(-1)
     begin, end = begin.gather(-1, order), end.gather(-1, order)
     overlap = (begin[..., 1:] < end[..., :-1]) & (begin[..., 1:] < end[..., 1:])
@@ -227,19 +229,20 @@ def check_ranges(ranges: Any, num_keys: int | Tensor) -> None:
 
 
 def check_uncopied(why: str, **caches: Tensor) -> None:
-    """Raises if a kernel cannot read a cache where it lies; the error quotes ``why``, the reason not to copy it."""
+    """Raises if a kernel cannot read a cache in place. ``why``, the reason not to copy the cache, is part of the
+    error."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return  # a traced or wrapped tensor has no address
     for name, cache in caches.items():
         reason = reason_to_copy(cache)
         if reason is not None:
             wanted = f"a contiguous last dimension, and base and strides that are multiples of {ALIGNMENT_BYTES} bytes"
-            came = f"strides {cache.stride()}: {reason}; torch.zeros makes one that fits"
+            came = f"strides {cache.stride()}: {reason}; allocate it with torch.zeros, with rows padded to 16 bytes"
             raise InputError(f"{name}: expected {wanted}, since {why}, got {came}")
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size: int) -> None:
-    """Checks that the pages of all tokens exist. It reads the table back, so call it only if `contents_are_checked`."""
+    """Checks that the pages of all tokens exist. Reads the table's values: call it only if `contents_are_checked`."""
     first_token = torch.arange(block_table.shape[1], device=block_table.device) * page_size
     is_used = first_token < lengths[:, None]
     wrong = is_used & ((block_table < 0) | (block_table >= num_pages))
@@ -252,12 +255,12 @@ def check_pages(block_table: Tensor, lengths: Tensor, num_pages: int, page_size:
 def check_offsets(name: str, offsets: Tensor, packed: Tensor | None, max_seqlen: int) -> None:
     """Checks that offsets stay within the rows of ``packed`` (None: keys in pages), and lengths within ``max_seqlen``.
 
-    It reads the offsets back, so call it only if `contents_are_checked`. Rows that belong to no sequence, such as the
-    end of a padded buffer, are refused only with ``FASTATTN_CHECK=1``.
+    Reads the offsets' values: call it only if `contents_are_checked`. Rows that belong to no sequence, such as the end
+    of a padded buffer, raise only with ``FASTATTN_CHECK=1``.
     """
     values = offsets.tolist()
     lengths = [end - begin for begin, end in pairwise(values)]
-    advice = "; of lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
+    advice = "; for lengths pass F.pad(lengths.cumsum(0), (1, 0)).int()"
     are_lengths = packed is not None and values[0] > 0 and sum(values) == packed.shape[0]
     expect(not are_lengths, name, "offsets, which begin with 0", f"{values}{advice}")
     expect(min(lengths, default=0) >= 0, name, "offsets that do not decrease", values)

@@ -1,8 +1,8 @@
 """Runs ``attention_with_kv_cache`` and ``append_to_cache`` on a CPU, over the cached tokens only.
 
-The reference does not read lengths, so it processes the whole capacity of the caches. This module reads them: it writes
-only the new tokens and attends over slices of the caches. A sequence's slice runs from the first token in the window of
-any query to the last token, so that a single query needs no mask.
+The reference does not read lengths, so it processes the whole capacity of the caches. This module reads the lengths,
+writes only the new tokens, and attends over slices of the caches. A sequence's slice runs from the first token in the
+window of any query to the last token, so that a single query needs no mask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fastattn.rotary import rotary_at
 
 
 def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse of a checked call, or None if the host may not read lengths or a tensor is empty.
+    """Returns output and lse of a checked call, or None if the host cannot read the lengths or if a tensor is empty.
 
-    The lse is empty without ``return_lse``.
+    The lse has no elements without ``return_lse``.
     """
     if not is_readable(*call.tensors) or 0 in (*call.query.shape, *call.k_cache.shape, *call.v_cache.shape):
         return None
@@ -59,7 +59,7 @@ def attention_with_kv_cache(call: DecodeCall) -> tuple[Tensor, Tensor] | None:
 
 
 def append_to_cache(call: AppendCall) -> bool:
-    """Writes the tokens that have a slot and returns True; returns False if the host may not read the slots."""
+    """Writes the tokens that have a slot and returns True. Returns False if the host cannot read the slots."""
     if not is_readable(*call) or 0 in call.k_cache.shape[:3]:
         return False
     num_slots = call.k_cache.shape[0] * call.k_cache.shape[2]
@@ -72,14 +72,14 @@ def append_to_cache(call: AppendCall) -> bool:
 
 
 def _rotated(call: DecodeCall, x: Tensor, first: list[int]) -> Tensor:
-    """Returns ``x [B, H, S, D]``, rotated by each sequence's positions from ``first`` on."""
+    """Returns ``x [B, H, S, D]`` rotated by RoPE, where the positions of sequence ``b`` start at ``first[b]``."""
     assert call.rotary_cos is not None and call.rotary_sin is not None
     position = torch.tensor(first, device=x.device)[:, None] + torch.arange(x.shape[2], device=x.device)
     return rotary_at(x, call.rotary_cos, call.rotary_sin, position, call.rotary_interleaved)
 
 
 def _append(call: DecodeCall, before: list[int]) -> None:
-    """Writes the new tokens behind the cached ones; a token beyond the capacity or without a page is dropped."""
+    """Writes the new tokens after the cached tokens. Drops a token beyond the capacity or without a page."""
     assert call.k_new is not None and call.v_new is not None
     block_rows = call.k_cache.shape[2]
     device = call.k_cache.device
@@ -98,7 +98,8 @@ def _append(call: DecodeCall, before: list[int]) -> None:
 
 
 def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row: Tensor) -> None:
-    """Writes ``new [tokens, Hkv, D]`` to ``cache[page, :, row]`` in its format, with computed or given scales."""
+    """Writes ``new [tokens, Hkv, D]`` to ``cache[page, :, row]`` in the cache's dtype, with computed or fixed
+    scales."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, None if scales is None else scales.reshape(-1, 1))
     elif scales is not None:
@@ -108,7 +109,7 @@ def _write(cache: Tensor, scales: Tensor | None, new: Tensor, page: Tensor, row:
 
 
 def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
-    """Yields slices of consecutive sequences with equally many tokens; with ``each_alone``, of single sequences."""
+    """Yields slices of consecutive sequences with equal numbers of tokens, or slices of one if ``each_alone``."""
     begin = 0
     for _, run in groupby(enumerate(totals), key=lambda item: item if each_alone else item[1]):
         end = begin + len(list(run))
@@ -119,14 +120,14 @@ def _runs(totals: list[int], each_alone: bool) -> Iterator[slice]:
 def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple[Tensor, Tensor]:
     """Returns output and lse of the sequences ``run``, whose queries see only the cached ``tokens``.
 
-    Without ``return_lse`` the second result is a placeholder.
+    Without ``return_lse``, the second result is a tensor to be ignored.
     """
     num_queries, scale = query.shape[2], call.scale
     assert scale is not None
     key = _read(call, call.k_cache, call.k_scale, run, tokens)
     value = _read(call, call.v_cache, call.v_scale, run, tokens)
     left, right = call.window
-    if tokens.stop - 1 - left <= tokens.start:  # the window hides nothing from the last query, hence from none
+    if tokens.stop - 1 - left <= tokens.start:  # the last query sees all, so every query does
         left = -1
     if right >= num_queries - 1:
         right = -1
@@ -135,13 +136,13 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
     if slopes is not None and slopes.dim() == 2 and len(slopes) == len(call.query):
         slopes = slopes[run]
 
-    dtype = torch.promote_types(query.dtype, key.dtype)  # 8-bit keys are float32 by now
+    dtype = torch.promote_types(query.dtype, key.dtype)  # 8-bit keys are now float32
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     is_plain = not call.return_lse and call.softcap == 0 and slopes is None and call.sinks is None and scale > 0
-    if is_plain and value.shape[-1] == key.shape[-1]:  # for Dv != D PyTorch would expand KV heads
+    if is_plain and value.shape[-1] == key.shape[-1]:  # if Dv != D, PyTorch copies KV heads for each query head
         if mask is not None or (left, right) != (-1, -1):
             return torch_sdpa.attend(query, key, value, mask, (left, right), scale), query
-        # PyTorch's kernel may lose a NaN score: zero such keys here, and put the NaN back below.
+        # PyTorch's kernel can lose a NaN score. Set keys that cause one to zero here, and set the result to NaN below.
         spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
         if spoiled is not None:
             key = key.masked_fill(spoiled, 0.0)
@@ -166,7 +167,7 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
 
 
 def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tensor | None:
-    """Returns the mask of absent pages and a tree (not the window), bool ``[B, 1, Sq or 1, tokens]``, or None."""
+    """Returns a mask for absent pages and the tree but not the window, bool ``[B, 1, Sq or 1, tokens]``, or None."""
     mask = None
     if call.block_table is not None:
         table = call.block_table[run, _pages(call, tokens)]
@@ -182,7 +183,7 @@ def _mask(call: DecodeCall, run: slice, tokens: slice, num_queries: int) -> Tens
 
 
 def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, tokens: slice) -> Tensor:
-    """Returns the keys or values of ``tokens``, ``[B, Hkv, tokens, D]``: a view, or a copy if paged or 8-bit."""
+    """Returns the keys or values of ``tokens``, ``[B, Hkv, tokens, D]``: a copy if paged or 8-bit, otherwise a view."""
 
     def rows(stored: Tensor) -> Tensor:
         if call.block_table is None:
@@ -202,8 +203,9 @@ def _read(call: DecodeCall, cache: Tensor, scales: Tensor | None, run: slice, to
 def _from_fp8(x: Tensor) -> Tensor:
     """Returns fp8 numbers as float32, ten times as fast as PyTorch's own conversion.
 
-    fp8 has a sign bit, four exponent bits and three mantissa bits. The shift puts the last seven below the top exponent
-    bit of a float16, where they mean the number divided by 2 ** 8. The code of NaN becomes 480, which is no fp8 number.
+    fp8 has a sign bit, four exponent bits and three mantissa bits. The shift moves the last seven bits to just below
+    the top exponent bit of a float16, where they represent the number divided by 2 ** 8. NaN becomes 480, which is not
+    an fp8 number, so 480 is replaced by NaN at the end.
     """
     bits = (x.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     numbers = bits.view(torch.float16).to(torch.float32).mul_(2**8)
@@ -214,11 +216,11 @@ def _from_fp8(x: Tensor) -> Tensor:
 
 
 def _pages(call: DecodeCall, tokens: slice) -> slice:
-    """Returns which columns of the block table name the pages of ``tokens``."""
+    """Returns the columns of the block table that name the pages of ``tokens``."""
     page_size = call.k_cache.shape[2]
     return slice(tokens.start // page_size, -(-tokens.stop // page_size))
 
 
 def _tokens_of(rows: Tensor, dim: int, call: DecodeCall, tokens: slice) -> Tensor:
-    """Returns ``tokens`` out of all ``rows`` of the pages that hold them."""
+    """Returns the rows of ``tokens``; ``rows`` are all rows of the pages in `_pages`."""
     return rows.narrow(dim, tokens.start % call.k_cache.shape[2], tokens.stop - tokens.start)

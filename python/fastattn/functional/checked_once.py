@@ -1,4 +1,4 @@
-"""Checks a call's arguments once per signature, not once per call, and keeps the result."""
+"""Checks a call's arguments once per signature instead of once per call, and caches the result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from fastattn.checks import mapped_size, needs_gradient
 Record = TypeVar("Record", bound=tuple[Any, ...])
 Facts = TypeVar("Facts")
 
-_MOST_KEPT = 4096  # the limit of results, for servers that see ever new lengths
+_MOST_KEPT = 4096  # limits the cache's memory, because servers keep getting new lengths
 
 
 class CheckedOnce(Generic[Record, Facts]):
-    """Calls ``check(call)`` and remembers its results, keyed by everything that the host knows about the arguments.
+    """Calls ``check(call)`` and caches its result. The key is everything that ``check`` uses of the arguments.
 
-    ``check`` returns the call with checked options, and facts about it. It raises if arguments are wrong; errors are
-    not kept. Under ``torch.compile`` it is traced each time, and the compiled graph keeps the result.
+    ``check`` returns the call with checked options, and facts about the call. ``check`` raises if an argument is wrong;
+    errors are not cached. Under ``torch.compile``, ``check`` is traced each time, and the compiled graph keeps its
+    result.
 
     Args:
         record: the type of the calls. Fields before ``first_option`` are tensors, fields from there up to ``end`` are
@@ -48,16 +49,16 @@ class CheckedOnce(Generic[Record, Facts]):
             return self._check(call)
         tensors, options = call[self._tensors], call[self._options]
         signatures = [None if tensor is None else _signature(tensor) for tensor in tensors]
-        # The types of options and of a window's sides count too: 0 equals False but is not a bool.
+        # The types of options and of a window's sides are part of the key, because 0 equals False but is not a bool.
         signature: tuple[Any, ...] = (*signatures, options, *map(type, options), torch.is_grad_enabled())
         if self._window is not None and isinstance(call[self._window], tuple):
             signature += tuple(map(type, call[self._window]))
-        if torch._C._are_functorch_transforms_active():  # wrappers hide `requires_grad` and sizes of what they wrap
+        if torch._C._are_functorch_transforms_active():  # wrappers hide requires_grad and mapped sizes
             signature += tuple(isinstance(tensor, Tensor) and needs_gradient(tensor) for tensor in tensors)
             signature += tuple(mapped_size(tensor) for tensor in tensors)
         try:
             found = self._kept.get(signature)
-        except TypeError:  # an option that cannot be hashed is wrong: the checks raise
+        except TypeError:  # an unhashable option is wrong, so the check raises
             return self._check(call)
         if found is None:
             checked, facts = self._check(call)
@@ -69,8 +70,8 @@ class CheckedOnce(Generic[Record, Facts]):
 
 
 def _signature(tensor: Any) -> Any:
-    """Returns what the checks use: a tensor's facts and type (subclasses go to PyTorch), otherwise the type."""
+    """Returns what checks use: of a tensor, its properties and type (PyTorch runs subclasses), otherwise the type."""
     if not isinstance(tensor, Tensor):
         return type(tensor)
-    shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has none
+    shape = None if tensor.is_nested else tensor.shape  # a strided nested tensor has no shape
     return shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

@@ -1,8 +1,9 @@
-"""Computes attention where no kernel runs: by PyTorch's own attention, by its operators, or by the reference.
+"""Computes attention for calls that no kernel runs: with PyTorch's own attention, with PyTorch's other operators, or
+with the reference.
 
-``attend`` computes attention from PyTorch's operators on a CPU, including what PyTorch's own attention lacks: softcap,
-ALiBi, sinks and the lse. Unlike the reference, it does not expand KV heads, computes one softmax, and handles NaN only
-if there is NaN.
+``attend`` composes attention of PyTorch's operators on a CPU. It supports what PyTorch's own attention lacks: softcap,
+ALiBi, sinks and the lse. It is faster than the reference, because it does not expand KV heads, computes only one
+softmax, and handles NaN only if there is NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def attend(
 ) -> tuple[Tensor, Tensor] | None:
     """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None if a tensor is empty or not readable.
 
-    The arguments are those of ``attention``; a causal mask is part of ``window``. Everything is differentiable.
+    The arguments are those of ``attention``; a causal mask is part of ``window``. All operations are differentiable.
     """
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
@@ -45,7 +46,8 @@ def attend(
     visible = band(num_queries, num_keys, *window, query.device)
     spoiled_keys = spoiled_values = None
     if (visible is not None or bias is not None) and not is_known_finite(key, value):
-        # A hidden NaN must not get into products with zeros, which would be NaN. A visible NaN is put back after them.
+        # The product of a NaN and a zero weight is NaN, but a masked NaN must not have any influence. So replace NaN
+        # and infinity by zeros before the products, and set what sees them to NaN after the products.
         spoiled_keys, spoiled_values = ~key.isfinite().all(-1, keepdim=True), ~value.isfinite()
         key, value = key.masked_fill(spoiled_keys, 0.0), value.masked_fill(spoiled_values, 0.0)
 
@@ -56,7 +58,8 @@ def attend(
         """Returns ``[B or 1, Hq or 1, …]`` in a shape that broadcasts to the scores ``[B, Hkv, group, …]``."""
         return tensor.unsqueeze(2) if tensor.shape[1] == 1 else tensor.unflatten(1, by_kv_head)
 
-    # The query heads of a KV head are rows of one product. Nothing else holds its result, so it may change in place.
+    # The query heads of a KV head are rows of one product. Only `scores` refers to the product, so it is changed in
+    # place where autograd allows that.
     rows = (query.to(dtype) * (scale / softcap if softcap > 0 else scale)).reshape(batch, kv_heads, -1, key.shape[-1])
     scores = (rows @ key.to(dtype).transpose(-2, -1)).unflatten(2, (-1, num_queries))
     if softcap > 0:
@@ -70,7 +73,7 @@ def attend(
         scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + like_scores(bias.to(dtype))
-        if spoiled_keys is not None:  # NaN + -inf is NaN, so the bias has not hidden such a score yet
+        if spoiled_keys is not None:  # NaN + -inf is NaN, so mask such scores explicitly
             scores = scores.masked_fill(like_scores(bias == -math.inf), -math.inf)
     elif bias is not None:
         scores = scores.masked_fill(~like_scores(bias), -math.inf)
@@ -81,7 +84,8 @@ def attend(
     if spoiled_values is not None:
         seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ spoiled_values.to(dtype) > 0
 
-    # Weights are relative to the largest score, ``level``. Neither result depends on it, so it needs no gradient.
+    # Weights are relative to ``level``, the largest score. Output and lse do not depend on ``level``, so it needs no
+    # gradient.
     level = scores.detach().amax(-1, keepdim=True)
     sink = None if sinks is None else sinks.to(dtype).view(1, *by_kv_head, 1, 1)
     if sink is not None:
@@ -94,7 +98,7 @@ def attend(
     sees_nothing = total == 0
     total = total.masked_fill(sees_nothing, 1.0)
     sums = weights.flatten(2, 3) @ value.to(dtype)
-    if seen is not None:  # times the weights, so that the NaN reaches their gradients too
+    if seen is not None:  # multiply by the weights, so that their gradients are NaN too
         sums = sums + torch.where(seen, math.nan, 0.0).to(dtype) * weights.sum(-1).flatten(2, 3)[..., None]
     sums = sums.unflatten(2, (-1, num_queries))
     out = (sums / total).flatten(1, 2).to(query.dtype)
@@ -110,7 +114,7 @@ _attend_packed_by_reference = OnRecord(reference.attention_varlen, AttentionCall
 
 
 def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Request]:
-    """Returns a dense call and its request with a mask in place of the ranges of keys."""
+    """Returns a dense call and its request with a mask or bias instead of the ranges of keys."""
     assert call.key_ranges is not None
     visible, bias = reference.mask_of_ranges(call.key_ranges, call.key.shape[2]), call.bias
     if bias is not None:
@@ -120,9 +124,10 @@ def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Re
 
 
 def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ...]:
-    """Returns output, lse and, if asked for, the largest scores. The lse may be empty without ``return_lse``.
+    """Returns output, lse and, with ``return_max_logit``, the largest scores. Without ``return_lse``, the lse can be
+    empty.
 
-    PyTorch's own attention runs where it can express the call, else PyTorch's operators, else the reference.
+    Runs PyTorch's own attention if that supports the call, otherwise ``attend`` if that does, otherwise the reference.
     """
     if call.key_ranges is not None and not call.is_packed:
         call, request = _with_mask(call, request)
@@ -142,7 +147,7 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
         elif (
             not call.return_lse and (slopes is None or slopes.dim() == 1) and call.query.numel() and call.value.numel()
         ):
-            # `attend_packed` passes on readable tensors only, for which the composite never returns None.
+            # `attend_packed` passes only readable tensors, for which `attend` never returns None.
             out = torch_sdpa.attend_packed(call, lambda some: _attend_composite(some)[0])
             if out is not None:
                 return out, out.new_empty(0)

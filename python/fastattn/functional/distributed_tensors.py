@@ -1,4 +1,4 @@
-"""Computes attention over DTensor: batch entries and heads are independent, so each rank computes its own."""
+"""Computes attention over DTensors. Batch entries and heads are independent, so each rank computes those it has."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Dims(NamedTuple):
-    """Names the batch dimension and the heads dimension of a tensor (KV heads for keys and values), or None.
+    """Holds the indices of a tensor's batch dimension and heads dimension (KV heads for keys and values), or None.
 
-    ``over_batch`` is the reduction over ranks with different batch entries, for a result that has no batch dimension.
+    For a result without a batch dimension, ``over_batch`` is the reduction over ranks with different batch entries.
     """
 
     batch: int | None
@@ -38,8 +38,8 @@ def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall
     """Runs ``attend`` on each rank over its shards of the call's tensors; the query is a DTensor."""
     if call.dropout_p and call.dropout_seed is None:
         raise InputError(
-            "dropout_seed: expected an int beside DTensors, the same on each rank, got None; pass dropout_seed=0, and "
-            "another in each step"
+            "dropout_seed: expected an int with DTensors, the same on each rank, got None; pass an int that you change "
+            "in each step"
         )
     queries, lse = (PACKED, PACKED_LSE) if call.is_packed else (DENSE, DENSE)
     others = [of for of, wanted in ((lse, call.return_lse), (MAX_LOGIT, call.return_max_logit)) if wanted]
@@ -59,14 +59,14 @@ def attend_over_distributed(call: AttentionCall, attend: Callable[[AttentionCall
 
 
 def _check_sizes(call: AttentionCall, dims: dict[str, Dims]) -> None:
-    """Checks batch sizes and heads of the whole tensors, because shards may fit where whole tensors do not."""
+    """Checks batch sizes and heads of the whole tensors, because shards can fit together if whole tensors do not."""
     query, query_dims = call.query, dims["query"]
-    if query.dim() < 3:  # each rank's check of its shard raises
+    if query.dim() < 3:  # each rank's check of its shard will raise
         return
     for name, its_dims in dims.items():
         tensor = getattr(call, name)
         if not isinstance(tensor, Tensor) or (tensor.dim() != query.dim() and name in ("key", "value")):
-            continue  # each rank's check raises here, too
+            continue  # each rank's check will raise here, too
         pairs = ("batch size", its_dims.batch, query_dims.batch), ("heads", its_dims.heads, query_dims.heads)
         for what, dim, query_dim in pairs:
             is_grouped = what == "heads" and name in ("key", "value")
@@ -83,7 +83,7 @@ def dims_of_options(shape: Sequence[int]) -> Dims:
 
 
 def dims_of_mask(shape: Sequence[int]) -> Dims:
-    """Returns the dims of a mask that broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 counts as absent."""
+    """Returns the dims of a mask that broadcasts to ``[B, Hq, Sq, Sk]``: a dimension of size 1 counts as None."""
 
     def dim(of_scores: int) -> int | None:
         own = of_scores + len(shape) - 4
@@ -93,7 +93,7 @@ def dims_of_mask(shape: Sequence[int]) -> Dims:
 
 
 def _shape(tensor: Any) -> Sequence[int]:
-    """Returns the shape, or () for other arguments, about which later checks raise."""
+    """Returns the shape of a tensor, or () for another argument. Later checks raise an error for it if it is wrong."""
     return tensor.shape if isinstance(tensor, Tensor) else ()
 
 
@@ -107,27 +107,27 @@ def attend_locally(
     """Runs ``attend`` on each rank over its shards. Returns one DTensor or several, sharded like the query.
 
     A rank computes the batch entries and heads of its shard of the query. If the query is sharded along another
-    dimension, or unevenly, every rank computes all of them.
+    dimension, or unevenly, every rank computes all batch entries and heads.
 
     Args:
-        tensors: query, key and value, which must be DTensor, then the other arguments of the call. Each of these is a
-            DTensor, or a plain tensor that is the same on each rank; the gradient of a plain tensor is gathered or
+        tensors: query, key and value, which must be DTensors, then the other arguments of the call. Each other argument
+            is a DTensor, or a plain tensor that is the same on each rank; the gradient of a plain tensor is gathered or
             summed over all ranks. ``attend`` gets the part of each tensor that belongs to the rank.
-        dims: says for each tensor which of its dimensions are batch and heads.
-        dims_of_results: says the same for each result.
+        dims: for each tensor, which of its dimensions are batch and heads.
+        dims_of_results: the same for each result.
         may_shard: if False, every rank computes all batch entries and heads. Options whose effect depends on the index
             of an entry or a head, such as dropout, need this.
 
     Raises:
-        InputError: one of the first three is no DTensor, or they are on several meshes.
+        InputError: query, key or value is not a DTensor, or they are on several meshes.
     """
     from torch.distributed.tensor import DTensor
 
     for name, tensor in zip(("query", "key", "value"), tensors, strict=False):
         if not is_distributed(tensor):
             raise InputError(
-                f"{name}: expected a DTensor, as another of query, key and value is one, got {type_name(tensor)}; pass "
-                "DTensor.from_local, or to_local() of the others"
+                f"{name}: expected a DTensor, because query, key or value is one, got {type_name(tensor)}; convert it "
+                "with DTensor.from_local, or pass to_local() of the DTensors"
             )
         if tensor.device_mesh != tensors[0].device_mesh:
             came = f"{tensor.device_mesh}; distribute both over one mesh"
@@ -147,8 +147,8 @@ def attend_locally(
 
 
 def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int], enable_gqa: bool) -> bool:
-    """Returns whether query, key and value ``[B, H, S, D]`` are DTensor that fit together and fit a mask of these
-    sizes, and are sharded alike and evenly, over batch or heads only."""
+    """Returns whether query, key and value ``[B, H, S, D]`` are DTensors whose sizes fit together and fit
+    ``mask_sizes``, and whose shards are equal parts of the batch or the heads, with the same placements."""
     tensors = (query, key, value)
     if not all(is_distributed(tensor) and tensor.dim() == 4 for tensor in tensors):
         return False
@@ -167,7 +167,7 @@ def are_split_alike(query: Any, key: Any, value: Any, mask_sizes: Sequence[int],
 
 
 def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[str | None]:
-    """Returns for each mesh dimension ``"batch"`` or ``"heads"`` if it shards these evenly, else None."""
+    """Returns for each mesh dimension what it shards evenly: ``"batch"``, ``"heads"``, or None for neither."""
     from torch.distributed.tensor import Shard
 
     query = tensors[0]
@@ -189,7 +189,7 @@ def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
 
 
 def placement(kind: str | None, dims: Dims) -> Placement:
-    """Returns the placement of a tensor on a mesh dimension that shards ``kind``: batch, heads or nothing."""
+    """Returns the placement of a tensor on a mesh dimension that shards ``kind``: batch, heads or None."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     dim = {None: None, "batch": dims.batch, "heads": dims.heads}[kind]
@@ -199,8 +199,8 @@ def placement(kind: str | None, dims: Dims) -> Placement:
 
 
 def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
-    """Returns this rank's shard of a tensor. Where ranks have different shards of the query but the same tensor, the
-    tensor's gradient is the sum over these ranks."""
+    """Returns this rank's shard of a tensor. If ranks have different shards of the query but the same shard of the
+    tensor, the tensor's gradient is the sum over these ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not isinstance(tensor, Tensor):
@@ -220,7 +220,7 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
 def redistributed_local(
     tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement]
 ) -> Tensor:
-    """Returns this rank's shard of ``tensor`` in ``placements``; its gradient has ``grad_placements``."""
+    """Returns this rank's shard of ``tensor`` in ``placements``; the shard's gradient has ``grad_placements``."""
     local: Tensor = tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements)
     if type(local).__name__ == "AsyncCollectiveTensor":  # the collective is still in flight
         return torch.ops._c10d_functional.wait_tensor(local)

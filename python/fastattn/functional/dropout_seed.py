@@ -1,4 +1,4 @@
-"""Makes dropout seeds in the form that kernels take: tensors on the device."""
+"""Makes dropout seeds as tensors on the device, which kernels take."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draws a seed from torch's generator of the device, so that ``torch.manual_seed`` and CUDA graphs govern it."""
-    # Inductor writes the bounds into a Triton kernel as int32, its index type, and the kernel subtracts them: the
-    # bounds and their difference must fit. Philox turns neighbouring seeds into unrelated patterns, so 31 bits are
-    # enough.
+    """Draws a seed from torch's generator of the device, which ``torch.manual_seed`` and CUDA graphs control."""
+    # The bounds and their difference must fit in int32: Inductor writes the bounds into a Triton kernel as int32, its
+    # index type, and the kernel subtracts them. 31 bits are enough, because Philox turns neighbouring seeds into
+    # unrelated patterns.
     return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)

@@ -59,31 +59,34 @@ def int8_linear(
 ) -> Tensor:
     """Computes ``activation(x @ weight^T + bias) + residual`` with an int8 weight that is dequantised on the fly.
 
-    Everything is computed in at least float32 and rounded to the dtype of ``x`` once, at the end (with gradients, also
-    before the activation and the residual). For many tokens, cuBLAS may compute a plain product; ``fastattn.explain``
-    tells when. The weight is then rounded first, as by ``weight.dequantize``, and so are partial sums where PyTorch
-    lets cuBLAS round them (docs/concepts.md). Autocast applies as to ``F.linear``.
+    Everything is computed in at least float32 and rounded once to the dtype of ``x``, at the end. If gradients are
+    needed, the product with the bias is also rounded, before the activation and the residual. For many tokens, cuBLAS
+    may compute a plain product; ``fastattn.explain`` tells when. In that case, the dequantised weight is rounded to the
+    dtype of ``x``, and partial sums are rounded if PyTorch's settings let cuBLAS do so (docs/concepts.md). Autocast
+    applies as to ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.
-        weight: ``[N, K]`` from ``quantize_int8``, or the ``weight`` of a ``fastattn.nn.Int8Linear``. If its rows are
-            sharded (by ``ColwiseParallel``, or for ``"swiglu"`` by ``fastattn.distributed.ColwiseParallel(fused=2)``),
-            each rank computes with its own rows, and ``x`` (by ``PrepareModuleInput``) and the result are DTensor.
+        weight: ``[N, K]`` from ``quantize_int8``, or the ``weight`` of a ``fastattn.nn.Int8Linear``. If the weight's
+            rows are sharded (by ``ColwiseParallel``, or for ``"swiglu"`` by
+            ``fastattn.distributed.ColwiseParallel(fused=2)``), each rank computes with its own rows. In this case,
+            ``x`` must be a DTensor, which ``PrepareModuleInput`` can make, and the result is a DTensor.
         bias: ``[N]`` in the dtype of ``x``.
         activation: None, ``"relu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"silu"`` or ``"swiglu"``. ``"swiglu"``
-            takes a fused weight: its first N / 2 rows are the gate projection, the others the up projection (as in
-            Hugging Face's ``gate_up_proj``). The result ``silu(x @ gate^T + …) * (x @ up^T + …)`` has N / 2 columns.
+            takes a fused weight: the first N / 2 rows are the gate projection, the last N / 2 rows the up projection
+            (as in Hugging Face's ``gate_up_proj``). The result ``silu(x @ gate^T + …) * (x @ up^T + …)`` has N / 2
+            columns.
         residual: ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, added last.
-        input_precision: ``"16bit"`` computes with ``x`` as it is; ``"int8"`` first rounds each row of ``x`` to
-            symmetric int8 (with a straight-through gradient).
+        input_precision: ``"16bit"`` uses ``x`` as it is. ``"int8"`` first rounds each row of ``x`` to symmetric int8;
+            the gradient ignores this rounding (straight-through estimator).
 
     Returns:
         ``[..., N]`` (``[..., N / 2]`` with ``"swiglu"``) in the dtype of ``x``, differentiable in ``x``, ``bias`` and
         ``residual``.
 
     Raises:
-        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also scales that
-            are not finite.
+        InputError, TypeError: the host can see that an argument is wrong. With ``FASTATTN_CHECK=1``, scales that are
+            not finite also raise.
     """
     if isinstance(weight, Int8Tensor):
         weight = weight.int8_weight
@@ -149,7 +152,8 @@ def _linear_operator(op: Any, input: Tensor, weight: Tensor, bias: Tensor | None
 
 @replaces_operator(torch.ops.aten.mm.default)
 def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Computes ``x @ weight.t()``, as DTensor spells a linear layer, and ``grad @ weight`` in its backward pass."""
+    """Computes ``x @ weight.t()``, to which DTensor decomposes a linear layer, and ``grad @ weight`` of its backward
+    pass."""
     return _addmm(op, None, x, weight)
 
 
@@ -175,7 +179,8 @@ def _grad_input(grad_out: Tensor, data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _nested_linear(call: Int8Call) -> Tensor:
-    """Runs a nested ``x``, which lacks a shape and most operators, through PyTorch's linear layer, which checks it."""
+    """Runs a call with a nested ``x`` in PyTorch, because a nested tensor has no shape and few operators. ``F.linear``
+    checks the shapes."""
     x, activation = call.x, call.activation
     check_dtype("x", x, FLOATING)
     check_choice("activation", activation, ACTIVATION_CHOICES)
@@ -193,7 +198,7 @@ def _nested_linear(call: Int8Call) -> Tensor:
 
 
 def _check_gated(activation: str | None, rows: int) -> None:
-    """Checks that the weight of a gated activation has two equal halves."""
+    """Checks that the weight has an even number of rows if the activation is gated."""
     if activation in GATED:
         halves = f"an even N for {activation!r}: the gate's rows, then as many of the up projection"
         expect(rows % 2 == 0, "weight", halves, f"N = {rows}")
@@ -238,12 +243,13 @@ def _linear_over_sharded(
     residual: Tensor | None,
     input_precision: str,
 ) -> DTensor:
-    """Runs ``int8_linear`` over DTensor; ``bias`` and ``residual`` may be plain tensors, the same on each rank."""
+    """Runs ``int8_linear`` over DTensors. ``bias`` and ``residual`` can be plain tensors that are the same on each
+    rank."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if not isinstance(x, DTensor):
-        # A weight that FSDP shards is a DTensor too, but its ranks have different x and must gather the weight first.
+        # Do not convert x here: the weight might be sharded by FSDP, whose ranks have different x.
         advice = "pass DTensor.from_local(x, weight.device_mesh, [Replicate()])"
         raise TypeError(f"x: expected a DTensor, as the weight is one, got {type_name(x)}; {advice}")
     mesh = weight.device_mesh

@@ -1,8 +1,8 @@
 """Computes ``x @ dequantize(weight)^T`` on a CPU, block by block: the whole weight never exists in floating point.
 
-Each block of rows is converted into one buffer and multiplied while it is still in the core's cache. This takes about
-as long as PyTorch's product over a float32 weight, which reads four times the bytes from memory. No floating copy of
-the weight remains, and autograd saves the int8 weight: the backward pass converts the blocks again.
+Each block of rows is converted into one buffer and multiplied while the buffer is still in the core's cache. This takes
+about as long as PyTorch's product with a float32 weight, which reads four times the bytes from memory. Autograd saves
+the int8 weight, and the backward pass converts the blocks again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch.autograd import forward_ad
 
 from fastattn.checks import is_readable
 
-# 1 MB in float32 for each thread, half of the second-level cache of a core that has 2 MB. Measured on 4096 x 4096,
-# 256 KB and 4 MB take up to three times as long with few tokens, and equally long with many.
+# 1 MB in float32 for each thread: half of the second-level cache of a core with 2 MB. In measurements with a weight of
+# 4096 x 4096, blocks of 256 KB and of 4 MB took up to three times as long for few tokens, and as long for many tokens.
 _BLOCK_ELEMENTS = 2**18
 
 
 def can_multiply(scale: Tensor, *tensors: Tensor | None) -> bool:
-    """Returns whether `product` takes these tensors: on a CPU, not traced, without forward-mode derivatives, and
-    without a gradient of the scale."""
+    """Returns whether `product` supports a call with these tensors: they are on a CPU, nothing traces the call, there
+    is no forward-mode differentiation, and the scale needs no gradient."""
     return is_readable(scale, *tensors) and not scale.requires_grad and forward_ad._current_level < 0
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns ``[..., N]`` in the dtype of ``x [..., K]``, float32 or float64; differentiable in ``x``, twice too."""
+    """Returns ``[..., N]`` in the dtype of ``x [..., K]``, float32 or float64; twice differentiable in ``x``."""
     y: Tensor = _Product.apply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, scale, False)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Product(torch.autograd.Function):
-    """Computes ``x [M, K] @ W^T``, or with ``is_gradient`` ``x [M, N] @ W``: each is the other's gradient."""
+    """Computes ``x [M, K] @ W^T``, or ``x [M, N] @ W`` if ``is_gradient``. Each is the backward pass of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, is_gradient: bool) -> Tensor:

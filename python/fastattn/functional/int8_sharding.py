@@ -1,5 +1,6 @@
-"""Implements slices, concatenations and collectives of int8 weights for DDP, FSDP2 and tensor parallelism. The
-collectives send first the data, then the scales.
+"""Implements slices, concatenations and collectives of int8 weights for DDP, FSDP2 and tensor parallelism.
+
+A collective runs twice for a weight: first for the data, then for the scales.
 
 Importing this module registers these operators for ``Int8Tensor``.
 """
@@ -65,7 +66,8 @@ def _split_with_sizes(op: Any, weight: Int8Tensor, sizes: Any, dim: int = 0) -> 
 
 @replaces_operator(_aten.index_select.default)
 def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8Tensor:
-    """Selects rows, which puts the rows of gathered shards in order where shards are not consecutive."""
+    """Selects rows. DTensor uses it to order the rows of gathered shards that are not consecutive parts of the
+    weight."""
     weight = in_matrix_form(weight, op)
     expect_of_weight(dim % 2 == 0, "index_select", "dim 0, its rows", "dim 1")
     data, scale = with_aligned_rows(op(weight.int8_data, 0, index)), weight.int8_scale
@@ -74,7 +76,7 @@ def _index_select(op: Any, weight: Int8Tensor, dim: int, index: Tensor) -> Int8T
 
 @replaces_operator(_aten.constant_pad_nd.default)
 def _pad(op: Any, weight: Int8Tensor, padding: Any, value: float = 0) -> Int8Tensor:
-    """Adds rows of zeros below, so that the shards of a weight are equally large."""
+    """Appends rows of zeros, so that all shards of a weight have the same size."""
     weight, (left, right, above, below) = in_matrix_form(weight, op), (*padding, 0, 0)[:4]
     expect_of_weight(left == right == above == value == 0, "pad", "rows of zeros below it", list(padding))
     data = with_aligned_rows(op(weight.int8_data.contiguous(), [0, 0, 0, below]))
@@ -88,21 +90,21 @@ def _cat(op: Any, tensors: Any, dim: int = 0) -> Tensor:
         return FlatTensors(list(tensors))
     granularities = {getattr(tensor, "granularity", None) for tensor in tensors}
     is_alike = len(granularities) == 1 and None not in granularities
-    expect_of_weight(is_alike, "cat", "others of one granularity", ", ".join(sorted(map(str, granularities))))
+    expect_of_weight(is_alike, "cat", "int8 weights of one granularity", ", ".join(sorted(map(str, granularities))))
     first, dim = in_matrix_form(tensors[0], op), dim % 2
     data = with_aligned_rows(op([tensor.int8_data for tensor in tensors], dim))
     scales = [tensor.int8_scale for tensor in tensors]
     if scales_have_rows(first) and (dim == 0 or isinstance(first.granularity, int)):
         return like(first, data, op(scales, dim))
     shared = all(other is scales[0] or torch.equal(other, scales[0]) for other in scales[1:])
-    expect_of_weight(shared, "cat", f"others with the same {first.granularity!r} scales", "different scales")
+    expect_of_weight(shared, "cat", f"weights with the same {first.granularity!r} scales", "different scales")
     return like(first, data, scales[0].clone())
 
 
 class FlatTensors(Tensor):
-    """Stands for the concatenation of flat tensors, int8 weights among them, that DDP broadcasts at once.
+    """Represents the concatenation of flat tensors, some of them int8 weights, which DDP broadcasts at once.
 
-    It holds the tensors themselves: the broadcast writes into them, and slices return them.
+    It holds the original tensors in ``parts``: a broadcast writes into them, and a slice returns one of them.
     """
 
     parts: list[Tensor]
@@ -124,8 +126,8 @@ class FlatTensors(Tensor):
         if func is torch.ops.aten.slice.Tensor:
             return cls._part(*args, **(kwargs or {}))
         raise InputError(
-            f"{func}: does not take int8 weights that were concatenated with other tensors; concatenate what their "
-            "dequantize() returns"
+            f"{func}: does not take int8 weights that were concatenated with other tensors; concatenate "
+            "weight.dequantize() instead"
         )
 
     @staticmethod
@@ -135,8 +137,8 @@ class FlatTensors(Tensor):
             if (first, first + part.numel()) == (start, end):
                 return part.detach()
         raise InputError(
-            f"slice of concatenated int8 weights: expected the elements of one of them, got {start} to {end} of "
-            f"{flat.numel()}; concatenate what their dequantize() returns"
+            f"slice of concatenated int8 weights: expected the elements of one of the tensors, got {start} to {end} "
+            f"of {flat.numel()}; concatenate weight.dequantize() instead"
         )
 
 
@@ -144,7 +146,7 @@ class FlatTensors(Tensor):
 
 
 def _replaces_collective(namespace: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the decorated function replace a collective, if this build of torch has it."""
+    """Makes the decorated function replace a collective, if this build of torch has the collective."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return (lambda replacement: replacement) if packet is None else replaces_operator(packet.default)
 
@@ -157,11 +159,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _into_parts(output: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
-    """Runs the collective ``run(i, part)``, which writes ``part``, for each plain tensor of ``output``, and waits for
-    it. Returns the last handle."""
+    """Runs the collective ``run(i, part)``, which writes ``part``, for each plain tensor of ``output``. Waits for each
+    collective, and returns the handle of the last one."""
     work = None
     for i, part in enumerate(_parts(output)):
-        dense = part.contiguous()  # a copy where rows are padded
+        dense = part.contiguous()  # a copy if rows are padded
         _, work = run(i, dense)
         dist.Work.unbox(work).wait()
         if dense is not part:
@@ -184,7 +186,7 @@ def _scatter_(op: Any, outputs: list[Tensor], inputs: list[list[Tensor]], *argum
 
 @_replaces_collective("_c10d_functional", "all_gather_into_tensor")
 def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -> Int8Tensor:
-    """Gathers the rows of all ranks, waits for them, and returns them concatenated."""
+    """Gathers the rows of all ranks, waits for the rows, and returns them concatenated."""
 
     def gather(part: Tensor) -> Tensor:
         whole: Tensor = torch.ops._c10d_functional.wait_tensor(op(part.contiguous(), group_size, group_name))
@@ -200,8 +202,8 @@ def _already_waited(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 
 def _replace_wrap() -> None:
-    _replaces_collective("_c10d_functional", "_wrap_tensor_autograd")(_already_waited)  # torch 2.10 lacks it
+    _replaces_collective("_c10d_functional", "_wrap_tensor_autograd")(_already_waited)  # torch 2.10 does not have it
 
 
-# Importing that module defines the operator, and DTensor imports it.
+# Importing this module of torch defines the operator, and DTensor imports the module.
 after_import("torch.distributed._functional_collectives", _replace_wrap)

@@ -17,13 +17,13 @@ from fastattn.namespace import PACKAGE
 
 Operator = Callable[..., Any]
 
-# The replacements of torch functions (F.linear) and of ATen operators where an Int8Tensor is among the arguments.
+# Torch functions (F.linear) and ATen operators → the functions that replace them if an argument is an Int8Tensor.
 _FUNCTIONS: dict[Any, Operator] = {}
 _OPERATORS: dict[Any, Operator] = {}
 
 
 def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
-    """Makes the decorated function replace these torch functions where an ``Int8Tensor`` is among the arguments."""
+    """Makes the decorated function replace these torch functions if an argument is an ``Int8Tensor``."""
 
     def register(replacement: Operator) -> Operator:
         _FUNCTIONS.update(dict.fromkeys(functions, replacement))
@@ -33,7 +33,7 @@ def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
 
 
 def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
-    """Makes the decorated function replace these operators where an ``Int8Tensor`` is among the arguments.
+    """Makes the decorated function replace these operators if an argument is an ``Int8Tensor``.
 
     The decorated function takes the operator itself, then the operator's arguments.
     """
@@ -46,11 +46,11 @@ def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
 
 
 class Int8Tensor(Tensor):
-    """A tensor that holds an int8 weight with its scales, so that a module can have it as a parameter.
+    """Holds an int8 weight with its scales in a tensor subclass, so that a module can have the weight as a parameter.
 
-    Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it stands for; ``.to(dtype)`` changes
-    only its ``dtype``. It never requires a gradient; as a parameter it refuses ``requires_grad_(True)``. Operators that
-    move, copy, shard or load parameters work. ``F.linear`` runs ``int8_linear``. ``copy_`` from a floating tensor
+    Its ``shape`` and ``dtype`` are those of the floating weight ``[N, K]`` that it represents; ``.to(dtype)`` changes
+    only its ``dtype``. It never requires a gradient: ``requires_grad_(True)`` of such a parameter raises. Operators
+    that move, copy, shard or load parameters work. ``F.linear`` runs ``int8_linear``. ``copy_`` from a floating tensor
     quantises, and ``copy_`` into a floating tensor dequantises. Other operators raise ``InputError``: call
     ``dequantize()`` first.
 
@@ -58,9 +58,10 @@ class Int8Tensor(Tensor):
         int8_data: int8 ``[N, K]``, as ``Int8Weight.data``.
         int8_scale: float32, as ``Int8Weight.scale``.
         granularity: as ``Int8Weight.granularity``.
-        form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The attributes
-            above do not depend on it.
-        is_being_placed: whether ``data_ptr`` returns instead of raising, while transformers places a model on devices.
+        form: ``"matrix"``; ``"transposed"``, of shape ``[K, N]``; or ``"flat"``, of shape ``[N * K]``. The form does
+            not change the attributes above.
+        is_being_placed: whether ``data_ptr`` returns an address instead of raising. True while transformers places a
+            model on devices.
     """
 
     int8_data: Tensor
@@ -79,7 +80,8 @@ class Int8Tensor(Tensor):
         form: str = "matrix",
         row_stride: int | None = None,
     ) -> Int8Tensor:
-        """Makes a tensor over ``data`` and ``scale`` themselves, unchecked; ``from_weight`` takes a checked weight.
+        """Makes a tensor that holds ``data`` and ``scale`` without a copy or a check. ``from_weight`` takes a checked
+        weight.
 
         ``row_stride`` is the number of columns of the whole matrix, if ``data`` is a slice of its columns.
         """
@@ -95,7 +97,7 @@ class Int8Tensor(Tensor):
 
     @classmethod
     def from_weight(cls, weight: Int8Weight, dtype: torch.dtype = torch.float32) -> Int8Tensor:
-        """Makes a tensor over the memory of ``weight`` that stands for a weight of ``dtype``."""
+        """Makes a tensor that shares the memory of ``weight`` and represents a floating weight of ``dtype``."""
         check_torch_dtype(dtype)
         return cls(weight.data, weight.scale, weight.granularity, dtype)
 
@@ -107,11 +109,11 @@ class Int8Tensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Returns the bytes that the int8 data and the scales take, without the padding of rows."""
+        """Returns the number of bytes of the int8 data and the scales, without the padding of rows."""
         return self.int8_data.nbytes + self.int8_scale.nbytes
 
     def element_size(self) -> int:
-        """Returns 1; transformers computes a model's memory from it."""
+        """Returns 1, from which transformers computes a model's memory."""
         return self.int8_data.element_size()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -120,17 +122,17 @@ class Int8Tensor(Tensor):
         return {"matrix": weight, "transposed": weight.t(), "flat": weight.flatten()}[self.form]
 
     def requires_grad_(self, requires_grad: bool = True) -> Int8Tensor:
-        """Raises ``InputError`` for True where this is a parameter: an int8 weight is not trained.
+        """Raises ``InputError`` for True if this tensor is a parameter, because an int8 weight is not trained.
 
-        A tensor that is no parameter yet is left unchanged, because ``nn.Parameter(weight)`` calls this with True.
+        Leaves a tensor unchanged that is not a parameter, because ``nn.Parameter(weight)`` calls this method with True.
         """
         is_parameter = getattr(self, "_is_param", False)
         expect(
             not (requires_grad and is_parameter),
             "requires_grad",
-            "False of an int8 weight, which is not trained",
+            "False for an int8 weight, which is not trained",
             f"{requires_grad}; train adapters over it (LoRA), or an nn.Linear with weight.dequantize(). In a whole "
-            "model, set it for parameters that are no fastattn.nn.Int8Tensor",
+            "model, set requires_grad only for parameters that are not a fastattn.nn.Int8Tensor",
         )
         return self
 
@@ -183,11 +185,12 @@ class Int8Tensor(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, Int8Tensor]]:
-        """Returns the tensors that a rank sends, and the metadata that it keeps: the whole shape and its shard.
+        """Returns the tensors that a rank sends, and the metadata that the rank keeps: the shape of the whole weight,
+        and its shard.
 
-        The data is sent with padded rows, so that the whole weight's rows are aligned too. If the ranks do not divide
-        the rows, FSDP2 needs all tensors in one shape, that of the largest shard. The scales are then sent as bytes,
-        padded to that shape.
+        Rows of the data are sent with their padding, so that the whole weight's rows are aligned too. If the number of
+        rows is not divisible by the number of ranks, FSDP2 needs all tensors in the shape of the largest shard. In this
+        case, the scales are sent as bytes that are padded to that shape.
         """
         data, scale = self.int8_data, self.int8_scale
         (rows, columns), ranks = outer_size, mesh.size()
@@ -199,7 +202,7 @@ class Int8Tensor(Tensor):
         if scales_have_rows(self):
             scale_bytes = scale.contiguous().view(torch.int8)
             behind = columns - scale_bytes.shape[1]
-            expected = f"rows that the {ranks} ranks of fully_shard divide, or at least 4 columns"
+            expected = f"a number of rows that the {ranks} ranks divide, or at least 4 columns"
             expect(behind >= 0, "weight", expected, f"{list(outer_size)}; leave its layer out of fully_shard")
             inputs.append(F.pad(scale_bytes, (0, behind, 0, below)))
         return tuple(inputs), (outer_size, self)
@@ -212,9 +215,9 @@ class Int8Tensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Int8Tensor, tuple[Tensor, ...]] | None:
-        """Returns the whole weight over the gathered memory, and the tensors that this method allocated.
+        """Returns the whole weight, which shares the gathered memory, and the tensors that this method allocated.
 
-        From the second call on, FSDP2 passes ``out``, which this method updates; it then returns None.
+        From the second call on, FSDP2 passes ``out``. This method then updates ``out`` and returns None.
         """
         (rows, columns), shard = metadata
         data, scale, own = gathered[0][:rows, :columns], shard.int8_scale, []
@@ -226,16 +229,17 @@ class Int8Tensor(Tensor):
             own = [scale]
         if out is None:
             return Int8Tensor(data, scale, shard.granularity, param_dtype), tuple(own)
-        # FSDP2 keeps the first call's parameter and has gathered into its data; only scales may need an update.
+        # FSDP2 keeps the parameter of the first call, and has gathered into its data. So only scales can need an
+        # update.
         parameter = getattr(out, "_local_tensor", out)
         assert isinstance(parameter, Int8Tensor)
         if own or not scales_have_rows(shard):
-            parameter.int8_scale.data.copy_(scale)  # .data: autograd saved the scale and must see no new version
+            parameter.int8_scale.data.copy_(scale)  # .data: autograd saved it and checks its version
         return None
 
 
 Int8Tensor.__module__ = f"{PACKAGE}.nn"  # the public name, which saved files contain
-torch.serialization.add_safe_globals([Int8Tensor])  # torch.load takes saved weights without being told to trust them
+torch.serialization.add_safe_globals([Int8Tensor])  # so that torch.load(weights_only=True) takes it
 
 
 def like(weight: Int8Tensor, data: Tensor, scale: Tensor, row_stride: int | None = None) -> Int8Tensor:
@@ -250,7 +254,7 @@ def _in_form(weight: Int8Tensor, form: str, row_stride: int | None = None) -> In
 
 
 def scales_have_rows(weight: Int8Tensor) -> bool:
-    """Returns whether each row of the weight has scales of its own."""
+    """Returns whether each row of the weight has its own scales."""
     return weight.granularity != "tensor"
 
 
@@ -269,8 +273,8 @@ def _name_of(func: Any) -> str:
 
 
 def expect_of_weight(condition: bool, operator: str, expected: str, came: object) -> None:
-    """Raises an ``InputError`` unless an operator over an int8 weight can keep its scales."""
-    came = f"{came}; weight.dequantize() gives a floating tensor, which takes it"
+    """Raises an ``InputError`` that advises ``dequantize()`` unless ``condition`` holds for an operator's arguments."""
+    came = f"{came}; call it with weight.dequantize(), a floating tensor"
     expect(condition, f"{operator} of an int8 weight", expected, came)
 
 
@@ -281,8 +285,8 @@ _aten = torch.ops.aten
 
 @replaces_operator(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
 def _same(op: Any, weight: Int8Tensor) -> Int8Tensor:
-    """Returns a tensor that holds the same data and scale tensors, not views: modules that share a weight are found by
-    them."""
+    """Returns a tensor that holds the same data and scale tensors. These are not views, because modules that share a
+    weight are recognised by the identity of its tensors."""
     return _in_form(weight, weight.form, row_stride_of(weight))
 
 
@@ -339,7 +343,7 @@ def _transpose(op: Any, weight: Int8Tensor, first: int, second: int) -> Int8Tens
 
 @replaces_operator(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def _view(op: Any, weight: Int8Tensor, shape: Any) -> Int8Tensor:
-    """Changes the shape to one dimension and back, as collectives and FSDP2 do with parameters."""
+    """Changes the shape to ``[N * K]`` and back, which collectives and FSDP2 do with parameters."""
     rows, columns = weight.int8_data.shape
     shape = tuple(shape)
     if shape == tuple(weight.shape):
@@ -378,7 +382,7 @@ def _new_like(op: Any, weight: Int8Tensor, *, dtype: Any = None, device: Any = N
 
 @replaces_operator(_aten.new_zeros.default, _aten.new_empty.default)
 def _new(op: Any, weight: Int8Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-    """Returns an int8 weight of zeros where one of that size is possible, else a plain tensor of zeros."""
+    """Returns an int8 weight of zeros if one of this size is possible, else a plain tensor of zeros."""
     dtype, device, group = dtype or weight.dtype, device or weight.device, weight.granularity
     if len(size) != 2 or (isinstance(group, int) and size[1] % group):
         return torch.zeros(size, dtype=dtype, device=device)
@@ -417,9 +421,9 @@ def _zero_(op: Any, weight: Int8Tensor) -> Int8Tensor:
 
 @replaces_function(Tensor.data_ptr, Tensor.storage)
 def _data_ptr(tensor: Int8Tensor) -> Any:
-    """Refuses to return an address: readers of raw memory (safetensors, and so ``save_pretrained``) would lose the
-    scales, or read past the end."""
-    if vars(tensor).get("is_being_placed"):  # accelerate compares the address with those of tied weights
+    """Raises instead of returning an address, because readers of raw memory (safetensors, and so ``save_pretrained``)
+    would lose the scales, or would read past the end."""
+    if vars(tensor).get("is_being_placed"):  # accelerate finds tied weights by their addresses
         return tensor.int8_data.data_ptr()
     raise InputError(
         "weight: expected a reader that knows int8 weights, got one of raw memory, such as safetensors or "

@@ -31,19 +31,19 @@ GRANULARITIES: tuple[str | int, ...] = ("tensor", "channel", *GROUP_SIZES)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Int8Weight:
-    """A weight ``[N, K]`` that is stored as int8 numbers with scales.
+    """Holds a weight ``[N, K]`` as int8 numbers with scales.
 
     Element ``(n, k)`` is ``data[n, k] * scale[n or 0, k // group or 0]``.
 
     Args:
-        data: int8 ``[N, K]`` from -127 to 127, with contiguous rows. ``quantize_int8`` pads rows to start at multiples
-            of 16 bytes; each call of a CUDA C++ kernel copies other data to such rows.
-        scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for a
-            group.
+        data: int8 ``[N, K]`` from -127 to 127, with contiguous rows. ``quantize_int8`` pads rows so that each starts at
+            a multiple of 16 bytes. If rows do not, each call of a CUDA C++ kernel copies the data to padded rows.
+        scale: float32: ``[1, 1]`` for granularity ``"tensor"``, ``[N, 1]`` for ``"channel"``, ``[N, K / group]`` for
+            groups.
         granularity: ``"tensor"``, ``"channel"`` or the size of a group along K: 32, 64 or 128.
 
     Raises:
-        InputError, TypeError: the three do not fit together.
+        InputError, TypeError: an argument is wrong, or the arguments do not fit together.
     """
 
     data: Tensor
@@ -68,7 +68,7 @@ class Int8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """Returns the shape ``[N, K]``, like that of ``nn.Linear.weight``."""
+        """Returns the shape ``[N, K]``, as of ``nn.Linear.weight``."""
         return self.data.shape
 
     @property
@@ -77,7 +77,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that the int8 data and the scales take, without the padding of rows."""
+        """Returns the number of bytes of the int8 data and the scales, without the padding of rows."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +86,8 @@ class Int8Weight:
         return quantization.dequantize_int8(self.data, self.scale, dtype)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Int8Weight:
-        """Returns the same weight on ``device``. The dtypes stay, as the kernels read int8 data and float32 scales."""
+        """Returns the same weight on ``device``. The dtypes cannot be changed, because kernels read int8 data and
+        float32 scales."""
         if isinstance(device, (torch.dtype, Tensor)):
             came = shown(device) if isinstance(device, Tensor) else device
             raise TypeError(f"device: expected a device, got {came}; dequantize(dtype) gives a floating weight")
@@ -98,12 +99,13 @@ class Int8Weight:
 
 
 def laid_out_like(old: Tensor, new: Tensor) -> Tensor:
-    """Returns ``new``, a copy of ``old``, with aligned rows if ``old`` has them: torch's copies lose the padding."""
+    """Returns ``new``, a copy of ``old``, with aligned rows if ``old`` has aligned rows: torch's copies lose the
+    padding."""
     return with_aligned_rows(new) if has_aligned_rows(old) else new
 
 
 def _unflatten(leaves: Any, granularity: Any) -> Int8Weight:
-    """Makes a weight without checks, because the leaves of a pytree may be placeholders."""
+    """Makes a weight without checks, because the leaves of a pytree are not always tensors."""
     weight = object.__new__(Int8Weight)
     for name, leaf in zip(("data", "scale", "granularity"), (*leaves, granularity), strict=True):
         object.__setattr__(weight, name, leaf)
@@ -124,7 +126,7 @@ pytree.register_pytree_node(
     ),
 )
 Int8Weight.__module__ = PACKAGE  # the public name, which saved files contain
-torch.serialization.add_safe_globals([Int8Weight])  # torch.load takes saved weights without being told to trust them
+torch.serialization.add_safe_globals([Int8Weight])  # so that torch.load(weights_only=True) takes it
 
 
 def check_granularity(granularity: Any, columns: int | torch.SymInt) -> None:
@@ -149,13 +151,13 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
     """Quantises a weight to symmetric int8: ``round(weight / scale)``, ties to even, with ``scale = absmax / 127``.
 
     Args:
-        weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through.
+        weight: floating ``[N, K]``, as ``nn.Linear.weight``. Gradients do not flow through the rounding.
         granularity: which values share one scale: the whole ``"tensor"``, each row (``"channel"``), or each group of
             32, 64 or 128 along K. Values that are all zero have scale 1.
 
     Raises:
-        InputError, TypeError: the host can see that an argument is wrong; with ``FASTATTN_CHECK=1`` also a weight that
-            is not finite.
+        InputError, TypeError: the host can see that an argument is wrong. With ``FASTATTN_CHECK=1``, a weight that is
+            not finite also raises.
     """
     check_tensor("weight", weight)
     check_dtype("weight", weight, FLOATING)

@@ -22,7 +22,7 @@ _Lse = TypeVar("_Lse")
 
 
 class AttendOptions(TypedDict, total=False):
-    """Lists the options of ``attention_with_kv_cache`` that a model sets; a ``StepCache`` sets the others."""
+    """Lists the options of ``attention_with_kv_cache`` that a model sets. A ``StepCache`` sets the other options."""
 
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
@@ -89,53 +89,56 @@ def attention_with_kv_cache(
     out: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Appends ``k_new`` and ``v_new`` to a cache in place, then computes attention over it: one step of generation.
+    """Appends ``k_new`` and ``v_new`` to a cache in place, then computes attention over the cache: one decoding step.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
     long-context inference", 2023). For more than 64 queries, the kernel of ``attention_varlen`` attends after the
-    append, unless ``num_splits`` or ``tree_mask`` is given. Over an 8-bit cache, it does so only for more than 256 rows
-    (queries times query heads per KV head). It then reads a copy of keys and values in the query's dtype, of at most
-    256 MB, or of one head's tokens if these take more. The call is for inference only. It does not advance
-    ``cache_seqlens``. Lengths and tables stay on the device and are not read back, so the call works in CUDA graphs.
+    append, unless ``num_splits`` or ``tree_mask`` is given. Over an 8-bit cache, that kernel runs only for more than
+    256 rows (queries times query heads per KV head), and reads a copy of keys and values in the query's dtype. The copy
+    has at most 256 MB, or holds one head's tokens if these take more. The call is for inference only. It does not
+    change ``cache_seqlens``. The host does not read lengths or tables from the device, so the call works in CUDA
+    graphs.
 
     Args:
-        query: ``[B, Hq, Sq, D]``. Query ``i`` stands at position ``total - Sq + i``, where total counts the append.
+        query: ``[B, Hq, Sq, D]``. Query ``i`` has position ``total - Sq + i``, where total counts the new tokens too.
         k_cache, v_cache: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, or with a ``block_table`` pages,
             ``[num_pages, Hkv, page_size, D]`` and ``[num_pages, Hkv, page_size, Dv]``. They have the query's dtype, or
-            int8 or fp8 (``torch.float8_e4m3fn``) with scales. They are written in place, hence never copied: on a GPU
-            the last dim must be contiguous, and the base and the strides multiples of 16 bytes.
+            int8 or fp8 (``torch.float8_e4m3fn``) with scales. The kernel writes into them and never copies them. So on
+            a GPU, the last dim must be contiguous, and the base and the strides must be multiples of 16 bytes.
         cache_seqlens: int32 ``[B]``, the number of tokens of each sequence before this call.
-        k_new, v_new: ``[B, Hkv, S_new, D]`` and ``[B, Hkv, S_new, Dv]``: token ``j`` goes to ``cache_seqlens + j``.
-            Tokens beyond the capacity are dropped.
+        k_new, v_new: ``[B, Hkv, S_new, D]`` and ``[B, Hkv, S_new, Dv]``: token ``j`` goes to position ``cache_seqlens +
+            j``. Tokens beyond the capacity are dropped.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate the query and ``k_new`` by their positions
             (RoPE). Keys in the cache were rotated when they were appended.
         rotary_interleaved: RoPE pairs dims ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
-        block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order. If an entry names no page, its
-            tokens are absent.
-        k_scale, v_scale: float32, the caches' shape without the last dim: the append computes a scale for each head of
-            a token, which multiplies the cached numbers. An fp8 cache also takes given scales for all tokens,
-            ``[Hkv]``, ``[1]`` or ``[]``, by which the append divides; None means 1. Rounding is as in
-            ``append_to_cache``.
+        block_table: int32 ``[B, max_pages]``: the pages of each sequence, in order. If an entry is not the number of a
+            page, its tokens are absent.
+        k_scale, v_scale: the scales of an 8-bit cache, float32, of the caches' shape without the last dim. The append
+            computes a scale for each head of a token. A cached number times its scale is the key or value. An fp8 cache
+            also takes fixed scales for all tokens, ``[Hkv]``, ``[1]`` or ``[]``, by which the append divides; None
+            means 1. Rounding is as in ``append_to_cache``.
         causal, window, softcap, alibi_slopes, sinks, scale: as in ``fastattn.attention``.
-        return_lse: also return the natural log of each row's softmax denominator.
-        num_splits: the number of splits of each sequence; 0 chooses it by the shapes and the GPU's size. With a given
-            number, splits do not depend on other sequences, and ``batch_invariant`` changes nothing.
+        return_lse: also return the natural log of each row's softmax denominator, the lse.
+        num_splits: the number of splits of each sequence; 0 chooses the number by the shapes and the GPU's number of
+            SMs. With another number, splits do not depend on other sequences, so ``batch_invariant`` has no effect.
         batch_invariant: a sequence's result has the same bits whatever else is in the batch.
-        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike, in place of
+        tree_mask: bool ``[B, Sq, Sq]``, or ``[1, Sq, Sq]`` or ``[Sq, Sq]`` for all sequences alike, instead of
             ``causal``. The last Sq tokens are a tree that speculative decoding proposes: query ``i`` sees all earlier
-            tokens, and token ``j`` of the tree if ``tree_mask[b, i, j]``. A token's position is then its depth in the
-            tree, not its index in the cache: rotate ``query`` and ``k_new`` before the call. ``window`` and
-            ``alibi_slopes`` are refused for the same reason.
-        out: ``[B, Hq, Sq, Dv]`` in the query's dtype, which receives the result. It must share no memory with the other
-            arguments, and its last dim must be contiguous; on a GPU its base and strides must be multiples of 16 bytes.
-            The decoding kernel writes into it; other results are copied into it.
+            tokens, and token ``j`` of the tree if ``tree_mask[b, i, j]``. A token's position is its depth in the tree,
+            not its index in the cache. So ``rotary_cos``, ``window`` and ``alibi_slopes`` raise an error: rotate
+            ``query`` and ``k_new`` before the call.
+        out: ``[B, Hq, Sq, Dv]`` in the query's dtype, which receives the result. ``out`` must not share memory with the
+            other arguments, and its last dim must be contiguous. On a GPU, its base and strides must be multiples of 16
+            bytes. The decoding kernel writes into ``out``; results of other kernels are copied into ``out``.
 
     Returns:
-        ``[B, Hq, Sq, Dv]``, which is ``out`` where that is given, and with ``return_lse`` the lse, ``[B, Hq, Sq]``.
+        The output, ``[B, Hq, Sq, Dv]``, which is ``out`` if ``out`` is given; or with ``return_lse`` a tuple of the
+        output and the lse, ``[B, Hq, Sq]``.
 
     Raises:
-        InputError, TypeError: the host can see that an argument is wrong. Lengths and tables are checked on a CPU;
-            ``FASTATTN_CHECK=1`` checks them on a GPU too, and also scales. The cache is then unchanged.
+        InputError, TypeError: the host can see that an argument is wrong. The cache is then unchanged. The values of
+            lengths and tables are checked on a CPU. With ``FASTATTN_CHECK=1``, they are checked on a GPU too, and so
+            are scales.
     """
     if unknown:
         refuse_keywords(attention_with_kv_cache, unknown)

@@ -1,4 +1,5 @@
-"""Checks the arguments of ``attention_with_kv_cache`` and ``append_to_cache``, and describes the calls."""
+"""Checks the arguments of ``attention_with_kv_cache`` and ``append_to_cache``, and describes the call for the choice of
+a backend."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
 
 
 def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Checks that every argument is a plain tensor that needs no gradient, or None if it is not ``needed``."""
+    """Checks that every argument is a plain tensor that needs no gradient, or None if its name is not in ``needed``."""
     for name, tensor in named.items():
         check_tensor(name, tensor, optional=name not in needed)
         refuse_wrapped(name, tensor)
@@ -55,7 +56,8 @@ def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
 
 
 def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
-    """Returns the call with checked options, and its description; raises if the host sees a wrong argument."""
+    """Returns the call with checked options, and its description. Raises if the host can see that an argument is
+    wrong."""
     query = call.query
     named = dict(zip(call._fields, call.tensors, strict=False))
     _check_tensors(named, _NEEDED)
@@ -116,7 +118,7 @@ def _check_caches(t: DecodeCall) -> None:
         check_rank("block_table", t.block_table, "[B, max_pages]")
         check_dtype("block_table", t.block_table, (torch.int32,))
         rows = t.block_table.shape[0]
-        wanted = f"{batch} rows [B, max_pages], as the query has sequences"
+        wanted = f"[B, max_pages] with the query's batch size {batch}"
         expect(rows == batch, "block_table", wanted, list(t.block_table.shape))
     _check_storage(t, t.query.dtype)
 
@@ -124,18 +126,18 @@ def _check_caches(t: DecodeCall) -> None:
 def _check_storage(t: DecodeCall | AppendCall, dtype: torch.dtype) -> None:
     """Checks the dtypes of caches that take tokens of ``dtype``, and the dtypes and shapes of their scales."""
     given = t._fields[0]
-    expected = f"{dtype}, as query and new tokens are, torch.int8 or {FP8}"
+    expected = f"{dtype} like the query and new tokens, torch.int8 or {FP8}"
     cast = f"cast {given} to it, or " if t.k_cache.dtype in FLOATING else ""
     came = f"{t.k_cache.dtype}; {cast}make the caches with dtype={dtype}"
     expect(t.k_cache.dtype in (dtype, torch.int8, FP8), "k_cache", expected, came)
     check_dtype("v_cache", t.v_cache, (t.k_cache.dtype,), "; make both caches with the same dtype")
     for name, scale, cache in (("k_scale", t.k_scale, t.k_cache), ("v_scale", t.v_scale, t.v_cache)):
         if cache.dtype not in FEATURE_OF_CACHE:
-            expect(scale is None, name, f"None beside a cache of {cache.dtype}, which has no scales", "a tensor")
+            expect(scale is None, name, f"None with a cache of {cache.dtype}, which has no scales", "a tensor")
             continue
         if scale is None:
             if cache.dtype == torch.int8:
-                wanted = f"a float32 tensor beside an int8 cache, its scales {list(cache.shape[:-1])}"
+                wanted = f"a float32 tensor {list(cache.shape[:-1])}, the scales of an int8 cache"
                 raise InputError(f'{name}: expected {wanted}, got None; KVCache(quantized="int8") keeps them')
             continue
         check_dtype(name, scale, (torch.float32,))
@@ -164,7 +166,7 @@ def _check_append(t: DecodeCall) -> None:
 
 
 def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
-    """Checks the cosines and sines that rotate a query of ``head_dim`` dims; both may be None."""
+    """Checks the cosines and sines that rotate a query of ``head_dim`` dims. Both or neither can be None."""
     if cos is None and sin is None:
         return
     check_tensor("rotary_cos", cos, optional=True)
@@ -184,21 +186,22 @@ def check_rotary(cos: Tensor | None, sin: Tensor | None, head_dim: int) -> None:
 
 
 def _check_tree(t: DecodeCall, window: tuple[int, int]) -> None:
-    """Checks the tree mask, and refuses options that need a token's index in the cache: its position is its depth."""
+    """Checks the tree mask. Raises for options that take a token's index as its position, because in a tree its
+    position is its depth."""
     assert t.tree_mask is not None
     batch, _, num_queries, _ = t.query.shape
     check_dtype("tree_mask", t.tree_mask, (torch.bool,))
     tree, shape = list(t.tree_mask.shape), [num_queries, num_queries]
     words = f"shape [B, Sq, Sq] = {[batch, *shape]}, [1, Sq, Sq] or [Sq, Sq]"
     expect(tree in ([batch, *shape], [1, *shape], shape), "tree_mask", words, tree)
-    beside = "beside a tree_mask, since a token of a tree is not at the position that follows from its index"
+    beside = "with a tree_mask, because a token's position in a tree is its depth, not its index"
     expect(t.rotary_cos is None, "rotary_cos", f"None {beside}: rotate query and k_new before the call", "a tensor")
     expect(t.alibi_slopes is None, "alibi_slopes", f"None {beside}", "a tensor")
     expect(window == (UNBOUNDED, UNBOUNDED), "window", f"{(UNBOUNDED, UNBOUNDED)} {beside}", window)
 
 
 def check_append(t: AppendCall) -> tuple[AppendCall, Request]:
-    """Checks a call of ``append_to_cache`` and returns it with its description."""
+    """Returns a checked call of ``append_to_cache``, and its description."""
     _check_tensors(t._asdict(), t._fields[:5])
     check_dtype("k_new", t.k_new, FLOATING)
     for name, tensor in zip(t._fields, t, strict=True):
@@ -225,7 +228,7 @@ check_append_once = CheckedOnce(check_append, AppendCall)
 
 
 def check_slots(t: AppendCall) -> None:
-    """Checks that slots exist and differ. It reads them back, so call it only with ``FASTATTN_CHECK=1``."""
+    """Checks that slots exist and differ. Reads the slots' values: call it only with ``FASTATTN_CHECK=1``."""
     num_slots = t.k_cache.shape[0] * t.k_cache.shape[2]
     token_of: dict[int, int] = {}
     for token, slot in enumerate(t.slot_mapping.tolist()):
@@ -236,17 +239,18 @@ def check_slots(t: AppendCall) -> None:
 
 
 def check_out_memory(t: DecodeCall) -> None:
-    """Checks the strides and the memory of ``out``, in every call: `check_once` does not know addresses."""
+    """Checks the strides and the memory of ``out``. Runs in every call, because `check_once` does not know
+    addresses."""
     out = t.out
     if out is None:
         return
     contiguous = out.shape[-1] <= 1 or out.stride(-1) == 1
     expect(contiguous, "out", "a contiguous last dimension, as torch.empty makes it", f"strides {out.stride()}")
-    extent = 1  # the elements that the dimensions so far cover in memory
+    extent = 1  # elements of memory that the dimensions so far span
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and out.numel() > 0:
             came = f"strides {out.stride()}, as expand() returns; pass out.contiguous()"
-            expect(stride >= extent, "out", "a place of its own for each element", came)
+            expect(stride >= extent, "out", "separate memory for each element", came)
             extent += stride * (size - 1)
     if torch.compiler.is_compiling() or out.numel() == 0:
         return  # a traced or empty tensor has no address
@@ -256,19 +260,19 @@ def check_out_memory(t: DecodeCall) -> None:
             continue
         first, last = _addresses(tensor)
         apart = end <= first or last <= begin
-        came = f"some between elements of {name}; make it with torch.empty"
-        expect(apart, "out", "memory apart from that of all other arguments", came)
+        came = f"memory among the elements of {name}; make it with torch.empty"
+        expect(apart, "out", "memory of its own, apart from all other arguments", came)
 
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Returns the address of a tensor's first byte, and the address behind its last byte."""
+    """Returns the address of a tensor's first byte, and the address after its last byte."""
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_contents(t: DecodeCall) -> None:
-    """Checks lengths and the block table. It reads them back, so call it only if `contents_are_checked`."""
+    """Checks the values of the lengths and of the block table. Call it only if `contents_are_checked`."""
     num_queries, num_new, capacity = t.query.shape[2], t.num_new, t.capacity
     has_room = num_new <= capacity or t.query.shape[0] == 0
     expect(has_room, "k_cache", f"a capacity of at least {num_new}, the tokens of k_new", capacity)
@@ -276,7 +280,7 @@ def check_contents(t: DecodeCall) -> None:
         where = f"{length} for sequence {sequence}"
         expect(length >= 0, "cache_seqlens", "lengths of at least 0", where)
         room = f"at most {capacity - num_new}: a capacity of {capacity} less {num_new} new tokens"
-        advice = "; pass the lengths before these are appended, or a larger cache" if num_new else ""
+        advice = "; pass the lengths before the append, or a larger cache" if num_new else ""
         expect(length + num_new <= capacity, "cache_seqlens", room, where + advice)
         right = UNBOUNDED if t.tree_mask is not None else t.window[1]  # 0 under a causal mask
         if num_new < num_queries and 0 < length + num_new < num_queries - right and right != UNBOUNDED:
@@ -294,8 +298,7 @@ def check_contents(t: DecodeCall) -> None:
 
 
 def check_scales(t: DecodeCall) -> None:
-    """Checks that the scales of cached tokens are finite. It reads all of them back, so call it only with
-    ``FASTATTN_CHECK=1``."""
+    """Checks that the scales of cached tokens are finite. Reads all scales: call it only with ``FASTATTN_CHECK=1``."""
     capacity = t.capacity
     is_old = (torch.arange(capacity, device=t.query.device) < t.cache_seqlens[:, None])[:, None]
     for name, scale in (("k_scale", t.k_scale), ("v_scale", t.v_scale)):
@@ -310,6 +313,6 @@ def check_scales(t: DecodeCall) -> None:
         wrong = ~scale.isfinite() & is_old
         if bool(wrong.any()):
             sequence, head, token = wrong.nonzero()[0].tolist()
-            which = f"that of token {token} of sequence {sequence}, head {head}"
-            came = f"{float(scale[sequence, head, token])} as {which}: what was appended there was not finite"
+            which = f"the scale of token {token} of sequence {sequence}, head {head}"
+            came = f"{float(scale[sequence, head, token])} as {which}: the appended key or value was not finite"
             expect(False, name, "finite scales of the cached tokens", came)

@@ -1,4 +1,5 @@
-"""Computes attention over nested tensors: jagged ones become packed sequences, strided ones go to PyTorch."""
+"""Computes attention over nested tensors: converts jagged tensors to packed sequences, and passes strided nested
+tensors to PyTorch."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ _JAGGED = "a jagged tensor [B, H, j, D] (torch.nested, layout=torch.jagged: [B, 
 
 
 class Unpacked(NamedTuple):
-    """Holds a call over packed sequences, and the offsets and bounds that make its results jagged like the query."""
+    """Holds a call over packed sequences, and the offsets and bounds with which its results are made jagged again."""
 
     call: AttentionCall
     offsets: Tensor
     seqlen_bounds: dict[str, Any]
 
     def like_query(self, rows: Tensor) -> Tensor:
-        """Returns ``rows [total_q, H, …]`` as a jagged ``[B, H, j, …]`` whose ``j`` is the query's."""
+        """Returns ``rows [total_q, H, …]`` as a jagged ``[B, H, j, …]`` with the query's lengths ``j``."""
         return torch.nested.nested_tensor_from_jagged(rows, self.offsets, **self.seqlen_bounds).transpose(1, 2)
 
 
 def unpack(call: AttentionCall) -> Unpacked:
-    """Converts a call over jagged tensors ``[B, H, j, D]`` to one over packed sequences, without a copy.
+    """Converts a call over jagged tensors ``[B, H, j, D]`` to a call over packed sequences, without a copy.
 
     Raises ``InputError`` for other tensors.
     """
@@ -59,7 +60,7 @@ def unpack(call: AttentionCall) -> Unpacked:
     for name in ("bias", "key_ranges"):
         if getattr(call, name) is not None:
             raise InputError(
-                f"{name}: expected None beside jagged tensors, whose sequences have no common shape, got a tensor; use "
+                f"{name}: expected None with jagged tensors, whose sequences have no common shape, got a tensor; use "
                 "causal, window or alibi_slopes, or pad the sequences"
             )
     query_rows, key_rows, value_rows = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
@@ -98,7 +99,7 @@ def attend_jagged(
 
 
 def attend_strided(call: AttentionCall) -> Tensor:
-    """Computes attention over strided nested ``[B, H, S, D]`` by PyTorch, with no option other than the scale."""
+    """Computes attention over strided nested ``[B, H, S, D]`` with PyTorch. The scale is the only option."""
     query, key, value = call[:3]
     for name, tensor in (("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout == torch.jagged:
@@ -107,7 +108,7 @@ def attend_strided(call: AttentionCall) -> Tensor:
     given = call._replace(deterministic=None, dropout_seed=None)
     if given[3:] != AttentionCall(query, key, value, scale=call.scale)[3:]:
         raise InputError(
-            f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which takes none but "
+            f"query: expected {_JAGGED} for a call with options, got a strided nested tensor, which takes only "
             f"scale{_as_jagged('query', query)}"
         )
     request = request_for_attention(query, value, only_torch=only_torch_handles(query))
@@ -122,7 +123,7 @@ def attend_strided(call: AttentionCall) -> Tensor:
 
 
 def _longest(tensor: Any, rows: Tensor) -> int:
-    """Returns the longest length, or an upper bound if the lengths are only in device memory."""
+    """Returns the longest length, or an upper bound if the host does not know the lengths."""
     known: int | None = tensor._maybe_max_seqlen
     if known is not None:
         return known
@@ -132,7 +133,7 @@ def _longest(tensor: Any, rows: Tensor) -> int:
 
 
 def _as_jagged(name: str, value: Any) -> str:
-    """Returns the end of an error: how to make a dense or a strided nested ``[B, H, S, D]`` jagged."""
+    """Returns the end of an error: how to convert a dense or a strided nested ``[B, H, S, D]`` to a jagged tensor."""
     if not isinstance(value, Tensor) or value.layout == torch.jagged or value.dim() != 4:
         return ""
     rows = f"[x.transpose(0, 1) for x in {name}.unbind()]"

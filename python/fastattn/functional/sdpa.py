@@ -1,11 +1,11 @@
 """Defines the replacement for ``torch.nn.functional.scaled_dot_product_attention``.
 
-Where torch's devices or versions differ from each other, our GPU kernels do this:
+In the following cases, torch's results depend on the device or on torch's version. Our GPU kernels do this:
 
 - ``attn_mask`` together with ``is_causal=True``: both apply.
-- values with fewer or more rows than keys: the call goes to PyTorch, whatever that does.
+- values with fewer or more rows than keys: the call goes to PyTorch.
 - a row that sees no key: output and gradients are 0.
-- keys and values that are masked out have no influence even if they are NaN.
+- a key or value that is masked out: it has no influence, even if it is NaN.
 - dropout: the pattern is ours (``fastattn.attention`` says how it is drawn); the seed comes from torch's generator.
 """
 
@@ -55,8 +55,8 @@ class _SdpaCall(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Holds the description of a call, and the sizes for reshaping its tensors to ``[B, H, S, D]``; ``batch`` is the
-    broadcast shape of the dimensions before the heads."""
+    """Holds the description of a call, and the sizes with which its tensors are reshaped to ``[B, H, S, D]``. ``batch``
+    is the broadcast shape of the dimensions before the heads."""
 
     request: Request
     batch: tuple[int, ...] = ()
@@ -80,13 +80,14 @@ def scaled_dot_product_attention(
     ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
-        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast;
-            none is needed.
+        query: ``[..., Hq, L, E]``; key: ``[..., H, S, E]``; value: ``[..., H, S, Ev]``. Leading dimensions broadcast
+            and are optional.
         attn_mask: broadcasts to ``[..., Hq, L, S]``: bool with True = attend, or added to the scores.
         dropout_p: the probability with which an attention weight is zeroed (also outside training, as in torch).
-        is_causal: query ``i`` sees keys ``0 … i`` (aligned to the top left, as torch's is).
+        is_causal: query ``i`` sees keys ``0 … i`` (aligned to the top left, as in torch).
         scale: by default ``1 / sqrt(E)``.
-        enable_gqa: lets key and value have fewer heads; each serves equally many consecutive query heads.
+        enable_gqa: lets key and value have fewer heads than the query. Each KV head serves the same number of
+            consecutive query heads.
 
     Returns:
         ``[..., Hq, L, Ev]`` in the query's dtype.
@@ -97,7 +98,7 @@ def scaled_dot_product_attention(
     if unknown:
         refuse_keywords(scaled_dot_product_attention, unknown)
     call = _SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not isinstance(query, Tensor):  # torch.fx traces it, or torch raises
+    if not isinstance(query, Tensor):  # torch.fx traces the call, or torch raises
         return call.in_torch()
     if (spread := in_force()) is not None:
         return spread.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -140,8 +141,8 @@ def scaled_dot_product_attention(
 def _over_distributed(call: _SdpaCall) -> Tensor | None:
     """Runs the call on this rank's own shards of batch or heads. Returns None for calls that torch must handle.
 
-    These are calls with dropout, as DTensor has its own generator, and calls over tensors that torch's context
-    parallelism has sharded.
+    Torch must handle calls with dropout, because DTensor has its own random generator, and calls over tensors that
+    torch's context parallelism has sharded.
     """
     mask = call.attn_mask
     mask_sizes = mask.shape if isinstance(mask, Tensor) else ()
@@ -161,7 +162,7 @@ def _over_jagged(call: _SdpaCall) -> Tensor | None:
     query, is_causal = call.query, call.is_causal
     if query.layout != torch.jagged or call.attn_mask is not None:
         return None
-    if torch.compiler.is_compiling():  # our operators need lengths as numbers, which a traced jagged tensor lacks
+    if torch.compiler.is_compiling():  # a traced jagged tensor has no lengths as numbers
         return None
     cast = autocast_dtype(query.device.type)
     given = AttentionCall(*call[:3], causal=is_causal, dropout_p=call.dropout_p, scale=call.scale)
@@ -175,7 +176,7 @@ def _over_jagged(call: _SdpaCall) -> Tensor | None:
         return None
     if attention.query.shape[1] != attention.key.shape[1] and not call.enable_gqa:
         return None
-    # torch aligns a causal mask to the top left, kernels over packed sequences to the bottom right
+    # torch aligns a causal mask to the top left, but kernels over packed sequences align it to the bottom right
     if is_causal and attention.cu_seqlens_q is not attention.cu_seqlens_k:
         return None
     choice = choose(request)
@@ -205,7 +206,7 @@ def _check(call: _SdpaCall) -> tuple[_SdpaCall, _Facts]:
         "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
         "bias gradients": needs_grad and needs_gradient(attn_mask),
     }
-    # The decoding kernel aligns a causal mask to the bottom right.
+    # The decoding kernel aligns a causal mask to the bottom right, torch to the top left.
     may_decode = not is_causal and not torch._C._are_functorch_transforms_active()
     details = AttentionDetails(math.prod(batch), heads, kv_heads, query.shape[-2], key.shape[-2], may_decode)
     scale = default_scale(query.shape[-1]) if scale is None else float(scale)
@@ -217,7 +218,7 @@ _check_once = CheckedOnce(_check, _SdpaCall, first_option="dropout_p")
 
 
 def _reason_for_torch(call: _SdpaCall) -> str | None:
-    """Returns why the call must go to torch, which decides what the arguments mean or raises; None for other calls."""
+    """Returns why only torch can run the call, or raise torch's error for it. Returns None for other calls."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for name, tensor in zip(call._fields, tensors, strict=False):
@@ -262,12 +263,12 @@ def _shapes(call: _SdpaCall) -> str:
 
 
 def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int, int]:
-    """Returns the broadcast batch dims (at least one), the query heads, and the KV heads to pass to the kernel."""
+    """Returns the broadcast batch dims (at least one), the query heads, and the KV heads that the kernel gets."""
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     query_heads, key_heads, value_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
     if not enable_gqa:
         (heads,) = torch.broadcast_shapes((query_heads,), (key_heads,), (value_heads,))
-        # One KV head that broadcasts to many query heads needs no copy: it is a case of grouped-query attention.
+        # One KV head that broadcasts to many query heads needs no copy, because kernels have grouped-query attention.
         kv_heads = key_heads if key_heads == value_heads and key_heads in (1, heads) and heads else heads
     else:
         heads = query_heads
@@ -279,7 +280,7 @@ def _leading_dims(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    """Returns ``[..., h, S, D]`` as ``[B, heads, S, D]``: a view if possible."""
+    """Returns a tensor ``[..., h, S, D]`` as ``[B, heads, S, D]``: a view if possible."""
     if tensor.dim() == 4 and tensor.shape[0] == batch[0] and len(batch) == 1 and tensor.shape[1] == heads:
         return tensor
     tensor = tensor if tensor.dim() > 2 else tensor.unsqueeze(0)
@@ -289,7 +290,7 @@ def _to_heads(tensor: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
 
 
 def _mask_to_heads(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """Returns ``[..., L, S]`` as ``[B or 1, Hq or 1, L or 1, S or 1]``."""
+    """Returns a mask ``[..., L or 1, S or 1]`` as ``[B or 1, Hq or 1, L or 1, S or 1]``."""
     mask = mask.reshape((1,) * (len(batch) + 3 - mask.dim()) + tuple(mask.shape))
     if len(batch) == 1:
         return mask

@@ -1,4 +1,4 @@
-"""Holds the attention by which ``fastattn.distributed.context_parallel`` replaces that of models."""
+"""Holds the attention with which ``fastattn.distributed.context_parallel`` replaces the attention of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastattn.errors import InputError
 
 
 class SpreadAttention(Protocol):
-    """Computes attention over a sequence that is sharded over ranks. All layers of a model use the same one."""
+    """Computes attention over a sequence that is sharded over ranks. All layers of a model use the same object."""
 
     num_parts: int  # the number of separate ranges of the sequence in a rank's shard
 
@@ -40,10 +40,11 @@ class SpreadAttention(Protocol):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Stands in for ``F.scaled_dot_product_attention``."""
+        """Replaces ``F.scaled_dot_product_attention``."""
 
     def refuse(self, error: InputError) -> NoReturn:
-        """Raises ``error`` in place of a call; with ``FASTATTN_CHECK=1`` the other ranks' calls raise too."""
+        """Raises ``error`` instead of computing. With ``FASTATTN_CHECK=1``, the other ranks' calls raise an error
+        too."""
 
 
 _in_force: list[SpreadAttention] = []
@@ -59,5 +60,5 @@ def enter(attention: SpreadAttention) -> None:
 
 
 def leave(attention: SpreadAttention) -> None:
-    """Removes ``attention``, which may not be the innermost: other threads may have entered blocks since."""
+    """Removes ``attention``, which is not always the innermost, because other threads can have entered blocks since."""
     del _in_force[max(i for i, entered in enumerate(_in_force) if entered is attention)]

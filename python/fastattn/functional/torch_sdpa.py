@@ -1,34 +1,38 @@
-"""Runs ``attention`` and ``attention_varlen`` by PyTorch's own attention, where that can compute the same.
+"""Runs calls of ``attention`` and ``attention_varlen`` with PyTorch's own attention, if that can compute the same
+result.
 
-``F.scaled_dot_product_attention`` needs no memory for the scores and is many times faster than ``reference``. Here it
-computes causal masks, windows, bool masks and additive biases, also for each sequence of a packed batch. Three
-differences from our results are corrected around it:
+``F.scaled_dot_product_attention`` needs no memory for the scores and is many times faster than ``reference``. This
+module uses it for causal masks, windows, bool masks and additive biases, also for each sequence of a packed batch. The
+module corrects three differences from our results:
 
-- For a row that sees no key, one kernel of PyTorch returns 0, another NaN. Here such a row attends to all keys, and its
-  result is then set to 0.
-- A NaN in a masked key or value spreads through the product with a probability of 0. Here values that are not finite
-  are set to 0, and the rows that see them are then set to NaN.
-- ``is_causal`` counts from the top left, ours from the bottom right. Where the two differ, a mask is passed instead.
+- For a row that sees no key, some kernels of PyTorch return 0 and others NaN. Here such a row attends to all keys, and
+  the module then sets its result to 0.
+- A NaN in a masked key or value makes results NaN, because NaN times a probability of 0 is NaN. Here keys and values
+  that are not finite are set to 0, and then the results of rows that see them are set to NaN.
+- ``is_causal`` aligns to the top left, ``causal`` to the bottom right. If the two masks differ, the module passes a
+  mask instead of ``is_causal``.
 
-PyTorch's function does not do what `attention` promises in the following calls. They go to composite.py on a CPU if it
-can compute them, else to the reference:
+PyTorch's function does not compute what `attention` promises in the following calls. On a CPU, these calls go to
+composite.py if it supports them. All other such calls go to the reference:
 
-- ``return_lse``: it returns no lse;
-- softcap, ALiBi slopes, sinks and pages (``block_table``): it does not have them;
-- dropout: its pattern is not ours;
-- no keys at all: not every version of it takes that;
-- a mask with a scale that is not positive: its CPU kernel returns NaN;
-- a bias of another dtype than the query's: it may be rounded to that dtype;
-- a bias with gradients: in a row of ``finfo.min`` scores the lse loses the log of their number, so gradients are wrong;
-- a bias on a GPU: its memory-efficient kernel multiplies scores by log2(e), which turns ``finfo.min`` into -inf;
-- packed sequences on a GPU: their lengths are not read back;
-- ``deterministic=True`` on a GPU without ``torch.use_deterministic_algorithms``: it has no such argument;
-- masks under ``torch.func``, and all calls under forward-mode differentiation: its kernels have only first derivatives,
-  in backward mode;
-- masks over tensor subclasses that are not PyTorch's own: they may lack the operators for the corrections.
+- ``return_lse``: PyTorch's function returns no lse;
+- softcap, ALiBi slopes, sinks and pages (``block_table``): PyTorch's function does not have them;
+- dropout: PyTorch draws another pattern;
+- no keys at all: not every version of PyTorch supports that;
+- a mask with a scale that is not positive: PyTorch's CPU kernel returns NaN;
+- a bias of another dtype than the query's: PyTorch can round the bias to the query's dtype;
+- a bias with gradients: if all scores of a row are ``finfo.min``, PyTorch's lse of the row loses the log of the number
+  of keys, so gradients are wrong;
+- a bias on a GPU: PyTorch's memory-efficient kernel multiplies scores by log2(e), which turns ``finfo.min`` into -inf;
+- packed sequences on a GPU: the host does not read their lengths;
+- ``deterministic=True`` on a GPU without ``torch.use_deterministic_algorithms``: PyTorch's function has no such
+  argument;
+- masks under ``torch.func``, and all calls under forward-mode differentiation: PyTorch's kernels have only first
+  derivatives, in backward mode;
+- masks over tensor subclasses that are not PyTorch's own: these can lack the operators for the corrections.
 
-A call with ``create_graph=True`` for second derivatives cannot be recognised: it needs
-``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
+The module cannot recognise a call whose gradient is taken with ``create_graph=True``. For second derivatives, the user
+must choose ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ IN_TORCH = _MASKING | {"gradients", "bias gradients", "gqa", "value dim"}
 
 
 def can_express(request: Request, num_keys: int, scale: float, bias: Tensor | None) -> bool:
-    """Returns whether PyTorch's function can compute the call, judging by its signature alone."""
+    """Returns whether PyTorch's function can compute the call, judging only by dtypes, options and sizes."""
     if not request.features <= IN_TORCH or num_keys == 0:
         return False
     if not request.features & _MASKING:
@@ -86,9 +90,10 @@ def attend(
     window: tuple[int, int],
     scale: float,
 ) -> Tensor:
-    """Computes attention by PyTorch's function and returns ``[B, Hq, Sq, Dv]``; a causal mask is part of ``window``."""
+    """Computes attention with PyTorch's function and returns ``[B, Hq, Sq, Dv]``; a causal mask is part of
+    ``window``."""
     is_grouped = False
-    if query.shape[1] != key.shape[1]:  # an `if`: the comparison may be a SymBool, which torch does not take
+    if query.shape[1] != key.shape[1]:  # `if` makes a bool: torch takes no SymBool
         is_grouped = True
     num_queries, num_keys = query.shape[2], key.shape[2]
     left, right = window
@@ -126,10 +131,10 @@ def attend(
 
 
 def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tensor]) -> Tensor | None:
-    """Returns ``[total_q, Hq, Dv]``, as ``attention_varlen`` does, or None where the host cannot see the offsets or no
-    sequence has both queries and keys.
+    """Returns ``[total_q, Hq, Dv]``, as ``attention_varlen`` does, or None if the host cannot read the offsets, or if
+    no sequence has both queries and keys.
 
-    It reads the offsets, which have been checked. ``attend_to`` attends over batches of equally long sequences.
+    The offsets must have been checked. ``attend_to`` attends over batches of equally long sequences.
     """
     query, key, value, cu_seqlens_q, cu_seqlens_k = *call[:3], call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None and cu_seqlens_k is not None
@@ -146,7 +151,8 @@ def attend_packed(call: AttentionCall, attend_to: Callable[[AttentionCall], Tens
     rows_q = [_rows(starts_q, sequences, length) for (length, _), sequences in groups.items()]
     rows_k = [_rows(starts_k, sequences, length) for (_, length), sequences in groups.items()]
     outs = []
-    # Split all groups at once: if each were a slice, each gradient would be as long as the whole packed tensor.
+    # Split all groups at once. If each group were a slice, the gradient of each slice would have the size of the whole
+    # packed tensor.
     for (length_q, length_k), *parts in zip(
         groups, _split(query, rows_q), _split(key, rows_k), _split(value, rows_k), strict=True
     ):
@@ -172,7 +178,7 @@ def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.d
 
 
 def _spoil(out: Tensor, sees_spoiled: Tensor) -> Tensor:
-    """Makes rows that see a spoiled key NaN, by a product, so that the NaN reaches the gradients too."""
+    """Sets rows to NaN that see a key or value that is not finite. Multiplies, so that gradients become NaN too."""
     return out * torch.where(sees_spoiled, math.nan, 1.0).to(out.dtype)
 
 
@@ -183,8 +189,8 @@ def _group(query: Tensor, key: Tensor) -> int:
 def is_known_finite(*tensors: Tensor) -> bool:
     """Returns whether all elements are known to be finite, because their sum is.
 
-    Returns False if the host may not read them, or if a sum overflows. PyTorch sums the last two dims of 16-bit tensors
-    ten times as fast as whole tensors.
+    Returns False if the host cannot read the elements, or if a sum overflows. The sum runs over the last two dims
+    first, because PyTorch sums these dims of 16-bit tensors ten times as fast as whole tensors.
     """
     if not is_readable(*tensors):
         return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Imports an integration when it is first used. Raises ImportError if the package that it needs is missing."""
+        """Imports an integration when it is first used. Raises ImportError if the other package is missing."""
         if name in ("dtensor", "flash_attn", "torch_flash", "transformers"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Names the arguments in errors as the functions of another package call them."""
+"""Replaces fastattn's argument names in errors by the names that another package's functions use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastattn.errors import InputError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_TRANSPOSED = "; these shapes are those after transpose(1, 2), from "
-_ORIGINAL = {"[B, H": "[B, S, H, D]", "[num_pages, H": "[num_pages, page_size, H, D]"}  # layout in an error → before
+_TRANSPOSED = "; these shapes are after transpose(1, 2) of the layout that you pass, "
+_ORIGINAL = {"[B, H": "[B, S, H, D]", "[num_pages, H": "[num_pages, page_size, H, D]"}  # in an error → as passed
 
 
 def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
-    """Makes the errors of the decorated function name an argument ``theirs[name]`` that fastattn calls ``name``."""
+    """Decorates a function: its errors name each argument ``theirs[name]`` where fastattn would write ``name``."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -28,9 +28,9 @@ def errors_name(**theirs: str) -> Callable[[_Function], _Function]:
                 name, bracket, index = name.partition("[")  # of a name such as "window[0]"
                 if not colon or name not in theirs:
                     raise
-                layout = re.search(r"\[(B|num_pages), H", text.partition("; ")[0])  # the advice has layouts, too
+                layout = re.search(r"\[(B|num_pages), H", text.partition("; ")[0])  # not in the advice after ";"
                 note = _TRANSPOSED + _ORIGINAL[layout[0]] if layout and _TRANSPOSED not in text else ""
-                for ours, own in theirs.items():  # a word such as "value" is an argument only before an attribute
+                for ours, own in theirs.items():  # a word such as "value" is an argument only before "." or "["
                     end = r"\b" if "_" in ours or len(ours) == 1 else r"(?=\.\w|\[)"
                     text = re.sub(rf"\b{ours}{end}", own, text)
                 raise type(error)(f"{theirs[name]}{bracket}{index}: {text}{note}") from error

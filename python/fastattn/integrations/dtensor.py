@@ -40,10 +40,10 @@ _LIKE_QUERY = ("query", "key", "value", "out", "grad_out")
 
 
 def register_sharding() -> None:
-    """Tells DTensor how the operators of attention may be split: over batch entries, and over heads where the KV heads
+    """Tells DTensor how it can split the operators of attention: over batch entries, and over heads if the KV heads
     divide evenly.
 
-    Packed sequences are only split over heads, and calls with dropout are not split. It may be called again.
+    Packed sequences are only split over heads, and calls with dropout are not split. Repeated calls are allowed.
     """
     from torch.distributed.tensor.experimental import register_sharding as register
 
@@ -65,7 +65,7 @@ def _forward_shardings(*args: Any) -> list[_Sharding]:
 
 
 def _split_keys_shardings(*args: Any) -> list[_Sharding]:
-    """Returns the shardings that ``attention_forward`` has with the same arguments."""
+    """Returns the same shardings as for a call of ``attention_forward`` with these arguments."""
     given = attention_split_keys.Arguments(*args)
     not_given = dict.fromkeys(attention_forward.Arguments._fields)
     as_forward = attention_forward.Arguments(**{**not_given, "dropout_p": 0.0, **given._asdict()})
@@ -91,14 +91,14 @@ def _backward_shardings(*args: Any) -> list[_Sharding]:
             (slopes, NEITHER if slopes is None else _dims("alibi_slopes", given)),
         )
         for option, dims in options:
-            # An option that all ranks hold whole gets a partial gradient on each; their sum is the gradient.
+            # If all ranks hold an option whole, each rank computes a partial gradient. The sum is the gradient.
             grads.append(_placement(None, NEITHER) if option is None else _placement(kind, dims, is_sum=True))
         shardings.append((grads, arguments))
     return shardings
 
 
 def _kinds(given: Any) -> list[str | None]:
-    """Returns the dimensions over which the call may be split: ``"batch"``, ``"heads"``, and None for no split."""
+    """Returns the dimensions over which DTensor can split the call: ``"batch"``, ``"heads"``, and None for no split."""
     kinds: list[str | None] = [None]
     if given.dropout_p > 0:  # the dropout mask depends on the numbers of batch entry and head
         return kinds
@@ -110,7 +110,7 @@ def _kinds(given: Any) -> list[str | None]:
 
 
 def _divides_evenly(kv_heads: int, mesh_shape: tuple[int, ...]) -> bool:
-    """Returns whether the KV heads divide evenly over any set of mesh dimensions that DTensor may choose.
+    """Returns whether the KV heads divide evenly over every set of mesh dimensions that DTensor could choose.
 
     DTensor never splits over more ranks than there are heads.
     """

@@ -1,4 +1,5 @@
-"""Provides ``Int8Linear``, a linear layer with an int8 weight, and ``quantize_model``, which puts it into a model."""
+"""Provides ``Int8Linear``, a linear layer with an int8 weight, and ``quantize_model``, which replaces a model's linear
+layers with it."""
 
 from fastattn.functional.int8_tensor import Int8Tensor
 from fastattn.nn.int8_linear import Int8Linear, plain_state_dict

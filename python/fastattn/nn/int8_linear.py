@@ -28,7 +28,8 @@ from fastattn.functional.int8_tensor import Int8Tensor, new_weight
 from fastattn.functional.int8_weight import Int8Weight, check_granularity, quantize_int8
 from fastattn.layout import SharedCopies, with_aligned_rows
 
-# Copies of weights that saving and loading plain state dicts makes: layers that share a weight share its copy.
+# The copies that saving (contiguous) and loading (aligned) of plain state dicts make. Layers that share a weight share
+# the copy.
 _contiguous_copies = SharedCopies(Tensor.contiguous)
 _aligned_copies = SharedCopies(with_aligned_rows)
 
@@ -36,22 +37,22 @@ _aligned_copies = SharedCopies(with_aligned_rows)
 class Int8Linear(nn.Linear):
     """Computes ``x @ weight^T + bias``, like ``nn.Linear``, with an int8 weight.
 
-    The weight is dequantised on the fly or, with ``input_precision="int8"``, multiplied as it is with quantised inputs.
-    Gradients flow to the input and the bias; the weight is a parameter that is not trained. It stays int8 with float32
-    scales under ``.half()`` and ``.to(dtype)``. Loading a state dict with a floating ``weight``, like that of an
-    ``nn.Linear``, quantises it. Conversely, an ``nn.Linear`` that loads the state dict of this layer gets the
-    dequantised weight (with ``assign=True`` the int8 weight).
+    The weight is dequantised on the fly. With ``input_precision="int8"``, the int8 weight is multiplied with quantised
+    inputs instead. Gradients flow to the input and the bias; the weight is a parameter that is not trained. The weight
+    stays int8 with float32 scales under ``.half()`` and ``.to(dtype)``. Loading a state dict with a floating
+    ``weight``, like that of an ``nn.Linear``, quantises it. Conversely, an ``nn.Linear`` that loads the state dict of
+    this layer gets the dequantised weight, or the int8 weight with ``assign=True``.
 
     Args:
-        in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is that of the bias, and of the
-            floating weight that the int8 weight stands for.
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is the dtype of the bias, and of
+            the floating weight that the int8 weight represents.
         granularity: which values share one scale, as in ``quantize_int8``.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
 
     Attributes:
         weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until a weight is loaded. If
-            ``in_features`` is not a multiple of 16, its int8 rows are padded. ``torch.export.save`` loses the padding
-            on a GPU, so such a model must be exported on the CPU.
+            ``in_features`` is not a multiple of 16, the int8 rows are padded. ``torch.export.save`` loses the padding
+            of a weight on a GPU, so export such a model on the CPU.
         bias: ``[out_features]``, a parameter, or None.
     """
 
@@ -66,7 +67,7 @@ class Int8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would allocate a floating weight and draw its values
+        nn.Module.__init__(self)  # nn.Linear.__init__ would make a floating weight
         check_int("in_features", in_features, minimum=0)
         check_int("out_features", out_features, minimum=0)
         check_bool("bias", bias)
@@ -85,7 +86,8 @@ class Int8Linear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, granularity: str | int = "channel", *, input_precision: str = "16bit"
     ) -> Int8Linear:
-        """Makes a quantised copy of ``linear``, which is unchanged; both layers share the bias ``Parameter``."""
+        """Makes a quantised copy of ``linear``, without changing ``linear``. Both layers share the bias
+        ``Parameter``."""
         if not isinstance(linear, nn.Linear) or isinstance(linear, Int8Linear):
             advice = "; it is int8 already" if isinstance(linear, Int8Linear) else ""
             raise TypeError(f"linear: expected an nn.Linear, got {type_name(linear)}{advice}")
@@ -103,8 +105,8 @@ class Int8Linear(nn.Linear):
     ) -> Int8Linear:
         """Makes a layer from ``weight`` and ``bias``, without copying them.
 
-        Layers made from one ``Int8Weight`` share its memory; layers made from the ``weight`` of another layer share the
-        parameter too, and so stay together when the model moves.
+        Layers that are made from one ``Int8Weight`` share its memory. Layers that are made from the ``weight`` of
+        another layer share that parameter, and so still share memory after the model was moved.
         """
         if isinstance(weight, Int8Weight):
             weight = Int8Tensor.from_weight(weight, torch.get_default_dtype() if bias is None else bias.dtype)
@@ -162,7 +164,8 @@ class Int8Linear(nn.Linear):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """Applies ``fn`` as usual, but to the weight in place: torch cannot swap that after ``torch.compile``."""
+        """Applies ``fn`` as ``nn.Module`` does, but changes the weight in place. ``nn.Module`` would swap the weight,
+        which raises an error after ``torch.compile``."""
         weight = self._parameters.get("weight")
         if not isinstance(weight, Int8Tensor):
             return super()._apply(fn, recurse)
@@ -189,7 +192,7 @@ class Int8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
-        """Returns the weight of a state dict as an ``Int8Tensor``: quantised, joined with its scales, or as it is."""
+        """Returns the weight of a state dict as an ``Int8Tensor``: quantised, joined with its scales, or unchanged."""
         if isinstance(found, Int8Tensor):
             came = f"{found.granularity!r}; make the layer with granularity={found.granularity!r}"
             expect(found.granularity == self.granularity, "granularity", repr(self.granularity), came)
@@ -210,7 +213,8 @@ class Int8Linear(nn.Linear):
 
 
 def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
-    """Makes ``parameter`` become ``changed`` and returns the same object, so that layers still share it."""
+    """Gives ``parameter`` the contents of ``changed`` and returns ``parameter``, so that layers still share it. Returns
+    another object only if a compiled graph prevents that."""
     if changed is parameter:
         return parameter
     is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
@@ -220,16 +224,17 @@ def _changed_in_place(parameter: Any, changed: Tensor) -> Any:
     changed = nn.Parameter(changed, requires_grad=parameter.requires_grad)
     try:
         torch.utils.swap_tensors(parameter, changed)
-    except RuntimeError:  # a compiled graph watches the object
+    except RuntimeError:  # a compiled graph holds a reference to the parameter
         return changed
     return parameter
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``state_dict`` without tensor subclasses, for formats that save plain tensors only, like safetensors.
+    """Returns ``state_dict`` without tensor subclasses, for formats that save only plain tensors, like safetensors.
 
     Each int8 ``weight [N, K]`` becomes an int8 ``weight [1, N, K]`` and a ``weight_scale``; tensors that shared memory
-    still do. ``Int8Linear`` loads either form. Other layers cannot load it by mistake, since the shape differs.
+    still share memory. ``Int8Linear`` loads ``state_dict`` and the result. Other layers cannot load the result by
+    mistake, because the weight has another shape.
     """
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():

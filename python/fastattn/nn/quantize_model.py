@@ -1,4 +1,4 @@
-"""Replaces a model's ``nn.Linear`` layers by ``Int8Linear``, and reports the changes."""
+"""Replaces a model's ``nn.Linear`` layers with ``Int8Linear``, and reports the changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastattn.nn.int8_linear import Int8Linear
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """Describes a layer that was quantised; ``bytes_before`` and ``bytes_after`` are those of its weight.
+    """Describes a layer that was quantised; ``bytes_before`` and ``bytes_after`` count its weight.
 
     ``relative_error`` is ``|W - dequantised W| / |W|`` in the Frobenius norm, NaN on the meta device.
     """
@@ -40,8 +40,8 @@ class QuantizationReport:
 
     Attributes:
         layers: the replaced layers, in the model's order. If several share a weight, only the first counts its bytes.
-        skipped: name → reason, for linear layers that stay as they are, and for modules that look like one (``Conv1D``
-            of transformers), but not for layers that a filter left out.
+        skipped: name → reason, for linear layers that were not replaced, and for modules that look like a linear layer
+            (``Conv1D`` of transformers). Layers that the filter left out are not listed.
         bytes_before, bytes_after: the bytes of the whole model, parameters and buffers, each tensor counted once.
     """
 
@@ -78,26 +78,29 @@ def quantize_model(
     include_tied: bool = False,
     **unknown: Never,
 ) -> QuantizationReport:
-    """Replaces the ``nn.Linear`` layers inside ``model`` by ``Int8Linear``, in place.
+    """Replaces the ``nn.Linear`` layers inside ``model`` with ``Int8Linear``, in place.
 
     - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
-    - A layer that shares its weight with another module (an embedding, say) stays as it is, and the report says so.
-      ``include_tied=True`` quantises it too, and the other module keeps its floating weight.
-    - Subclasses of ``nn.Linear`` stay, because their owners may use them differently (``nn.MultiheadAttention`` reads
-      the weight of its ``out_proj``). Layers with hooks stay, because a new module would lose them.
-    - A module that looks like a linear layer but is no ``nn.Linear`` (GPT-2's ``Conv1D``) stays, and the report says
-      so.
-    - If nothing was replaced and no layer is int8 already, a warning says so.
+    - A layer that shares its weight with another module (an embedding, say) is not replaced, and the report says so.
+      ``include_tied=True`` replaces such a layer too; the other module keeps its floating weight.
+    - Subclasses of ``nn.Linear`` are not replaced, because other modules may use them in their own way
+      (``nn.MultiheadAttention`` reads the weight of its ``out_proj``). Layers with hooks are not replaced, because the
+      new layer would lose the hooks.
+    - A module that looks like a linear layer but is not an ``nn.Linear`` (GPT-2's ``Conv1D``) is not replaced, and the
+      report says so.
+    - If no layer was replaced and no layer is int8 already, a warning says so.
 
     Args:
-        model: the module that holds the layers. If it is itself an ``nn.Linear``, use ``Int8Linear.from_linear``.
+        model: the module that holds the layers. If your model is itself an ``nn.Linear``, use
+            ``Int8Linear.from_linear``.
         granularity: as in ``quantize_int8``; it must suit every layer that is replaced.
-        filter: called with the name and the module of each ``nn.Linear``; if it returns False, the layer stays.
+        filter: called with the name and the module of each ``nn.Linear``; if ``filter`` returns False, the layer is not
+            replaced.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
         include_tied: whether to quantise layers that share their weight with another module.
 
     Returns:
-        The report, not the model: ``model`` itself has changed.
+        The report. ``model`` is changed in place.
 
     Raises:
         InputError, TypeError: an argument is wrong, or a group does not divide a layer's K; the model is unchanged.
@@ -109,7 +112,7 @@ def quantize_model(
     if isinstance(model, nn.Linear):
         advice = ", which is int8 already" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear(model)"
         raise InputError(
-            f"model: expected a module that holds nn.Linear layers, got one: {type(model).__name__}{advice}"
+            f"model: expected a module that holds nn.Linear layers, got such a layer: {type(model).__name__}{advice}"
         )
     if filter is not None and not callable(filter):
         came = f"{type_name(filter)}; filter(name, module) returns whether to replace a layer"
@@ -138,7 +141,8 @@ def quantize_model(
 def choose_layers(
     model: nn.Module, filter: Callable[[str, nn.Module], bool] | None = None
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """Returns the layers inside ``model`` that can become ``Int8Linear`` → name, and name → why a layer stays."""
+    """Returns the layers inside ``model`` that can become ``Int8Linear`` with their names, and the names of the other
+    linear layers with the reasons why they stay."""
     chosen: dict[nn.Linear, str] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -165,7 +169,8 @@ def _is_chosen(filter: Callable[[str, nn.Module], bool], name: str, module: nn.M
 
 
 def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Linear, way_out: str) -> None:
-    """Checks ``granularity`` for a layer; the error names the layer, and ``way_out``, the argument to leave it out."""
+    """Checks ``granularity`` for a layer. The error names the layer, and ``way_out``, the argument that leaves the
+    layer out."""
     try:
         check_granularity(granularity, layer.in_features)
     except InputError as error:
@@ -173,7 +178,7 @@ def check_granularity_of_layer(granularity: str | int, name: str, layer: nn.Line
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> None:
-    """Replaces modules inside ``model`` by ``replacements[module]``, wherever it uses them."""
+    """Replaces each module inside ``model`` that is a key of ``replacements``, everywhere in the model."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child in replacements:
@@ -181,7 +186,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[Any, nn.Module]) -> 
 
 
 def _reason_if_like_linear(module: nn.Module) -> str | None:
-    """Returns why a module that looks like a linear layer, but is no ``nn.Linear``, stays; None for other modules."""
+    """Returns why a module that looks like a linear layer is not replaced. Returns None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or not weight.is_floating_point():
         return None

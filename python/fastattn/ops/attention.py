@@ -106,9 +106,9 @@ class _Attention(torch.autograd.Function):
 
 
 def backward_kernels(backend: str, backward: AttentionBackward) -> str:
-    """Returns the kernels that ``attention_backward`` launches, in order, joined by " + ": their names have commas.
+    """Returns the names of the kernels that ``attention_backward`` launches, in order, joined by " + ".
 
-    It leaves out Triton's kernels that list tiles for ranges of keys.
+    The Triton kernels that list the tiles of key ranges are left out.
     """
     if backend == "triton":
         asked_for = [("bias", backward.bias_grad), ("slopes", backward.slopes_grad)]
@@ -158,7 +158,7 @@ def _fake_backward(given: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_gradient(given: Any, tensor: Tensor | None, is_wanted: bool) -> Tensor:
-    """Returns an empty float32 gradient of an option, ``[0]`` if none is wanted."""
+    """Returns an empty float32 gradient of the optional ``tensor``, ``[0]`` if it is not wanted."""
     shape = tensor.shape if is_wanted and tensor is not None else (0,)
     return given.query.new_empty(shape, dtype=torch.float32)
 
@@ -180,7 +180,11 @@ def _backward_flops(given: Any) -> int:
 
 
 def _fold_shared(tensor: Tensor | None, mapped: int | None, size: int, heads: int, heads_dim: int) -> Tensor | None:
-    """Folds the mapped dimension of a bias or of ranges into the heads; repeats a tensor that all heads share."""
+    """Folds the mapped dimension of a bias or of key ranges into the heads.
+
+    Returns a tensor that all heads share unchanged if it is not mapped. If it is mapped, each sample's entry is
+    repeated for all heads.
+    """
     if tensor is None or (mapped is None and tensor.shape[heads_dim] == 1):
         return tensor
     folded = fold_into_heads(tensor, mapped, size, heads_dim)
@@ -190,11 +194,11 @@ def _fold_shared(tensor: Tensor | None, mapped: int | None, size: int, heads: in
 
 
 def _shape_of_one(tensor: Tensor, mapped: int | None) -> torch.Size:
-    """Returns the shape without ``mapped``, the dim over which ``torch.vmap`` maps; None: it maps over none."""
+    """Returns the shape of one sample: the shape without the dim ``mapped``. None means that no dim is mapped."""
     return tensor.shape if mapped is None else tensor.movedim(mapped, 0).shape[1:]
 
 
-# Argument → the dimension of its heads in a sample; that of the lse is for dense calls.
+# Argument → the dimension of its heads in one sample. For lse and grad_lse, this holds only in dense calls.
 HEADS_DIM = {"sinks": 0} | dict.fromkeys(
     ("query", "key", "value", "out", "grad_out", "lse", "grad_lse", "alibi_slopes"), 1
 )
@@ -234,7 +238,7 @@ def _vmap_backward(overload: torch._ops.OpOverload, given: Any, dims: Any, size:
     shares_bias = given.bias is not None and _shape_of_one(given.bias, dims.bias)[1] == 1
     if given.bias_grad and given.bias is not None and dims.bias is None:
         given = given._replace(bias=given.bias.unsqueeze(0).expand(size, *given.bias.shape))
-        dims = dims._replace(bias=0)  # every sample wants a gradient of its own
+        dims = dims._replace(bias=0)  # each sample gets its own gradient of the shared bias
     *grads, grad_bias, grad_sinks, grad_slopes = overload(*given._replace(**_folded(given, dims, size)))
 
     def unfolded(grad: Tensor, is_wanted: bool, heads_dim: int) -> Tensor:

@@ -22,8 +22,9 @@ class Dequantization(NamedTuple):
 
     Caches, scales, ``seqlens`` (int32 ``[B]``, on the device) and ``block_table`` are those of
     ``attention_with_kv_cache``. ``k_out`` and ``v_out`` are ``[B * max_pages, Hkv, rows, D]``, fp16 or bf16,
-    contiguous. Page ``p`` of sequence ``b`` goes to block ``b * max_pages + p``; ``max_pages`` is 1 for a contiguous
-    cache. Rows that hold no token of a sequence stay as they were.
+    contiguous. ``rows`` is the number of tokens in a page of the cache. A contiguous cache counts as one page per
+    sequence (``max_pages = 1``). Page ``p`` of sequence ``b`` goes to block ``b * max_pages + p``. Rows that hold no
+    token of a sequence stay as they were.
     """
 
     k_cache: Tensor
@@ -54,8 +55,8 @@ def _split_keys_flops(given: Any) -> int:
 
 
 def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, size: int) -> Any:
-    """Maps the operator for ``torch.vmap``: folds the mapped dimension of each tensor into its heads, runs once, and
-    takes it out of the results."""
+    """Maps the operator for ``torch.vmap``: folds the mapped dimension of each tensor into its heads, runs the
+    operator once, and unfolds the heads of the results."""
     folded = {
         name: fold_into_heads(getattr(given, name), getattr(dims, name), size, HEADS_DIM[name])
         for name in HEADS_DIM.keys() & given._fields
@@ -64,8 +65,8 @@ def _vmap_split_keys(overload: torch._ops.OpOverload, given: Any, dims: Any, siz
     return (unfold_heads(out, size, HEADS_DIM["out"]), unfold_heads(lse, size, HEADS_DIM["lse"])), (0, 0)
 
 
-# ``attention_decode`` and ``attention_split_keys`` return output and lse, ``attention_decode_out`` returns the lse, the
-# others return nothing. None of them is differentiable.
+# ``attention_decode`` and ``attention_split_keys`` return output and lse. ``attention_decode_out`` returns the lse.
+# ``append_to_cache`` and ``dequantize_cache`` return nothing. No operator of this file is differentiable.
 attention_decode = register(
     "attention_decode",
     DecodeCall,

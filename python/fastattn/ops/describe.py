@@ -21,7 +21,8 @@ from fastattn.dispatch.support import CHANGES_SCORES, FEATURE_OF_CACHE, FEATURES
 
 
 class AttentionDetails(NamedTuple):
-    """Holds the sizes of a call of attention. ``may_decode`` says that the decoding kernel computes the same result."""
+    """Holds the sizes of an attention call. ``may_decode`` says that a call with few queries and the features of
+    decoding may run on the decoding kernel."""
 
     batch: int
     heads: int
@@ -57,9 +58,9 @@ def _with_tile(kernel: str | None, request: Request) -> tuple[str, Any]:
     return kernel, native.KERNELS.get(kernel)
 
 
-# Few queries over many keys go to the decoding kernel, which splits the keys. The attention kernels have tiles of 128
-# rows, so few CTAs would each loop over all keys. Both numbers are guesses: speculative decoding has up to 16 queries,
-# and 1024 keys are enough to split.
+# Few queries over many keys go to the decoding kernel, which splits the keys among CTAs. The attention kernels have
+# tiles of 128 rows of queries, so they would launch few CTAs that each loop over all keys. The limits 16 and 1024 are
+# guesses: speculative decoding has up to 16 queries, and 1024 keys are enough to split.
 _FEW_QUERIES = 16
 _MANY_KEYS = 1024
 _MOST_KEYS = 2**30  # for the decoding kernel, so that sums of positions stay within 32 bits
@@ -87,10 +88,11 @@ def _decoded(request: Request) -> Request | None:
 
 
 def _hold_in_graph(conditions: tuple[Any, ...]) -> bool:
-    """Returns whether all conditions on sizes hold while a graph is made.
+    """Returns whether all conditions on sizes hold in the graph that PyTorch is tracing.
 
-    torch.compile makes another graph for sizes where they do not hold. An exported program is one graph for all sizes
-    that it takes, so a condition must hold for all of them. (Before torch 2.13 every graph looks like an exported one.)
+    torch.compile adds a guard for each condition, and traces another graph for sizes that fail a guard. An exported
+    program is one graph for all sizes that it takes, so here a condition must hold for all these sizes. (Before torch
+    2.13 every graph looks like an exported one.)
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
@@ -157,17 +159,17 @@ def _used(uses: Mapping[str, bool]) -> frozenset[str]:
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
-# A call over a cache goes to the attention kernel if it has more queries per sequence than the first number, which fill
-# that kernel's tiles. Over an 8-bit cache, a KV head must also have more rows than the second number: the attention
-# kernel needs a 16-bit copy of the cache, made once, while the decoding kernel reads the 8-bit keys again for every 32
-# rows. No GPU has shown either number.
+# A call over a cache goes to the attention kernel if it has more than MOST_DECODED_QUERIES queries per sequence, which
+# fill that kernel's tiles. Over an 8-bit cache, a KV head must also have more than MOST_DECODED_ROWS_OF_8_BITS rows.
+# The attention kernel needs a 16-bit copy of the cache, made once per call, whereas the decoding kernel reads the 8-bit
+# keys again for every 32 rows. Both limits are guesses, not measured on a GPU.
 MOST_DECODED_QUERIES = 64
 MOST_DECODED_ROWS_OF_8_BITS = 256
 
 
 class DecodeDetails(NamedTuple):
     """Holds the sizes of decoding: rows of a KV head (queries times its query heads), bytes of a cached element, and
-    the page size or 0. ``may_prefill`` says that there are enough queries for the attention kernel."""
+    the page size, or 0 for a contiguous cache. ``may_prefill`` says that the attention kernel should run the call."""
 
     rows: int
     itemsize: int
@@ -271,7 +273,7 @@ def describe_merge(*tensors: Tensor) -> Request:
 
 class Int8Details(NamedTuple):
     """Holds the M, N and K of a matmul (``tokens``, ``outputs``, ``depth``), and the group size of its scales, or 0.
-    ``is_input_gradient`` says that it computes the input gradient of a matmul whose K is ``outputs``."""
+    If ``is_input_gradient``, the matmul is ``grad_out @ weight``: its N is then the K of the forward matmul."""
 
     tokens: int
     outputs: int
@@ -312,8 +314,8 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
     tokens, rows, columns, *_ = request.details
     if not torch.compiler.is_compiling() and max(tokens, rows, columns) > _MAX_INT32:
         return (
-            f"x has {tokens} rows and the weight is [{rows}, {columns}], and the CUDA C++ kernels count both in 32 "
-            "bits; call it for fewer at a time."
+            f"x has {tokens} rows and the weight is [{rows}, {columns}], and the CUDA C++ kernels take sizes below "
+            "2^31; call int8_linear for part of the rows of x or of the weight at a time."
         )
     if "int8 activations" not in request.features:
         return None
@@ -323,23 +325,23 @@ def _int8_refusal(backend: str, request: Request, gpu: DeviceFacts) -> str | Non
         return f"the CUDA C++ kernel for int8 activations does not have: {missing}; {_IN_16_BITS}."
     if rows % 8 != 0 or columns % 16 != 0:
         return (
-            f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations takes N and K that are "
-            f"multiples of 8 and 16; pad it with zeros, or {_IN_16_BITS}."
+            f"the weight is [{rows}, {columns}], and the CUDA C++ kernel for int8 activations needs [N, K] with N a "
+            f"multiple of 8 and K a multiple of 16; pad the weight with zeros, or {_IN_16_BITS}."
         )
     if columns > native.INT8_SUM_DEPTH:
         most = native.INT8_SUM_DEPTH
-        return f"K is {columns}, and int32 holds sums of products of int8 numbers up to {most}; {_IN_16_BITS}."
-    if not torch.compiler.is_compiling():  # else sizes may be symbols, and the kernel's own check must suffice
+        return f"K is {columns}, and sums of int8 products fit in int32 only up to K = {most}; {_IN_16_BITS}."
+    if not torch.compiler.is_compiling():  # else sizes may be symbols, and only the C++ operator checks
         op, has_groups, sizes = "int8_matmul_s8", "group scales" in request.features, (tokens, rows, columns)
         product = native.Int8Product(op, request.dtype, has_groups, False, *sizes)
         kernel = native.int8_matmul_kernel(product, gpu.arch, gpu.num_sms)
-        if kernel is not None and "_sm90" in kernel:  # another kernel quantises the tokens: no count in this launch
+        if kernel is not None and "_sm90" in kernel:  # another kernel quantises tokens; no counter to overflow
             return None
         ctas = native.int8_matmul_schedule(op, gpu.arch, gpu.num_sms, has_groups, *sizes).ctas
         if tokens + 2 * ctas >= native.INT8_LAUNCH_COUNT:
             return (
-                f"x has {tokens} rows and the weight {rows}, too many for what the CUDA C++ kernel for int8 "
-                "activations counts in a launch; call it for fewer tokens at a time."
+                f"x has {tokens} rows and the weight {rows}, more than the CUDA C++ kernel for int8 activations can "
+                "count in one launch; call int8_linear for fewer rows of x at a time."
             )
     return None
 

@@ -29,7 +29,7 @@ class Int8Backward(NamedTuple):
 
 
 def int8_grad_input(backend: str, backward: Int8Backward) -> Tensor:
-    """Returns ``grad_out @ dequantize(weight)``, for tensor subclasses and DTensor, which differentiate themselves."""
+    """Returns ``grad_out @ dequantize(weight)``, for ``Int8Tensor`` and DTensor, whose backward pass calls ``mm``."""
     grad_input: Tensor = int8_matmul_grad_input(backend, backward)[0]
     _note_backward(backend, backward)
     return grad_input

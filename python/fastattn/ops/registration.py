@@ -1,8 +1,8 @@
-"""Registers kernels as operators of PyTorch in two namespaces, with shape functions, vmap rules and FLOP counts.
+"""Registers kernels as operators of PyTorch, with shape functions, vmap rules and FLOP counts.
 
-The schemas come from C++ (``csrc/bindings.cpp``), and the Triton kernels have the same schemas. An operator without a
-native kernel has its schema in this package, and is only in Triton's namespace. The other files of this package
-register the operators and have the functions that differentiate them.
+CUDA C++ and Triton kernels have a namespace each. The schemas come from C++ (``csrc/bindings.cpp``), and the Triton
+operators have the same schemas. An operator without a CUDA C++ kernel has its schema in this package, and is only in
+Triton's namespace. The other files of this package register the operators and differentiate them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _triton_launchers: dict[str, Callable[..., Any]] = {}
 
 
 class Operator:
-    """Calls an operator in the namespaces of the backends that have it.
+    """Calls an operator with the kernel of a given backend, through the backend's namespace.
 
     Attributes:
         Arguments: the named tuple of its arguments, with the order and the defaults of its schema.
@@ -70,7 +70,7 @@ class Operator:
             return overload(*arguments)
 
     def run_in_backward(self, backend: str, arguments: Iterable[Any]) -> Any:
-        """Calls the operator with ``arguments`` in a backward pass, which may itself be recorded."""
+        """Calls the operator with ``arguments`` in a backward pass, which autograd may record too."""
         if torch.is_grad_enabled():
             return apply(_Once, backend, self.name, *arguments)
         return self.run(backend, arguments)
@@ -89,17 +89,19 @@ def register(
     vmap: Callable[[torch._ops.OpOverload, Any, Any, int], Any] | None = None,
     schema: str | None = None,
 ) -> Operator:
-    """Registers the operator ``name`` in both namespaces, or in Triton's alone.
+    """Registers the operator ``name`` in both namespaces, or only in Triton's.
 
     Args:
         record: the type of a call, which has the operator's arguments as attributes; None: ``Operator.Arguments``.
-        triton_module: the module of ``triton_kernels`` whose function ``name`` launches it, given its ``Arguments``.
-        fake: a function from its arguments, by name, to empty results of the right shapes; the default is for an
-            operator that only writes.
-        flops: a function from its arguments, with shapes in place of tensors, to the FLOPs that torch's counter shows.
-        vmap: a function from an overload, its arguments, their mapped dimensions and the number of samples to what a
-            rule for ``torch.library.register_vmap`` returns; None: ``torch.vmap`` raises.
-        schema: the arguments and results of an operator that only Triton has; None takes the native library's schema.
+        triton_module: the module of ``triton_kernels`` whose function ``name`` launches the Triton kernel. The function
+            takes the operator's ``Arguments``.
+        fake: takes the operator's ``Arguments`` and returns empty results of the right shapes. The default is for an
+            operator that returns nothing.
+        flops: takes the operator's ``Arguments`` with shapes instead of tensors, and returns the FLOPs that torch's
+            counter shows.
+        vmap: takes an overload, its ``Arguments``, their mapped dimensions and the number of samples. Returns what a
+            rule for ``torch.library.register_vmap`` returns. With None, ``torch.vmap`` raises.
+        schema: the arguments and results of an operator that only Triton has. None takes the C++ library's schema.
     """
     namespaces = NAMESPACES if schema is None else {"triton": NAMESPACES["triton"]}
     if schema is None:
@@ -134,7 +136,7 @@ def _vmap_rule(op: Operator, vmap: Callable[..., Any], overload: torch._ops.OpOv
 
 
 def _count_flops(packet: torch._ops.OpOverloadPacket, flops: Callable[..., int]) -> None:
-    """Registers a FLOP formula once the program itself imports torch's FLOP counter, which imports Triton."""
+    """Registers a FLOP formula as soon as other code imports torch's FLOP counter, because that import loads Triton."""
 
     def register_formula() -> None:
         from torch.utils.flop_counter import register_flop_formula
@@ -213,10 +215,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # use_backend("torch") may still run a kernel of torch's for attention, which has no second derivatives either.
+        # Under use_backend("torch"), attention may run PyTorch's fused kernels, which lack second derivatives too.
         is_attention, name = ctx.name == "attention_backward", ctx.name.removesuffix("_backward")
         block = "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)" if is_attention else 'fastattn.use_backend("torch")'
-        raise RuntimeError(f"{name}: second derivatives are not implemented; `with {block}:` around the call has them")
+        raise RuntimeError(
+            f"{name}: second derivatives are not implemented; wrap the call in `with {block}:` to get them"
+        )
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -229,7 +233,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _distinct(arguments: Iterable[Any]) -> list[Any]:
-    """Replaces repeated tensors by views: torch.compile takes no autograd.Function with the same input twice."""
+    """Replaces repeated tensors by views, because torch.compile cannot trace an autograd.Function with equal inputs."""
     result: list[Any] = []
     for argument in arguments:
         if isinstance(argument, Tensor) and any(argument is earlier for earlier in result):
@@ -242,11 +246,11 @@ def _distinct(arguments: Iterable[Any]) -> list[Any]:
 
 
 def refuse_mapped(dims: Any, *names: str) -> None:
-    """Raises where one of the named arguments is mapped; ``dims`` has an operator's mapped dimensions by argument."""
+    """Raises ``NotImplementedError`` if ``torch.vmap`` maps one of the arguments ``names`` (not None in ``dims``)."""
     for name in names:
         if getattr(dims, name) is not None:
             raise NotImplementedError(
-                f"{name}: torch.vmap over it is not supported; pass one for all samples, with None in in_dims"
+                f"{name}: torch.vmap cannot map this argument; pass one tensor for all samples, with None in in_dims"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# fastattn's Triton kernels: in the replay of a CUDA graph, only the name tells that a kernel is fastattn's.
+# The names of fastattn's Triton kernels. In the replay of a CUDA graph, nothing but its name identifies a kernel.
 _TRITON_KERNEL = re.compile(
     r"(attention_(forward|backward_\w+)|split|append|append_to_slots|combine|dequantize|forward|grad_input|merge"
     r"|merge_attention(_backward)?|tile_states|list_tiles)_kernel"

@@ -1,7 +1,7 @@
 """Counts the work of each fastattn kernel, from the arguments of the operator that launched it.
 
-An operator launches one kernel or several. Recomputation (the backward kernels recompute the scores) counts as work, so
-that a kernel is judged by what it executes.
+An operator launches one kernel or several. Recomputation counts as work (the backward kernels recompute the scores),
+because a kernel is judged by what it executes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def _pairs(call: OperatorCall) -> tuple[int, bool]:
     query, key = call["query"].shape, call["key"].shape
     window = call.number("window_left"), call.number("window_right")
     offset = None if call["first_row"].text in ("", "None") else call.number("first_row") - call.number("first_key")
-    if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: count them all as the longest
+    if call["cu_seqlens_q"].is_tensor:  # the lengths are on the device: take the maximum for each
         longest_q, longest_k = call.number("max_seqlen_q"), call.number("max_seqlen_k")
         pairs = work.visible_pairs(longest_q, longest_k, *window, offset=offset)
         return query[1] * query[0] * pairs // max(longest_q, 1), True
-    has_ranges = call["key_ranges"].is_tensor  # on the device, so unknown
+    has_ranges = call["key_ranges"].is_tensor  # on the device, so the pairs are an upper bound
     return query[0] * query[1] * work.visible_pairs(query[2], key[2], *window, offset=offset), has_ranges
 
 
@@ -48,7 +48,7 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
         pairs, is_upper_bound = _pairs(call)
         query_dim, value_dim = call["query"].shape[-1], call["value"].shape[-1]
         rows = math.prod(call["query"].shape[:-1])
-        results = 3 * rows * work.LSE_BYTES  # the lse as two floats, and rowsum(dO O)
+        results = 3 * rows * work.LSE_BYTES  # the lse as two floats, and one float of rowsum(dO * O)
         gradients = sum(_gradient_bytes(call, name) for name in written)
         return Work(
             2 * pairs * (query_products * query_dim + value_products * value_dim),
@@ -60,7 +60,7 @@ def _backward_part(query_products: int, value_products: int, written: Sequence[s
 
 
 def _gradient_bytes(call: OperatorCall, name: str) -> int:
-    """Counts the bytes of a gradient, which is written in its tensor's dtype, or added to float32 sums."""
+    """Counts the bytes of a gradient, which the kernel writes, or reads and writes if it adds to ``grad_…``."""
     return 2 * call[f"grad_{name}"].nbytes or call[name].nbytes
 
 
@@ -70,7 +70,7 @@ def _sums_bytes(call: OperatorCall) -> int:
 
 
 def _native_key_value(call: OperatorCall) -> Work:
-    """Counts all five products, and one read and one write of the query gradient's sums, at least."""
+    """Counts all five products, and one read and one write of the query gradient's float32 sums, the least possible."""
     products = _backward_part(3, 2, ("key", "value"))(call)
     return products._replace(bytes=products.bytes + 2 * _sums_bytes(call))
 
@@ -81,15 +81,15 @@ def _native_query(call: OperatorCall) -> Work:
 
 
 def _native_rows(call: OperatorCall) -> Work:
-    """Counts rowsum(dO O), and zeros written for the query gradient's sums. It leaves out scores near finfo.min, which
-    the kernel recomputes, because the host does not know them."""
+    """Counts rowsum(dO * O), and zeros written for the query gradient's sums. Does not count the scores near finfo.min
+    that the kernel recomputes, because the host does not know how many there are."""
     rows, value_dim = math.prod(call["query"].shape[:-1]), call["value"].shape[-1]
     read = call.nbytes("grad_out", "out", "lse", "grad_lse")
     return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES + _sums_bytes(call))
 
 
 def _native_sinks(call: OperatorCall) -> Work:
-    """Counts the reads of the lse and rowsum(dO O)."""
+    """Counts the reads of the lse and rowsum(dO * O)."""
     return Work(0, 2 * call["lse"].nbytes)
 
 
@@ -150,7 +150,7 @@ def _decode_with_append(call: OperatorCall) -> Work:
 
 
 def _int8(call: OperatorCall) -> Work:
-    """Counts the matmul. The profiler keeps no strings, so SwiGLU is only known by a residual with half the columns."""
+    """Counts the matmul. The profiler keeps no strings, so only a residual with half the columns tells of SwiGLU."""
     x = call["x"] if call["x"].is_tensor else call["grad_out"]
     n, k = call["weight"].shape
     extra = [call[name].shape for name in ("bias", "residual") if call[name].is_tensor]
@@ -184,7 +184,7 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
-# Kernels that list tiles for ranges of keys.
+# Kernels that list the tiles that key ranges leave: only the device knows how many.
 _LISTS: _WorkOf = dict.fromkeys(("key_ranges", "backward_ranges", "tile_states", "list_tiles"))
 _BACKWARD: _WorkOf = {
     **_LISTS,
@@ -213,14 +213,15 @@ _WORK: dict[str, _WorkOf] = {  # by operator
     "merge_attention": {"merge": _merge},
     "merge_attention_into": {"merge": _merge_into},
     "merge_attention_backward": {"merge": _merge_backward},
-    # Where cuBLAS computes the product, our kernel only dequantises the weights. Another kernel quantises tokens.
+    # If cuBLAS computes the product, fastattn's kernel only dequantises the weights. For int8 activations on Hopper,
+    # a kernel before the matmul quantises the tokens. The work of these kernels is not counted.
     "int8_matmul": {"quantize": None, "merge": None, "forward": _int8, "int8_matmul": _int8},
     "int8_matmul_grad_input": {"dequantize": None, "merge": None, "grad_input": _int8},
 }
 
 
 def kernel_work(kernel: str, call: OperatorCall) -> Work | None:
-    """Returns the work of ``kernel``, which ``call`` launched, or None if it is unknown."""
+    """Returns the work of ``kernel``, which ``call`` launched, or None if the work is unknown."""
     if not call.arguments:
         return None
     for part, work_of in _WORK[call.name].items():

@@ -17,14 +17,14 @@ class KernelProfile:
 
     Args:
         name: the kernel, with its template arguments.
-        operator: ``torch.ops.fastattn``'s operator that launched it; ``""`` for a kernel of fastattn in the replay of a
-            CUDA graph, None for kernels that are not fastattn's.
+        operator: the name of the fastattn operator that launched the kernel; ``""`` for a kernel of fastattn in the
+            replay of a CUDA graph, None for kernels that are not fastattn's.
         launches: the number of launches.
-        seconds: the time that they took on the GPU.
-        share: their fraction of the time of all kernels.
-        flops, bytes: their work, see ``fastattn.profiler.work``; None if it is unknown.
+        seconds: the time that all launches took on the GPU.
+        share: ``seconds`` as a fraction of the time of all kernels.
+        flops, bytes: the work of all launches (see ``fastattn.profiler.work``), or None if it is unknown.
         is_upper_bound: whether lengths that only the device knows were counted at their largest.
-        fraction: the least time that the machine's limits allow, divided by the time taken.
+        fraction: the least time that the machine's limits allow, divided by ``seconds``; None without limits or work.
         resource: the limit that binds: ``"compute"``, ``"memory"`` or ``"launch overhead"``.
     """
 

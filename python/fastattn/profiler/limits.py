@@ -1,4 +1,4 @@
-"""Measures the limits of a GPU, with which every figure is compared."""
+"""Measures the limits of a GPU, with which the profiler compares each kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _launch_seconds(device: torch.device) -> tuple[float, float]:
-    """Returns the seconds that a minimal kernel takes: launched alone, and as one of many in a CUDA graph."""
+    """Returns the seconds that a minimal kernel takes: launched by itself, and as one of many in a CUDA graph."""
     counter = torch.zeros(1, device=device)
     eager_s = median_seconds(lambda: counter.add_(1), samples=100)
     graph = torch.cuda.CUDAGraph()

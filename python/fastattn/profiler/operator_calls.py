@@ -44,17 +44,17 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Describes a call of an operator of either namespace."""
+    """Describes a call of an operator in one of ``NAMESPACES``."""
 
     name: str
     arguments: Mapping[str, Argument]
 
     def __getitem__(self, name: str) -> Argument:
-        """Returns an argument; one that the operator lacks counts as no tensor."""
+        """Returns the argument ``name``, or an empty argument, which is no tensor, if the operator does not have it."""
         return self.arguments.get(name, Argument((), "", ""))
 
     def nbytes(self, *names: str) -> int:
-        """Returns the bytes of these tensors together, by default of all."""
+        """Returns the total bytes of the tensors ``names``, by default of all tensors."""
         return sum(self[name].nbytes for name in names or self.arguments)
 
     def number(self, name: str) -> int:
@@ -62,7 +62,7 @@ class OperatorCall:
 
     @property
     def dtype(self) -> str:
-        """Returns the dtype in which the products are computed."""
+        """Returns torch's name of the dtype of the matrix products' operands."""
         if self["int8_activations"].text == "True":
             return "int8"
         dtype = next((self[name].dtype for name in ("query", "x", "grad_out", "k_new") if name in self.arguments), "")
@@ -72,7 +72,10 @@ class OperatorCall:
 def operator_call(
     qualified_name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str], texts: Sequence[str]
 ) -> OperatorCall | None:
-    """Returns the call from the profiler's lists, which have an entry per argument; None for other operators."""
+    """Returns the call from the profiler's lists, which have an entry for each argument.
+
+    Returns None for an operator that is not fastattn's, and a call without arguments if the lists do not fit.
+    """
     namespace, _, name = qualified_name.partition("::")
     if namespace not in NAMESPACES.values():
         return None

@@ -1,4 +1,4 @@
-"""Defines ``fastattn.profile()``, which reports kernels, how near they came to the machine's limits, and memory."""
+"""Defines ``fastattn.profile()``, which reports memory, kernels, and how near the kernels came to the GPU's limits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fastattn.profiler.trace import (
 )
 
 _REGION = "fastattn.region: "
-_NO_KERNELS = "No kernel was recorded: none ran on a GPU, or CUPTI is not there. The host's operators took:"
+_NO_KERNELS = "No kernel was recorded: none ran on a GPU, or CUPTI is missing. The host's operators took:"
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 def profile(trace: str | Path | None = None, *, limits: Limits | None = None) -> Profile:
-    """Profiles the ``with`` block: kernels, how near they came to the roofline, and memory.
+    """Profiles the ``with`` block: memory, kernels, and how near the kernels came to the roofline.
 
     ::
 
@@ -43,18 +43,20 @@ def profile(trace: str | Path | None = None, *, limits: Limits | None = None) ->
 
     Args:
         trace: where to write the Chrome trace (for chrome://tracing or https://ui.perfetto.dev); by default nowhere.
-        limits: the GPU's limits, a ``fastattn.profiler.roofline.Limits``. By default they are measured once, after the
-            block, which takes about a second.
+        limits: the GPU's limits, a ``fastattn.profiler.roofline.Limits``. By default fastattn measures the limits
+            after the block, the first time that a device and its dtypes are profiled, which takes about a second.
 
     Returns:
         A ``Profile``. After the block ``str()`` of it is a table; ``kernels``, ``operators``, ``regions`` and
         ``memory`` hold the figures.
 
     Raises:
-        InputError, TypeError: an argument is wrong.
+        InputError: the folder of ``trace`` does not exist.
+        TypeError: ``limits`` is not a ``Limits``.
 
     FLOPs and bytes follow from the shapes of the operators' arguments. Kernels in the replay of a CUDA graph are named
-    and timed, but no operator tells their shapes. Without a GPU the block's operators are timed on the CPU.
+    and timed, but their work is unknown, because the trace has no operator calls for them. Without a GPU, the profile
+    times the operators on the CPU.
     """
     return Profile(trace, limits)
 

@@ -17,11 +17,11 @@ COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch overhead"
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the measured limits of one machine.
+    """Holds the measured limits of one GPU.
 
     Args:
         bytes_per_s: reads plus writes of a large copy within device memory.
-        flops_per_s: dtype (``"bfloat16"``) → the throughput of a large cuBLAS matmul of random numbers in it.
+        flops_per_s: dtype (``"bfloat16"``) → the throughput of a large cuBLAS matmul of random numbers of this dtype.
         eager_launch_s, graph_launch_s: the time of a kernel that does nothing, launched by itself, and as one node of a
             CUDA graph.
     """
@@ -32,7 +32,7 @@ class Limits:
     graph_launch_s: float
 
     def balance(self, dtype: str) -> float:
-        """Returns the arithmetic intensity, in FLOPs per byte, from which on ``dtype`` is bound by compute."""
+        """Returns the least arithmetic intensity, in FLOPs per byte, at which ``dtype`` is bound by compute."""
         return self.flops_per_s[dtype] / self.bytes_per_s
 
 
@@ -50,9 +50,9 @@ class Bound(NamedTuple):
 def bound(work: Work, limits: Limits, dtype: str, launch_s: float) -> Bound:
     """Returns the resource that binds ``work`` in ``dtype``, and the least time.
 
-    Compute or memory binds, depending on the arithmetic intensity and the machine's balance. Launch overhead binds
-    where both would take less time than a kernel that does nothing. Raises ``KeyError`` for a dtype without a measured
-    limit; work without FLOPs needs none.
+    If compute and memory traffic each take less than ``launch_s``, launch overhead binds. Otherwise compute binds if
+    the arithmetic intensity reaches the machine's balance, and else memory. Raises ``KeyError`` if ``limits`` lacks
+    ``dtype``, unless ``work`` has no FLOPs.
     """
     compute_s = work.flops / limits.flops_per_s[dtype] if work.flops else 0.0
     memory_s = work.bytes / limits.bytes_per_s

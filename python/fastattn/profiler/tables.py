@@ -11,7 +11,7 @@ _ROWS_SHOWN = 20
 
 
 def kernel_table(kernels: Sequence[KernelProfile]) -> str:
-    """Returns the kernels as text; ``≤`` marks an upper bound, ``–`` an unknown figure."""
+    """Returns a table of the kernels. ``≤`` marks an upper bound, ``–`` an unknown figure."""
     rows = [("kernel", "operator", "launches", "ms", "share", "GFLOP", "MB", "TFLOP/s", "GB/s", "of limit", "bound by")]
     for each in kernels[:_ROWS_SHOWN]:
         rows.append(

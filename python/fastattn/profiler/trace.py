@@ -39,7 +39,8 @@ class CpuOperator(NamedTuple):
 class MemoryPoint(NamedTuple):
     """Holds the bytes that are allocated on ``device`` from ``time_s`` on, and their change at that time.
 
-    On a GPU they are all bytes that torch has allocated, on the CPU those allocated since the profile began.
+    On a GPU, ``allocated`` counts all bytes that torch has allocated. On the CPU, it counts only bytes allocated since
+    the profile began.
     """
 
     time_s: float
@@ -60,7 +61,7 @@ class Region:
 
 
 def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
-    """Returns every kernel, copy and fill of the trace, in its order."""
+    """Returns every kernel, copy and fill of the trace, in the order of the trace."""
     calls = _OperatorCalls(events)
     launched = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e["args"]}
     by_external_id = {e["args"]["External id"]: e for e in _complete(events, "cpu_op") if "External id" in e["args"]}
@@ -69,7 +70,7 @@ def kernel_launches(events: Sequence[dict[str, Any]]) -> list[KernelLaunch]:
         if event.get("cat") not in _DEVICE_WORK or event.get("ph") != "X":
             continue
         ids = event["args"]
-        # Prefer the launch; where it is missing from the trace, take the innermost operator that the profiler noted.
+        # Take the operator around the launch. If the trace lacks the launch, take the one that the profiler noted.
         causes = (launched.get(ids.get("correlation")), by_external_id.get(ids.get("External id")))
         call = next((found for cause in causes if cause and (found := calls.around(cause))), None)
         result.append(KernelLaunch(event["name"], event["dur"] * 1e-6, call))
@@ -98,7 +99,7 @@ class _OperatorCalls:
 
 
 def cpu_operators(events: Sequence[dict[str, Any]]) -> list[CpuOperator]:
-    """Returns the operators that ran on the CPU, longest self time (without operators that they call) first."""
+    """Returns the operators that ran on the CPU, longest self time first."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     by_thread = defaultdict(list)

@@ -2,7 +2,7 @@
 
 FLOPs count multiplications and additions of the matrix products. Masked pairs do not count; a causal mask over as many
 queries as keys counts one half, the convention of the FlashAttention papers. Bytes count every input and every output
-once, as if each stayed in the L2 between its uses.
+once, as if each stayed in the L2 cache between its uses.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Work(NamedTuple):
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, window_left: int = -1, window_right: int = -1, offset: int | None = None
 ) -> int:
-    """Returns the number of pairs of a query and a key that the query sees; -1 makes a side of the window unbounded.
+    """Returns the number of pairs of a query and a key that the query sees. -1 makes a side of the window unbounded.
 
-    Query ``i`` is at key ``i + offset``; if ``offset`` is None, the last query is at the last key.
+    Query ``i`` is at key position ``i + offset``. If ``offset`` is None, the last query is at the last key.
     """
     if window_left < 0 and window_right < 0:
         return seqlen_q * seqlen_k
@@ -66,7 +66,7 @@ def attention_forward(
 ) -> Work:
     """Returns the work of the forward pass over dense or packed shapes.
 
-    ``pairs`` is the number of pairs of a query and a key that it sees, over all batch entries and query heads.
+    ``pairs`` is the result of ``visible_pairs``, summed over all batch entries and query heads.
     """
     out = math.prod(query[:-1])
     return Work(
@@ -78,7 +78,10 @@ def attention_forward(
 def attention_backward(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], itemsize: int, pairs: int, bias_bytes: int = 0
 ) -> Work:
-    """Returns the work of the gradients' five products, which read the forward's inputs and results, and grad_out."""
+    """Returns the work of the gradients' five products, with the arguments of ``attention_forward``.
+
+    The bytes are those of the forward pass's inputs and results, ``grad_out`` and the gradients of the inputs.
+    """
     rows = math.prod(query[:-1])
     read_and_written = 2 * _elements(query, key, value) + 2 * rows * value[-1]
     return Work(
@@ -98,7 +101,7 @@ def attention_decode(
 ) -> Work:
     """Returns the work of ``query [B, Hq, Sq, D]`` over ``total_tokens`` cached tokens of all sequences.
 
-    With ``scales`` each token of a head has its own scales.
+    With ``scales``, each token of each KV head has a float32 scale for its key and another for its value.
     """
     batch, heads, num_queries, head_dim = query
     rows = batch * heads * num_queries
@@ -112,10 +115,10 @@ def attention_decode(
 def int8_matmul(
     m: int, n: int, k: int, itemsize: int, num_scales: int, extra_elements: int = 0, columns: int | None = None
 ) -> Work:
-    """Returns the work of ``[m, k] x [n, k]^T`` with int8 weights, forward or input gradient.
+    """Returns the work of ``[m, k] x [n, k]^T`` with int8 weights. The input gradient has the same work.
 
-    ``extra_elements`` counts the elements of bias and residual. ``columns`` is the number of the result's columns if it
-    differs from ``n``: SwiGLU halves it.
+    ``extra_elements`` counts the elements of bias and residual. ``columns`` is the number of columns of the result,
+    if not ``n``: SwiGLU halves it.
     """
     elements = m * (k + (n if columns is None else columns)) + extra_elements
     return Work(matmul_flops(m, n, k), elements * itemsize + n * k + 4 * num_scales)

@@ -1,8 +1,9 @@
 """Computes every operation by its mathematical definition, in plain PyTorch.
 
-It is the oracle of the tests (in float64), and runs where no kernel does. It materialises the scores, so it needs
-O(Sq * Sk) memory. Shapes and meanings are those of the public functions of the same names. Every function takes any
-floating dtype up to float64 and computes in at least float32 unless ``compute_dtype`` says otherwise.
+Tests compare results with the reference in float64. The reference also runs calls that no kernel supports. It
+materialises the scores, so it needs O(Sq * Sk) memory. Arguments and results have the same shapes and meanings as in
+the public functions of the same names. Every function takes any floating dtype up to float64, and computes in at least
+float32 unless ``compute_dtype`` is given.
 """
 
 from fastattn.quantization import dequantize_int8, quantize_int8, quantize_rows, quantize_rows_fp8, to_fp8

@@ -35,12 +35,12 @@ def attention(
     exact_out: bool = False,
 ) -> tuple[Tensor, ...]:
     """Returns ``softmax(scale * Q K^T + bias) V`` and its log-sum-exp, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``; with
-    ``return_max_logit`` also each head's largest score among those that its rows see, ``[Hq]``.
+    ``return_max_logit`` also each head's largest unmasked score, ``[Hq]``.
 
     ``first_row``, ``first_key`` and ``first_head`` are the positions of the first row, key and head in the larger call
-    that contains this block. If ``first_row`` is None, the last row is at the last key. ``compute_dtype`` is the dtype
-    of every intermediate: the tests set it to a 16-bit dtype to measure the error of a composite in that dtype. With
-    ``exact_out`` the output keeps that dtype.
+    that contains this block. If ``first_row`` is None, the last row has the last key's position. ``compute_dtype`` is
+    the dtype of every intermediate: tests set it to a 16-bit dtype to measure the error of PyTorch operators in that
+    dtype. With ``exact_out``, the output has the dtype of the intermediates.
     """
     offset = key.shape[2] - query.shape[2] if first_row is None else first_row - first_key
     return attend(
@@ -65,8 +65,8 @@ def attention(
 
 
 def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    """Returns the packed index of each sequence's rows, ``[B, max_seqlen]``, or ``total`` for absent rows, and the
-    lengths ``[B]``."""
+    """Returns the packed indices of each sequence's rows, ``[B, max_seqlen]``, and the lengths, ``[B]``. The index of
+    an absent row is ``total``."""
     cu_seqlens = cu_seqlens.to(torch.int64)
     begin = cu_seqlens[:-1].clamp(0, total)
     length = (torch.maximum(cu_seqlens[1:].clamp(max=total), begin) - begin).clamp(max=max_seqlen)
@@ -75,7 +75,7 @@ def _packed_rows(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[Tenso
 
 
 def _pad(packed: Tensor, rows: Tensor) -> Tensor:
-    """Unpacks ``[total, H, D]`` to ``[B, H, max_seqlen, D]``, with zeros where a sequence has no row."""
+    """Unpacks ``[total, H, D]`` to ``[B, H, max_seqlen, D]``, with zeros for absent rows."""
     return F.pad(packed, (0, 0, 0, 0, 0, 1))[rows].transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Computes which attention weights dropout keeps, by random numbers that depend only on seed and position."""
+"""Computes which attention weights dropout keeps. The random numbers depend only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
     """Returns four random words by Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1,
     2, 3", SC 2011, section 3.3).
 
-    All tensors, also the results, hold 32-bit words in int64; the arguments broadcast.
+    Arguments and results are int64 tensors of 32-bit words. The arguments broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -39,7 +39,7 @@ def dropout_keep(
     ``origin`` is the position of the first row, column and head in the larger call that contains this block.
     """
     first_row, first_column, first_head = origin
-    beside = first_column % 4  # how many words of the first counter belong to earlier columns
+    beside = first_column % 4  # how many of the first four words are for earlier columns
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     head = first_head + torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     row = first_row + torch.arange(rows, device=device).view(1, 1, rows, 1)

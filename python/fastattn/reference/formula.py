@@ -46,7 +46,7 @@ def attend(
     scale = scale if scale is not None else (1 / math.sqrt(head_dim) if head_dim else 1.0)
     column = torch.arange(num_keys, device=query.device)
 
-    # ``visible`` says which keys each query sees, bool [B or 1, Hq or 1, Sq, Sk], or is None if all see all.
+    # visible[b, h, i, j] says whether query i sees key j, bool [B or 1, Hq or 1, Sq, Sk]. None means all keys.
     masks = []
     if window[0] is not None:
         masks.append(column >= (position - window[0])[:, None, :, None])
@@ -65,7 +65,7 @@ def attend(
     k = key.to(dtype).repeat_interleave(group, dim=1)
     v = value.to(dtype).repeat_interleave(group, dim=1)
     spoiled_keys = spoiled_values = None
-    if visible is not None:  # a masked NaN must not be multiplied by its probability of 0
+    if visible is not None:  # replace masked NaNs: NaN times a probability of 0 is NaN
         spoiled_keys = ~k.detach().isfinite().all(-1)
         spoiled_values = ~v.detach().isfinite()
         k = k.masked_fill(spoiled_keys[..., None], 0.0)
@@ -81,7 +81,7 @@ def attend(
         scores = scores + bias.to(dtype)
     if visible is not None and spoiled_keys is not None:
         spoiled = torch.where(spoiled_keys[..., None, :], math.nan, 0.0).to(dtype)
-        scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # added, so that the NaN reaches the gradients too
+        scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # add: gradients become NaN too
     max_logit = _largest_of_heads(scores.detach(), row_is_present) if return_max_logit else None
     if sinks is not None:
         sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, num_queries, 1)
@@ -89,11 +89,12 @@ def attend(
 
     sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
     finite_scores = scores.masked_fill(sees_nothing, 0.0)
-    # exp(scores - lse) would be wrong: if all scores are finfo.min, the log of their number is lost in the lse.
+    # Use softmax, not exp(scores - lse): if all scores are finfo.min, the lse loses the log of the number of keys.
     probabilities = finite_scores.softmax(-1)[..., :num_keys].masked_fill(sees_nothing, 0.0)
     if visible is not None:
         probabilities = probabilities.masked_fill(~visible, 0.0)
-    # The gradient of logsumexp is exp(scores - lse), which would be wrong too: so the lse is relative to ``level``.
+    # The gradient of logsumexp is exp(scores - lse), wrong for the same reason. So compute the lse relative to
+    # ``level``.
     level = finite_scores.detach().logsumexp(-1, keepdim=True)
     level = level.masked_fill(~level.isfinite(), 0.0)
     lse = (level + (finite_scores - level).logsumexp(-1, keepdim=True)).masked_fill(sees_nothing, -math.inf)
@@ -111,7 +112,8 @@ def attend(
 
 
 def _largest_of_heads(scores: Tensor, row_is_present: Tensor | None) -> Tensor:
-    """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``: without NaN, -inf if none."""
+    """Returns the largest of ``scores [B, Hq, Sq, Sk]`` for each head, ``[Hq]``. Ignores NaN; -inf if there is no
+    score."""
     if scores.shape[-1] == 0:
         return scores.new_full((scores.shape[1],), -math.inf)
     row_maxima = scores.masked_fill(scores.isnan(), -math.inf).amax(-1)

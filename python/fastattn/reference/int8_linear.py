@@ -25,7 +25,7 @@ def int8_linear(
     """Returns ``activation(x @ dequantize(weight)^T + bias) + residual``: ``[..., N]`` for ``x [..., K]``, or with
     ``"swiglu"`` ``[..., N / 2]``.
 
-    ``input_precision="int8"`` first rounds each row of ``x`` to symmetric int8 (its gradient passes straight through).
+    ``input_precision="int8"`` first rounds each row of ``x`` to symmetric int8 (the gradient ignores the rounding).
     ``product(x, weight, scale)``, if given, computes the matmul with the dequantised weight.
     """
     dtype = compute_dtype or torch.promote_types(x.dtype, torch.float32)

@@ -26,7 +26,7 @@ def _append(cache: Tensor, new: Tensor, rows: Tensor, block_rows: int) -> None:
 
 
 def _store(cache: Tensor, scales: Tensor | None, new: Tensor, rows: Tensor, block_rows: int) -> None:
-    """Writes ``new`` in the format of the cache, and computes and writes scales unless they are given."""
+    """Writes ``new`` in the cache's dtype. Computes and writes scales unless the scales are fixed."""
     if cache.dtype == FP8 and are_given(scales):
         new = to_fp8(new, scales if scales is None else _by_head(scales))
     elif scales is not None:
@@ -61,7 +61,7 @@ def append_to_cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches in place, unless there is no such slot."""
+    """Writes token ``i`` to slot ``slot_mapping[i]`` of the caches in place, unless that slot does not exist."""
     num_pages, _, page_size, _ = k_cache.shape
     num_slots = num_pages * page_size
     if slot_mapping.numel() == 0 or num_slots == 0:
@@ -148,7 +148,7 @@ def attention_with_kv_cache(
 def tree_of_keys(tree_mask: Tensor, token: Tensor) -> Tensor:
     """Returns ``tree_mask [1 or B, Sq, Sq]`` or ``[Sq, Sq]`` as a mask over all keys, bool ``[B, 1, Sq, Sk]``.
 
-    ``token [B, Sk]`` is each key's index among the last ``Sq`` tokens, and negative for earlier keys.
+    ``token [B, Sk]`` is each key's index among the last ``Sq`` tokens. The index of an earlier key is negative.
     """
     num_queries = tree_mask.shape[-1]
     is_before = (token < 0)[:, None, :]

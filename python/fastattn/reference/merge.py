@@ -16,7 +16,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         dtype = torch.promote_types(dtype, tensor.dtype)
     lse_a, lse_b = lse_a.to(dtype), lse_b.to(dtype)
 
-    # Weights are relative to the larger lse, ``level``. The results do not depend on it, so it needs no gradient.
+    # Weights are relative to ``level``, the larger lse. The results do not depend on ``level``, so it needs no
+    # gradient.
     level = torch.maximum(lse_a, lse_b).detach()
     level = level.masked_fill(level == -math.inf, 0.0)
     sum_a, sum_b = (lse_a - level).exp(), (lse_b - level).exp()

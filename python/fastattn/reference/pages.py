@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def present_pages(block_table: Tensor, num_pages: int) -> tuple[Tensor, Tensor]:
-    """Returns the table clamped to existing pages, int64, and a mask of the entries that exist, both ``[B,
-    max_pages]``."""
+    """Returns the table clamped to existing pages, int64, and whether each entry is an existing page, bool. Both are
+    ``[B, max_pages]``."""
     table = block_table.to(torch.int64)
     return table.clamp(0, max(num_pages - 1, 0)), (table >= 0) & (table < num_pages)
 

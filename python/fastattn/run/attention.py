@@ -18,9 +18,10 @@ Call = TypeVar("Call", AttentionCall, DecodeCall)
 
 
 def attention(choice: Choice, call: AttentionCall, needs_grad: bool) -> Results:
-    """Runs a checked call and returns output, lse and largest scores. Slopes may have any shape and dtype.
+    """Runs a checked call and returns output, lse and largest scores.
 
-    With ``needs_grad`` output and lse are differentiable in query, key, value, bias, slopes and sinks.
+    The slopes and sinks may have any float dtype, and the slopes any shape that ``fastattn.attention`` takes. With
+    ``needs_grad``, output and lse are differentiable in query, key, value, bias, slopes and sinks.
     """
     value_dim = call.value.shape[-1]
     if choice.padded is not None:
@@ -48,7 +49,10 @@ def with_exact_options(call: Call) -> Call:
 
 
 def attention_backward(choice: Choice, backward: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, outside of autograd. ``out`` and ``lse`` may be over more keys."""
+    """Returns the gradients of query, key and value, outside of autograd.
+
+    ``out`` and ``lse`` may be those of a larger call, with more keys than this one, as in ring attention.
+    """
     head_dim, value_dim = backward.call.query.shape[-1], backward.call.value.shape[-1]
     backward = _for_kernel(choice, backward)
     grad_query, grad_key, grad_value, *_ = ops.attention_backward(choice.backend, backward)
@@ -93,7 +97,7 @@ def _padded(call: AttentionCall, head_dim: int, value_dim: int) -> AttentionCall
 
 
 def _pad(tensor: Tensor, head_dim: int) -> Tensor:
-    """Pads the last dimension of ``[B, H, S, D]`` or ``[total, H, D]`` with zeros and keeps the order in memory."""
+    """Pads the last dimension of ``[B, H, S, D]`` or ``[total, H, D]`` with zeros and keeps the memory order."""
     padding = (0, head_dim - tensor.shape[-1])
     if padding[1] == 0:
         return tensor

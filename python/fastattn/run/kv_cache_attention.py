@@ -37,7 +37,7 @@ def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor
     return result, lse
 
 
-# The 16-bit copy of 8-bit caches takes at most this at a time, unless one KV head of a sequence needs more.
+# The 16-bit copy of 8-bit caches takes at most so many bytes at a time, unless one KV head of a sequence needs more.
 _DEQUANTISED_BYTES = 256 << 20
 
 
@@ -45,7 +45,7 @@ def _prefill(backend: str, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """Attends with the many queries of a prompt: one launch appends, then the attention kernel runs.
 
     The decoding kernel would read all keys once for every 16 or 32 rows of queries; the attention kernel reads them
-    once for every 128. It needs 16-bit floats: another kernel converts 8-bit caches, once for all rows.
+    once for every 128. It needs 16-bit floats, so another kernel converts 8-bit caches first, once for all rows.
     """
     query, cos, sin = call.query, call.rotary_cos, call.rotary_sin
     if call.k_new is not None:

@@ -8,12 +8,15 @@ Names, argument order, defaults, layouts and conventions are flash-attn's, even 
 - ``rotary_interleaved`` is True by default; without a causal mask or window, all new queries are rotated by position
   ``cache_seqlens``; otherwise query ``i`` is rotated by ``cache_seqlens + i``, also with ``cache_leftpad``;
 - ``S_dmask`` is ``exp(score - largest score of the row)``, negative where dropout removes the weight; its rows and
-  columns are padded to multiples of 128; each row is one block (``flash_attn_interface._get_block_size_n``).
+  columns are padded to multiples of 128, and it is not divided into blocks of keys
+  (``flash_attn_interface._get_block_size_n``).
 
-Beyond flash-attn it supports float32 and float64 (in PyTorch), head dims that are no multiple of 8, values of another
-head dim, dropout with every option, gradients through the lse, and the keywords ``learnable_sink``, ``seqused_q``,
-``seqused_k`` and ``page_table`` of FlashAttention-3 and -4. Their keywords that only steer launches (``num_splits``,
-``pack_gqa``, ``sm_margin``, ``scheduler_metadata``) are accepted without effect; their other keywords raise.
+Beyond flash-attn it supports float32 and float64 (in PyTorch), head dims that are no multiple of 8, values whose head
+dim differs from that of keys, dropout with every option, gradients through the lse, and the keywords
+``learnable_sink``, ``seqused_q``, ``seqused_k`` and ``page_table`` of FlashAttention-3 and -4. Keywords of
+FlashAttention-3 and -4 that only control how kernels are launched (``num_splits``, ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata``) have no effect. Other keywords raise an error, except ``q_descale``, ``k_descale`` and
+``v_descale`` in ``flash_attn_with_kvcache``.
 
 `install_as_flash_attn` puts this module where ``import flash_attn`` finds it.
 """
@@ -46,5 +49,5 @@ __all__ = [
     "uninstall_as_flash_attn",
 ]
 
-# The version of the interface, by which programs choose the arguments that they pass.
+# The version of the interface. Programs read it to decide which arguments they pass.
 __version__ = "2.8.3"

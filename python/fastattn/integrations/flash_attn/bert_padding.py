@@ -1,4 +1,4 @@
-"""Packs padded batches and pads them again, as flash-attn's helpers do. All are differentiable."""
+"""Packs padded batches and pads them again, as flash-attn's helpers do. All functions are differentiable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Packs the rows that ``attention_mask [B, S]`` or ``unused_mask`` (rows for later tokens) marks.
+    """Packs the rows of ``hidden_states [B, S, ...]`` that ``attention_mask [B, S]`` or ``unused_mask [B, S]`` marks.
+
+    ``unused_mask`` marks rows that are reserved for later tokens.
 
     Returns:
         ``(packed [total, ...], indices [total], cu_seqlens int32 [B + 1], max_seqlen, seqused int32 [B])``. The indices
@@ -47,7 +49,9 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Packs rows of several sequences each; a row of ``attention_mask_in_length [B, S]`` begins with their lengths.
+    """Packs ``hidden_states [B, S, ...]`` if each of the B rows holds several sequences.
+
+    Each row of ``attention_mask_in_length [B, S]`` holds the lengths of that row's sequences, followed by zeros.
 
     Returns:
         ``(packed, indices, cu_seqlens, max_seqlen)`` for all sequences of all rows.

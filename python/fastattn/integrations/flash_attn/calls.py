@@ -96,7 +96,7 @@ def forward_packed(
 ) -> Results:
     """Attends over packed sequences ``q [total_q, H, D]``, ``k [total_k, Hk, D]`` and ``v [total_k, Hk, Dv]``.
 
-    With a ``block_table`` k and v are pages ``[num_pages, page_size, H, D]``. ``seqused_q`` and ``seqused_k``, int32
+    With a ``block_table``, k and v are pages ``[num_pages, page_size, H, D]``. ``seqused_q`` and ``seqused_k``, int32
     ``[B]``, say how many rows at the beginning of each sequence are used.
     """
     order = is_used = None
@@ -110,7 +110,7 @@ def forward_packed(
     found: Any = attention_varlen(q, k, v, *packed, block_table=block_table, return_lse=return_lse, **options._asdict())
     out, lse = _out_and_lse(found, options, q, k, packed)
     if return_softmax and options.dropout_p > 0 and block_table is not None:
-        raise InputError("return_attn_probs: expected False beside a block_table and dropout, got True; leave one out")
+        raise InputError("return_attn_probs: expected False with a block_table and dropout, got True; leave one out")
     s_dmask = _s_dmask(q, k, packed, options, return_softmax)
     if is_used is not None and order is not None:
         rows = is_used.shape[0]
@@ -137,7 +137,7 @@ def backward(
     ``out`` and ``softmax_lse`` may be results over more keys than k has.
     """
     if options.dropout_p > 0 and rng_state is None:
-        raise InputError("rng_state: expected the one of the forward pass, since there was dropout, got None")
+        raise InputError("rng_state: expected what the forward pass returned, because dropout_p > 0, got None")
     seed = rng_state[0] if options.dropout_p > 0 and rng_state is not None else None
     offsets: dict[str, Any] = {} if packed is None else packed._asdict()
     tensors = (dout, q, k, v, out)
@@ -165,7 +165,7 @@ def _alibi(options: Options, query: Tensor, key: Tensor, packed: Packed | None) 
 def _out_and_lse(
     found: Any, options: Options, query: Tensor, key: Tensor, packed: Packed | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and lse from what attention returned. The lse is as in flash-attn, or empty if there is none."""
+    """Returns output and lse from what attention returned. The lse is as in flash-attn, or empty if not asked for."""
     if isinstance(found, Tensor):
         return found, query.new_empty(0, dtype=torch.float32)
     out, lse = found
@@ -173,7 +173,7 @@ def _out_and_lse(
 
 
 def _rng_state(options: Options, device: torch.device) -> Tensor:
-    """Returns int64 ``[2]``: seed and offset, as in flash-attn. The offset is 0, because fastattn needs none."""
+    """Returns seed and offset, int64 ``[2]``, as flash-attn does. The offset is 0, because fastattn needs no offset."""
     state = torch.zeros(2, dtype=torch.int64, device=device)
     if options.dropout_seed is not None:
         state[0] = options.dropout_seed

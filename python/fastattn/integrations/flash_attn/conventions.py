@@ -16,9 +16,9 @@ from fastattn.errors import InputError
 from fastattn.functional.attention_backward import Packed
 from fastattn.reference.dropout import dropout_keep
 
-_ROUNDED_TO = 128
+_ROUNDED_TO = 128  # the rows and columns of S_dmask are padded to multiples of this number
 
-# The names of arguments in fastattn's errors → in flash-attn's functions.
+# The name of an argument in fastattn's errors → its name in flash-attn's functions.
 OF_FLASH_ATTN = {
     "query": "q",
     "key": "k",
@@ -32,7 +32,10 @@ OF_FLASH_ATTN = {
 
 
 def bounds(window_size: Any, causal: bool) -> tuple[int, int]:
-    """Returns ``(left, right)`` from any two integers, also of a tensor; None means -1, as in FlashAttention-4."""
+    """Returns ``window_size`` as two ints. A side can be an element of a tensor, or None for -1 (FlashAttention-4).
+
+    With ``causal``, the right side becomes 0.
+    """
     try:
         left, right = (_bound(side) for side in window_size)
     except (TypeError, ValueError):
@@ -53,7 +56,7 @@ def _bound(side: Any) -> int:
 
 
 def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, int]:
-    """Returns the window with -1 for a side that hides no key, as in flash-attn."""
+    """Returns the window with -1 for a side that hides none of ``most_keys`` keys, as in flash-attn."""
     left, right = (-1 if side >= most_keys else side for side in window)
     return left, right
 
@@ -72,7 +75,10 @@ class Alibi(NamedTuple):
 def alibi_of_dense(
     slopes: Tensor | None, window: tuple[int, int], num_queries: int, num_keys: int | Tensor, most_keys: int
 ) -> Alibi | None:
-    """Returns the term that a dense call leaves out, or None; ``num_keys`` is an int or ``[B]``."""
+    """Returns the term that flash-attn leaves out of the lse of a dense call, or None if it leaves out nothing.
+
+    ``num_keys`` is an int, or a tensor ``[B]``.
+    """
     if slopes is None or not _adds_columns(window, most_keys):
         return None
     row = torch.arange(num_queries, device=slopes.device)
@@ -92,8 +98,10 @@ def alibi_of_packed(slopes: Tensor | None, window: tuple[int, int], total_q: int
 
 
 def _adds_columns(window: tuple[int, int], most_keys: int) -> bool:
-    """Returns whether flash-attn adds ``slope * column``, not ``-slope * distance``, as it does under a causal mask
-    without a window."""
+    """Returns whether flash-attn adds ``slope * column`` to the scores instead of ``-slope * distance``.
+
+    It does so under a causal mask without a left window.
+    """
     return most_keys > 0 and without_idle_bounds(window, most_keys) == (-1, 0)
 
 
@@ -108,7 +116,7 @@ def from_flash_lse(lse: Tensor, alibi: Alibi | None) -> Tensor:
     return lse if alibi is None else lse + alibi.left_out()
 
 
-# --- packed sequences of which not all rows are used ----------------------------------------------------------------
+# --- packed sequences with unused rows ------------------------------------------------------------------------------
 
 
 def rows_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +137,8 @@ def used_keys(
     """Returns keys, values and their offsets as ``attention_varlen`` takes them.
 
     The given keys and values are packed, or with a ``block_table`` pages ``[num_pages, page_size, H, D]``. ``seqused``,
-    int32 ``[B]``, is the number of keys used at the beginning of each sequence. With both, ``cu_seqlens`` is ignored.
+    int32 ``[B]``, is the number of keys used at the beginning of each sequence. ``cu_seqlens`` is ignored if both
+    ``block_table`` and ``seqused`` are given.
     """
     if block_table is not None:
         key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -144,8 +153,9 @@ def used_first(cu_seqlens: Tensor, used: Tensor, total: int) -> tuple[Tensor, Te
     """Packs the first ``used [B]`` rows of each sequence.
 
     Returns:
-        the order in which to take the rows, their new offsets, and a mask of the used rows. The order ends with the
-        unused rows. It leaves them out where offsets are checked, because checked offsets must end at the last row.
+        the order in which to take the rows, the new offsets, and a mask of the used rows. The order ends with the
+        unused rows. If the call will check the offsets, the order leaves out the unused rows, because the check expects
+        offsets that end at the last row.
     """
     sequence, row = rows_of(cu_seqlens, total)
     lengths = torch.minimum(cu_seqlens.diff(), used.to(torch.int32)).clamp(min=0)
@@ -165,9 +175,10 @@ def signed_exponentials(
 ) -> Tensor:
     """Returns ``S_dmask``: ``exp(score - largest score of the row)``, negative where dropout removes the weight.
 
-    flash-attn's kernel subtracts the largest score so far, which is that of the whole row if one block holds the row.
-    The result is dense over all pairs, and meant for tests. ``query``, ``key`` and ``options`` are as for
-    ``fastattn.attention`` and ``attention_varlen``, without sinks, which are no scores.
+    flash-attn's kernel subtracts the largest score so far, which is the largest score of the whole row if one block
+    holds all keys. The result holds all pairs of a query and a key, and is meant for tests. ``query``, ``key`` and
+    ``options`` are as for ``fastattn.attention`` and ``attention_varlen``. Sinks are left out, because they are no
+    scores.
     """
     with torch.no_grad():
         if packed is None:

@@ -58,7 +58,7 @@ _LONGEST_ROW = 2**31 - 1
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Returns the number of keys in a block of S_dmask, for code that reads it: here each row is one block."""
+    """Returns the number of keys in a block of S_dmask, for code that needs it: here one block has all keys."""
     return _LONGEST_ROW
 
 
@@ -212,7 +212,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _parts(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Returns the parts that are stacked along the dim of ``layout`` whose size is a number."""
+    """Returns the parts of ``packed`` along the dim that ``layout`` gives as a number, such as 3."""
     check_tensor(name, packed)
     check_rank(name, packed, layout)
     sizes = layout.strip("[]").split(", ")

@@ -12,11 +12,11 @@ _displaced: dict[str, ModuleType] | None = None
 
 
 def install_as_flash_attn() -> None:
-    """Makes ``import flash_attn`` and ``from flash_attn.flash_attn_interface import …`` give this package.
+    """Makes ``import flash_attn`` and ``from flash_attn.flash_attn_interface import …`` use this package.
 
-    Call it before the code that imports it: names that were imported earlier do not change. An installed flash-attn is
-    out of reach until `uninstall_as_flash_attn`. A second call does nothing. Programs that look for the distribution
-    ``flash-attn`` (by ``importlib.metadata``) instead of the module do not find one.
+    Call this function before other code imports ``flash_attn``: names that were imported earlier do not change. An
+    installed flash-attn cannot be imported until `uninstall_as_flash_attn`. A second call does nothing. Programs that
+    look for the distribution ``flash-attn`` (by ``importlib.metadata``) instead of the module do not find it.
     """
     global _displaced
     if _displaced is not None:
@@ -38,6 +38,6 @@ def uninstall_as_flash_attn() -> None:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Removes ``flash_attn`` and its submodules from ``sys.modules``, so that they are imported anew; returns them."""
+    """Removes ``flash_attn`` and its submodules from ``sys.modules``, and returns them. The next import loads them."""
     names = [name for name in sys.modules if name == _NAME or name.startswith(f"{_NAME}.")]
     return {name: sys.modules.pop(name) for name in names}

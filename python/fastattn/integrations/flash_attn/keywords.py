@@ -10,21 +10,21 @@ from torch import Tensor
 from fastattn.checks import refuse_keywords
 from fastattn.errors import InputError
 
-# Keywords that steer how flash-attn's kernels are launched, and change no result.
+# Keywords that control how flash-attn's kernels are launched, and change no result.
 _MEANINGLESS = ("num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "zero_tensors")
 
-DESCALES = ("q_descale", "k_descale", "v_descale")  # fp32 [B, Hk]: fp8 numbers times these are q, k and v
+DESCALES = ("q_descale", "k_descale", "v_descale")  # fp32 [B, Hk]: the factors by which fp8 numbers are multiplied
 
 _REFUSED = {
-    "attention_chunk": "chunked local attention is not served; fastattn.attention takes key_ranges (fastattn.masks)",
-    "qv": "a second query against the values is not served; concatenate it to q, and the values to k",
-    **dict.fromkeys(DESCALES, "flash_attn_with_kvcache alone serves fp8; pass 16-bit tensors here"),
-    "score_mod": "changes of scores by a function are not served; fastattn.attention takes a bias",
-    "mask_mod": "functions as masks are not served; fastattn.attention takes key_ranges (fastattn.masks) or a bias",
-    "cu_seqlens_q": "ragged queries over a cache are not served here; call flash_attn_varlen_func with a block_table",
-    "cu_seqlens_k_new": "ragged new keys are not served; append them sequence by sequence",
-    "rotary_seqlens": "positions of their own for rotary embedding are not served; rotate before the call",
-    "leftpad_k": "a first key for each sequence is not served here; flash_attn_with_kvcache takes cache_leftpad",
+    "attention_chunk": "chunked local attention is not supported; fastattn.attention takes key_ranges (fastattn.masks)",
+    "qv": "a query for the values is not supported; pass torch.cat([q, qv], -1) as q and torch.cat([k, v], -1) as k",
+    **dict.fromkeys(DESCALES, "only flash_attn_with_kvcache takes fp8; pass 16-bit tensors here"),
+    "score_mod": "functions of scores are not supported; fastattn.attention takes a bias",
+    "mask_mod": "functions as masks are not supported; fastattn.attention takes key_ranges (fastattn.masks) or a bias",
+    "cu_seqlens_q": "ragged queries over a cache are not supported; call flash_attn_varlen_func with a block_table",
+    "cu_seqlens_k_new": "ragged new keys are not supported; append them sequence by sequence",
+    "rotary_seqlens": "other positions for rotary embedding are not supported; rotate q and k before the call",
+    "leftpad_k": "a first key for each sequence is not supported here; flash_attn_with_kvcache takes cache_leftpad",
 }
 
 

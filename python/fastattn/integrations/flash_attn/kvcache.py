@@ -1,4 +1,4 @@
-"""Computes ``flash_attn_with_kvcache`` by fastattn's kernels for caches."""
+"""Computes ``flash_attn_with_kvcache`` with fastattn's kernels for caches."""
 
 from __future__ import annotations
 
@@ -59,19 +59,21 @@ def flash_attn_with_kvcache(
     """Appends ``k`` and ``v`` to a cache in place, then attends over it. It is not differentiable.
 
     Args:
-        q: ``[B, Sq, H, D]``; beside an fp8 cache it may be fp8, and is then computed with in bfloat16.
+        q: ``[B, Sq, H, D]``. With an fp8 cache it can also be fp8; it is then converted to bfloat16.
         k_cache, v_cache: ``[B, capacity, Hk, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hk, D]`` of
             any size. They have the dtype of ``q``, or ``torch.float8_e4m3fn``.
-        k, v: new tokens, ``[B, S_new, Hk, D]``. Those in fp8 are stored as they are.
-        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: they rotate the query and the new keys, token ``j`` by
-            position ``cache_seqlens + j``.
+        k, v: new tokens, ``[B, S_new, Hk, D]``. Tokens in fp8 are stored unchanged.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: they rotate the query and the new keys, new token ``j``
+            by position ``cache_seqlens + j``.
         cache_seqlens: an int, or int32 ``[B]``: the number of tokens before this call; by default the cache is full.
         cache_batch_idx: int32 ``[B]``: the row of the cache that belongs to each sequence.
         cache_leftpad: int32 ``[B]``: the index in its cache row at which each sequence begins. Windows and ALiBi count
             from there, rotary positions from the beginning of the row.
+        block_table: int32 ``[B, max_pages]``: the pages of each sequence.
+        num_splits: into how many splits the keys of a sequence are divided; 0 lets fastattn choose.
         s_aux: attention sinks, ``[H]``.
-        q_descale, k_descale, v_descale: fp32 ``[B, Hk]``, by which the numbers of each sequence and KV head are
-            multiplied: those of an fp8 ``q``, and of fp8 caches with the new tokens. None means 1.
+        q_descale, k_descale, v_descale: fp32 ``[B, Hk]``: the factors of each sequence and KV head by which fp8 numbers
+            are multiplied, in ``q``, in ``k_cache`` and ``k``, and in ``v_cache`` and ``v``. None means 1.
 
     Returns:
         ``[B, Sq, H, Dv]``, in bfloat16 if ``q`` is fp8, and with ``return_softmax_lse`` the lse, fp32 ``[B, H, Sq]``.
@@ -87,12 +89,12 @@ def flash_attn_with_kvcache(
         raise InputError("rotary_cos: expected None without new keys, got a tensor; pass k and v, or rotate q yourself")
     if k is not None and cache_seqlens is None:
         raise InputError(
-            "cache_seqlens: expected an int or a tensor beside k, got None; pass how many tokens the cache holds"
+            "cache_seqlens: expected an int or a tensor if k is given, got None; pass how many tokens the cache holds"
         )
     for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if tensor is not None and block_table is not None:
             raise InputError(
-                f"{name}: expected None beside a block_table, got a tensor; select the table's rows and pages instead"
+                f"{name}: expected None with a block_table, got a tensor; select rows and pages of the table instead"
             )
     cache_layout = "[B, capacity, Hk, D]" if block_table is None else "[num_pages, page_size, Hk, D]"
     for name, tensor, layout in (
@@ -108,7 +110,7 @@ def flash_attn_with_kvcache(
     if q.dtype == k_cache.dtype == torch.float8_e4m3fn:
         q = q.to(torch.bfloat16)
     query = q.detach().transpose(1, 2)
-    for descale in (keywords.q_descale, keywords.k_descale):  # scores are products of q and k
+    for descale in (keywords.q_descale, keywords.k_descale):  # scores are products of q and k: scale q by both
         query = _scaled("q", query, descale)
     key_pages, value_pages = (cache.detach().transpose(1, 2) for cache in (k_cache, v_cache))
     k_new, v_new = (
@@ -123,12 +125,12 @@ def flash_attn_with_kvcache(
 
     if contents_are_checked(cache_seqlens, cache_batch_idx, cache_leftpad):
         _check_rows(k_cache, cache_seqlens, num_new, cache_batch_idx, cache_leftpad)
-    new_place = cache_seqlens  # the first new token's index in its cache row, and its rotary position
-    if cache_leftpad is not None:  # make each token a page
+    new_place = cache_seqlens  # the index of the first new token in its cache row, and its rotary position
+    if cache_leftpad is not None:  # each token becomes a page
         key_pages, value_pages = (_pages_of_a_token("k_cache", k_cache), _pages_of_a_token("v_cache", v_cache))
         block_table = _tokens_from(cache_leftpad, cache_batch_idx, capacity)
         cache_seqlens = cache_seqlens - cache_leftpad
-    elif cache_batch_idx is not None:  # make each row of the cache a page
+    elif cache_batch_idx is not None:  # each row of the cache becomes a page
         block_table = cache_batch_idx.to(torch.int32)[:, None]
 
     window = bounds(window_size, causal)
@@ -181,7 +183,7 @@ def _check_descale(name: str, descale: Tensor | None, scaled: Tensor, shape: tup
 
 
 def _scaled(name: str, x: Tensor, descale: Tensor | None) -> Tensor:
-    """Returns ``x [B, H, S, D]`` times the ``descale [B, Hk]`` of each head's group."""
+    """Returns ``x [B, H, S, D]`` times the ``descale [B, Hk]`` of each head's KV head."""
     if descale is None:
         return x
     heads, kv_heads = x.shape[1], descale.shape[1]
@@ -191,19 +193,19 @@ def _scaled(name: str, x: Tensor, descale: Tensor | None) -> Tensor:
 
 
 def _as_appended(name: str, new: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns new tokens as ``[B, Hk, S_new, D]`` in the query's dtype. That holds fp8 numbers, so none is rounded."""
+    """Returns new tokens as ``[B, Hk, S_new, D]`` in the query's dtype, which holds fp8 numbers exactly."""
     if new.dtype == torch.float8_e4m3fn:
         new = new.to(dtype)
     elif descale is not None:
         advice = f"divide by {name}_descale and cast with .to(torch.float8_e4m3fn)"
-        raise InputError(f"{name}: expected float8_e4m3fn beside {name}_descale, got {new.dtype}; {advice}")
+        raise InputError(f"{name}: expected float8_e4m3fn with {name}_descale, got {new.dtype}; {advice}")
     return new.transpose(1, 2)
 
 
 def _check_rows(
     k_cache: Tensor, cache_seqlens: Tensor, num_new: int, batch_idx: Tensor | None, leftpad: Tensor | None
 ) -> None:
-    """Checks ``cache_batch_idx`` and ``cache_leftpad`` under their own names, before a block table replaces both."""
+    """Checks ``cache_batch_idx`` and ``cache_leftpad`` before a block table replaces them, so that errors name them."""
     rows, capacity = k_cache.shape[:2]
     for sequence, row in enumerate([] if batch_idx is None else batch_idx.tolist()):
         expect(0 <= row < rows, "cache_batch_idx", numbers_below(rows, "rows"), f"{row} for sequence {sequence}")
@@ -228,7 +230,7 @@ def _pages_of_a_token(name: str, cache: Tensor) -> Tensor:
     """Returns ``[B, capacity, Hk, D]`` as pages of one token, ``[B * capacity, Hk, 1, D]``, without a copy."""
     if cache.stride(0) != cache.stride(1) * cache.shape[1]:
         raise InputError(
-            f"{name}: expected a contiguous cache beside cache_leftpad, got strides {cache.stride()}; make it with "
+            f"{name}: expected a contiguous cache with cache_leftpad, got strides {cache.stride()}; make it with "
             "torch.zeros"
         )
     return cache.detach().flatten(0, 1).unsqueeze(2)

@@ -1,7 +1,8 @@
-"""Defines flash-attn's private forward and backward functions, which ring attention and diffusers call.
+"""Defines flash-attn's private forward and backward functions, which packages for ring attention, and diffusers, call.
 
 These functions record nothing for autograd. Ring attention calls forward for each block of keys and merges the results,
-then calls backward for each block: ``k`` is then one block, and ``out`` and ``softmax_lse`` belong to all keys.
+then calls backward for each block: in backward, ``k`` is one block, but ``out`` and ``softmax_lse`` are the merged
+results over all keys. ``softmax_d`` is ``rowsum(dout * out)``.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _flash_attn_varlen_backward(
     return softmax_d.index_copy(1, row + _ROWS_OF_A_TILE * sequence, rows)
 
 
-# flash-attn also has these names, for the same functions as operators of torch.
+# In flash-attn, these names are the same functions, registered as operators of torch.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

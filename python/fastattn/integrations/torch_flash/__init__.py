@@ -4,7 +4,7 @@ This replaces the CUDA implementations of ``aten::_scaled_dot_product_flash_atte
 ``aten::_flash_attention_forward`` and their backward operators, through torch's registry
 (``torch.nn.attention.activate_flash_attention_impl("fastattn")`` does the same). fastattn then gets every call that
 torch sends to these operators: from functions imported by name, ``nn.MultiheadAttention``, ``varlen_attn``, nested
-tensors, context parallel.
+tensors, and torch's context parallel.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Implements torch's flash attention operators by fastattn's functions.
+"""Implements torch's flash attention operators with fastattn's functions.
 
-They follow torch's conventions, read from its shape functions (``torch/_meta_registrations.py``) and its own
-alternative implementations (``torch/nn/attention/_fa3.py``):
+The functions follow torch's conventions, which are those of torch's shape functions (``torch/_meta_registrations.py``)
+and of torch's alternative implementations (``torch/nn/attention/_fa3.py``):
 
 - ``_scaled_dot_product_flash_attention`` takes ``[B, H, S, D]``, ``_flash_attention_forward`` takes ``[B, S, H, D]`` or
   packed ``[total, H, D]``. Fewer KV heads mean grouped-query attention; causal masks and windows align to the bottom
   right.
 - Results and gradients have the strides of ``torch.empty_like`` of the query, key or value.
 - The lse is float32 ``[B, H, Sq]``, packed ``[H, total_q]``. With ALiBi under a causal mask it lacks a constant of each
-  row (see ``fastattn.integrations.flash_attn``). For a row without keys it is -inf, as in the alternatives; torch's own
-  kernels have +inf, which is wrong in a merge.
+  row (see ``fastattn.integrations.flash_attn``). For a row without keys the lse is -inf, as in torch's alternative
+  implementations. Torch's own kernels return +inf, which gives wrong results when blocks are merged.
 - ``rng_state`` is uint64 ``[2]``: here the dropout seed, and a constant that marks fastattn's states.
-- The backward operators get neither ALiBi slopes nor ``seqused_k`` nor a ``block_table``.
+- The backward operators take no ALiBi slopes, ``seqused_k`` or ``block_table``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ _OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn" in ASCII; torch's own states 
 # The indices of these arguments in both backward operators.
 _LSE, _DROPOUT_P, _RNG_STATE, _UNUSED = 5, 10, 12, 13
 
-# If another implementation ran the forward pass, torch's unused result gets this storage offset in elements, by which
-# the host sees that the same implementation must run the backward pass.
+# torch's operators return an unused tensor, which the backward pass gets as an argument. Its storage offset, in
+# elements, tells the host which implementation ran the forward pass, and must also run the backward pass. This offset
+# means an implementation other than fastattn.
 _NOT_OURS_OFFSET = 2
-# If fastattn ran the forward pass, the offset tells which backend was forced; the backward pass uses it too. Even
-# offsets of 8-byte elements keep the tensor aligned: Inductor copies unaligned tensors.
+# If fastattn ran the forward pass, the offset tells which backend was forced, and the backward pass uses the same
+# backend. All offsets are even, so that 8-byte elements are aligned to 16 bytes: Inductor copies unaligned tensors.
 _FORCED_OFFSETS = {None: 0, "cuda": 4, "triton": 6}
 
-# No kernel has gradients for larger head dims, and a forward operator is not told whether a backward pass follows.
+# No kernel computes gradients for larger head dims, and a forward operator does not know whether a backward pass
+# follows. So calls with larger head dims go to torch's implementation.
 _MOST_DIMS_WITH_GRADIENTS = max(support.largest_head_dim_with_gradients() for support in SUPPORT["attention"].values())
 
 
@@ -62,7 +64,7 @@ class Override:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         tensor: Tensor = args[0]
         wish = _asked_of_forward(args[_UNUSED]) if self._is_backward else asked()._replace(sdpa=False)
-        if wish is not None:  # sdpa=False, because torch has obeyed sdpa_kernel already
+        if wish is not None:  # sdpa=False, because torch has already applied sdpa_kernel
             with without_autocast(tensor.device.type), as_asked(wish):
                 results = self._function(*args, **kwargs)
             if results is not None:
@@ -79,7 +81,7 @@ class Override:
 
 
 def _asked_of_forward(unused: Tensor) -> Asked | None:
-    """Returns the wishes of the thread of the forward pass, or None if another implementation ran that."""
+    """Returns what the forward pass's thread asked for, or None if another implementation ran the forward pass."""
     offset = unused.storage_offset()
     if offset == _NOT_OURS_OFFSET:
         return None
@@ -99,7 +101,7 @@ def _marked(results: Any) -> tuple[Any, ...]:
 
 
 def _for_torch(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns a backward operator's arguments for torch's own kernel, whose lse of a row without keys is +inf."""
+    """Returns a backward operator's arguments for torch's own kernel, which expects lse +inf for rows without keys."""
     lse, dropout_p, rng_state = (arguments[index] for index in (_LSE, _DROPOUT_P, _RNG_STATE))
     if dropout_p > 0 and rng_state.numel() == 2:
         _check_whose(rng_state.view(torch.int64), is_ours=False)
@@ -180,12 +182,12 @@ def _flash_forward(
             continue
         if is_recorded:
             raise InputError(
-                f"{name}: expected None beside tensors that require gradients, which torch's backward operator would "
-                "get wrong, got a tensor; call fastattn.attention or attention_varlen, which have its gradients"
+                f"{name}: expected None if query, key or value requires gradients, as torch's backward operator does "
+                "not take it, got a tensor; call fastattn.attention, attention_varlen or torch_flash.varlen_attn"
             )
         if cum_seq_q is None and name != "alibi_slopes":
             raise InputError(
-                f"{name}: expected None beside tensors [B, S, H, D], got a tensor; packed sequences (cum_seq_q) take it"
+                f"{name}: expected None with tensors [B, S, H, D], got a tensor; pass packed sequences with cum_seq_q"
             )
     window = bounds((window_size_left, window_size_right), is_causal)
     seed = draw_seed(query.device) if dropout_p > 0 else None
@@ -350,7 +352,7 @@ def _given(cum_seq_k: Tensor | None) -> Tensor:
 def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Tensor] | None:
     """Returns output and lse, without gradients, or None where no kernel takes the call.
 
-    It raises for a debug mask, and for a value head dim that differs from the query's: torch's operators have none.
+    It raises for a debug mask, and for a value head dim that differs from the query's: torch does not allow it.
     """
     head_dim, value_dim = call.query.shape[-1], call.value.shape[-1]
     if head_dim > _MOST_DIMS_WITH_GRADIENTS:

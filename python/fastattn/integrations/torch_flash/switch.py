@@ -19,10 +19,10 @@ _active_before: str | None = None
 
 
 def enable() -> None:
-    """Makes torch's flash attention on CUDA run fastattn's kernels, for the whole process. It may be called again.
+    """Makes torch's flash attention on CUDA run fastattn's kernels, for the whole process. Repeated calls are allowed.
 
-    Calls that no kernel takes go on to torch's own kernels. Switch between training steps: a backward pass with dropout
-    must run in the same implementation as its forward pass.
+    Calls that no kernel takes go to torch's own kernels. Switch only between training steps: a backward pass with
+    dropout must run in the same implementation as its forward pass.
 
     Raises:
         RuntimeError: torch is older than 2.13.
@@ -37,7 +37,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undoes ``enable()``. It does nothing if that was not called, or if another implementation is active by now."""
+    """Undoes ``enable()``. It does nothing if ``enable()`` was not called, or another implementation is active now."""
     global _active_before
     registry = _registry()
     with _lock:
@@ -49,7 +49,7 @@ def disable() -> None:
 
 
 class Overrides:
-    """Registers fastattn's functions under one dispatch key until ``remove()``; torch's registry calls it a handle."""
+    """Registers fastattn's functions under one dispatch key until ``remove()``. It is a handle of torch's registry."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)

@@ -1,5 +1,7 @@
-"""Defines a function with the signature of ``torch.nn.attention.varlen.varlen_attn``, for every supported torch; the
-gradients are fastattn's."""
+"""Defines a function with the signature of ``torch.nn.attention.varlen.varlen_attn``, for every supported torch.
+
+fastattn computes its gradients.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def varlen_attn(
         query: ``[total_q, Hq, D]``.
         key, value: ``[total_k, Hkv, D]``, or with a ``block_table`` pages ``[num_pages, page_size, Hkv, D]`` of any
             size.
-        cu_seq_q, cu_seq_k: int32 ``[B + 1]``; the latter may be None with both ``seqused_k`` and ``block_table``.
+        cu_seq_q, cu_seq_k: int32 ``[B + 1]``. ``cu_seq_k`` can be None if ``seqused_k`` and ``block_table`` are given.
         return_aux: ``torch.nn.attention.varlen.AuxRequest``: with ``lse=True`` the lse is returned, too.
         enable_gqa: whether Hkv may be less than Hq.
         seqused_k: int32 ``[B]``: the number of keys used at the beginning of each sequence. Without a ``block_table``
@@ -55,7 +57,7 @@ def varlen_attn(
         num_splits: 1 gives a sequence the same bits whatever else is in the batch; other numbers have no effect.
 
     Returns:
-        ``[total_q, Hq, D]``, and with ``return_aux`` the lse, float32 ``[Hq, total_q]``, as torch's operator has it.
+        ``[total_q, Hq, D]``, and with ``return_aux`` the lse, float32 ``[Hq, total_q]``, as in torch.
 
     Raises:
         InputError, TypeError: an argument is wrong, as far as the host can tell.

@@ -7,12 +7,12 @@
 
 attention.py has the function that models call, and masks.py decides what a model's mask becomes: patterns.py recognises
 the mask that transformers means, and marks.py encodes it in a few numbers instead of a mask ``[B, 1, Sq, Sk]``.
-model_code.py reads a model's source for what transformers does not say, and model_setup.py refuses models by it.
+model_code.py reads from a model's source what transformers does not tell, and model_setup.py uses it to refuse models.
 cache.py has a cache for ``generate``, 8-bit or not, and eight_bit_cache.py attends over an 8-bit one.
 
 int8_config.py has the config that makes a model's linear layers int8 while it is loaded: int8_layers.py chooses the
 layers, int8_loading.py makes their weights, and int8_quantizer.py has the class that transformers calls. Importing this
-package registers them with transformers, so that int8 checkpoints load.
+package registers the config and this class with transformers, so that int8 checkpoints load.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def register(name: str = "fastattn") -> None:
 
     It serves decoders, encoders and encoder-decoders, with causal masks, sliding windows, softcap, sinks (``s_aux``),
     position biases with their gradient, grouped queries (keys and values are not repeated), dropout, padding on either
-    side, packed sequences, the user's own masks, and generation over any ``Cache``. Padding and causality alone never
-    become a mask ``[B, 1, Sq, Sk]``. It may be called again.
+    side, packed sequences, the user's own masks, and generation over any ``Cache``. A mask ``[B, 1, Sq, Sk]`` is never
+    made only for padding and causality. Repeated calls are allowed.
 
     Models raise ``InputError`` for attention weights (``output_attentions=True``), continuous batching
     (``generate_batch``), and arguments of their attention that fastattn does not know. Models whose layers do not use
     transformers' ``AttentionInterface`` (BLOOM) are refused when they are made or set to ``name``.
 
     Raises:
-        InputError: ``name`` means something else to transformers.
+        InputError: ``name`` already means something else to transformers.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"name: expected a name for attn_implementation, got {name!r}")
@@ -65,7 +65,7 @@ def register(name: str = "fastattn") -> None:
         if registered not in (None, function):
             raise InputError(
                 f"name: expected one that is free in transformers, got {name!r}, which is registered for {registered}; "
-                'register("another_name")'
+                'call register("another_name")'
             )
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)

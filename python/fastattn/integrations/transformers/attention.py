@@ -19,10 +19,10 @@ from fastattn.integrations.transformers.marks import Keys, Lengths, Offsets, Ran
 
 _REFUSED = {
     "output_attentions": 'attention weights are never formed; set attn_implementation="eager" to get them',
-    "cache": 'continuous batching is not served; set attn_implementation="sdpa" for it, or call generate()',
+    "cache": 'continuous batching is not supported; set attn_implementation="sdpa" for it, or call generate()',
     "indices": 'the model selects keys by indices; set attn_implementation="eager"',
     "sinks": 'the model has sinks that differ between tokens; set attn_implementation="eager"',
-    "head_mask": 'weights of heads are not served; set attn_implementation="eager"',
+    "head_mask": 'weights of heads are not supported; set attn_implementation="eager"',
 }
 
 
@@ -52,7 +52,7 @@ def attend(
         query: ``[B, Hq, Sq, D]``.
         key, value: ``[B, Hkv, Sk, D]``, not repeated for grouped queries.
         attention_mask: a mark (marks.py), or a whole bool or additive mask ``[B or 1, Hq or 1, Sq or 1, Sk]``, or None.
-            With None the layer itself decides whether it is causal, and the last query is at the last key.
+            With None the layer itself decides whether it is causal, and the last query has the last key's position.
         sliding_window: how many keys a causal query sees, itself included.
         s_aux: ``[Hq]``: sinks, a logit in the softmax denominator of each head's rows.
         position_bias: ``[B or 1, Hq or 1, Sq, Sk]``: added to the scores. Differentiable.
@@ -63,7 +63,7 @@ def attend(
         ``[B, Sq, Hq, Dv]``, and None for the attention weights.
 
     Raises:
-        InputError: the model asks for something that is not served; the message says what to do.
+        InputError: the model asks for something that is not supported; the message says what to do.
     """
     _refuse(module, others)
     options: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _spread_window(
 ) -> tuple[int, int]:
     """Returns the window over a sequence that is spread over ranks; raises if no window describes the mask."""
     mark = None if attention_mask is None else read(attention_mask)
-    # Positions jump from one of a rank's parts to the next, which looks like packed sequences of the parts' length.
+    # Positions jump from one of a rank's parts to the next part. transformers treats the parts as packed sequences.
     is_one_sequence = (
         isinstance(mark, Offsets)
         and len(mark.cu_seqlens) - 1 <= spread.num_parts * query.shape[0]
@@ -165,7 +165,7 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
 
 
 def _options_of_cache(position_bias: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options for attention over a cache; raises for an option that such attention lacks."""
+    """Returns the options for attention over a cache; raises for options that it does not support."""
     if position_bias is not None:
         raise InputError(
             "position_bias: expected None over an 8-bit cache, got a tensor; make the Cache with dtype=None"
@@ -217,7 +217,7 @@ def _longest(longest: int | Tensor | None, tensor: Tensor) -> int:
 def _kernel_reads_cache(
     query: Tensor, key: Tensor, value: Tensor, position_bias: Tensor | None, options: dict[str, Any]
 ) -> bool:
-    """Returns whether the decoding kernel can run: it has no gradients, bias, dropout or padding of head dims."""
+    """Returns whether the decoding kernel can run. It supports no gradients, bias, dropout or padding of head dims."""
     tensors = (query, key, value, options["sinks"])
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (
@@ -230,7 +230,7 @@ def _kernel_reads_cache(
 
 
 def _cached(lengths: Tensor, num_keys: int, left: int) -> Tensor:
-    """Returns the mask of a static cache for the last of ``lengths [B]`` tokens: bool ``[B, 1, 1, Sk]``."""
+    """Returns the mask over a static cache of a query at the last of ``lengths [B]`` tokens: bool ``[B, 1, 1, Sk]``."""
     column = torch.arange(num_keys, device=lengths.device)
     is_there = column < lengths[:, None]
     if left >= 0:
@@ -243,7 +243,7 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key:
     mask, position_bias = (None if part is None else part[..., : key.shape[2]] for part in (mask, position_bias))
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
-            f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}; of a mask that is 1 "
+            f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}; if the mask is 1 "
             "where a query sees a key, pass mask.bool()"
         )
     bias = mask if position_bias is None else position_bias

@@ -28,11 +28,11 @@ class Cache(transformers.Cache):
     whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a ``batch_size`` of batch times
     beams.
 
-    The memory is allocated at the first token and never moves. Layers with a sliding window keep all tokens, too. For
-    encoder-decoders pass ``EncoderDecoderCache(Cache(…), DynamicCache())``.
+    The memory is allocated when the first tokens come, and never moves. Layers with a sliding window keep all tokens,
+    too. For encoder-decoders pass ``EncoderDecoderCache(Cache(…), DynamicCache())``.
 
     Raises:
-        InputError, TypeError: an argument is wrong, or the model has layers of a kind that is not served.
+        InputError, TypeError: an argument is wrong, or the model has layers of a kind that is not supported.
     """
 
     def __init__(self, config: Any, *, batch_size: int, max_length: int, dtype: str | None = None) -> None:
@@ -56,7 +56,7 @@ def scale_of(cache: Tensor) -> Tensor:
     if scale is None:
         raise InputError(
             f"key: expected keys and values as fastattn.integrations.transformers.Cache returns them, with their "
-            f"scales, got {cache.dtype} ones without, because the model has copied or sliced them; make the cache as "
+            f"scales, got {cache.dtype} without scales, because the model has copied or sliced them; make the cache as "
             "Cache(..., dtype=None) for this model"
         )
     return scale
@@ -77,7 +77,8 @@ class _Layer(StaticLayer):
         self.batch_size = batch_size
         self.eight_bit = None if eight_bit is None else QUANTIZED[eight_bit]
         self.is_empty = True
-        # The tokens that the host has counted. Compiled steps are not counted, as their graphs would guard on this.
+        # The number of tokens that the host has counted. Compiled steps do not count theirs, because a graph that reads
+        # the number would guard on its value.
         self.tokens_seen = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -99,7 +100,7 @@ class _Layer(StaticLayer):
         """Allocates zeros, and scales of 1."""
         _, heads, _, dim = like.shape
         shape = (self.batch_size, self.max_cache_len, heads)
-        with torch.inference_mode(False):  # for the same reason as zeros_in_aligned_rows
+        with torch.inference_mode(False):  # so that the scales can be written outside of that mode
             rows = zeros_in_aligned_rows((*shape, dim), self.eight_bit or like.dtype, like.device)
             cache = rows.transpose(1, 2)
             if self.eight_bit is not None:
@@ -144,13 +145,13 @@ class _Layer(StaticLayer):
         return 0 if self.is_empty else self.cumulative_length
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory stays."""
+        """Forgets all tokens, and keeps the memory."""
         self.cumulative_length.zero_()
         self.tokens_seen = 0
         self.is_empty = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens, as transformers counts them."""
+        """Forgets the last ``-tokens_to_remove`` tokens. transformers passes a negative number."""
         check_int("tokens_to_remove", tokens_to_remove)
         expect(tokens_to_remove <= 0, "tokens_to_remove", "0 or a negative number", tokens_to_remove)
         if not self.is_empty:

@@ -1,4 +1,4 @@
-"""Attends over the 8-bit cache of cache.py, by a kernel that takes lengths and pages but no masks."""
+"""Attends over the 8-bit cache of cache.py, with a kernel that takes lengths and pages but no masks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def attend_8bit(
 ) -> Tensor:
     """Returns ``[B, Hq, Sq, Dv]`` for ``key`` and ``value`` int8 or fp8 ``[B, Hkv, capacity, D]``, with scales.
 
-    If keys are masked out, each token becomes a page, and the block table lists the remaining tokens in order. If the
-    masked keys are padding on the left, the distances between the remaining keys and the queries do not change.
+    If a mask hides keys, each token becomes a page, and the block table lists the visible tokens in order. Windows stay
+    right if the hidden keys are padding on the left, because distances between visible keys and queries do not change.
     """
     batch, _, capacity, _ = key.shape
     mark = None if attention_mask is None else read(attention_mask)
@@ -35,8 +35,8 @@ def attend_8bit(
         present, window = attention_mask[..., :capacity], (-1, -1)
     elif attention_mask is not None and not isinstance(mark, Lengths):
         raise InputError(
-            "attention_mask: expected one that hides padding and later tokens alone, since several queries attend over "
-            f"an 8-bit cache, got another {list(attention_mask.shape)}; make the cache as Cache(..., dtype=None)"
+            "attention_mask: expected one that only hides padding and later tokens, as several queries attend over an "
+            f"8-bit cache, got another mask {list(attention_mask.shape)}; make the cache as Cache(..., dtype=None)"
         )
     if present is not None and present.shape[1] != 1:
         raise InputError(
@@ -61,7 +61,8 @@ def attend_8bit(
 def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Returns the block table, int32 ``[B, keys]``, of the tokens in ``is_there [B, keys]``, and their counts ``[B]``.
 
-    Every layer gets the same mask, so the first layer's result is an attribute of the mask until the mask changes.
+    Every layer gets the same mask, so the first layer's result is kept as an attribute of the mask. It is valid until
+    the mask changes.
     """
     may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # inference tensors have no version
     if may_keep:

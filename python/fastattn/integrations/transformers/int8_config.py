@@ -32,13 +32,14 @@ class Int8Config(QuantizationConfigMixin):
         granularity: which values share one scale, as in ``fastattn.quantize_int8``.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``fastattn.int8_linear``.
         modules_to_not_convert: names of further modules that stay, with everything inside them: whole names
-            (``"model.layers.0.mlp"``) or parts of them (``"q_proj"``, ``"layers.0"``); ``*`` stands for anything but a
-            dot.
+            (``"model.layers.0.mlp"``) or parts of them (``"q_proj"``, ``"layers.0"``); ``*`` matches any text
+            without a dot.
         modules_to_convert: names of layers that would stay by default but become int8, ``"lm_head"`` for example. A
             layer that both arguments name stays.
 
     Raises:
-        InputError, TypeError: an option is wrong. Options that do not suit a model are refused when it is loaded.
+        InputError, TypeError: an option is wrong. An option that does not suit a model raises ``InputError`` when the
+            model is loaded.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Int8Config(QuantizationConfigMixin):
             raise InputError(f"quant_method: expected {QUANT_METHOD!r}, got {quant_method!r}; leave it out")
         if unknown:
             raise TypeError(
-                f"Int8Config has no option {', '.join(map(repr, unknown))}; a later fastattn may have it, and "
-                "help(Int8Config) lists those of this one"
+                f"Int8Config has no option {', '.join(map(repr, unknown))}; help(Int8Config) lists the options of this "
+                "version, and a later fastattn may have more"
             )
         check_granularity(granularity, 0)
         check_choice("input_precision", input_precision, INPUT_PRECISIONS)

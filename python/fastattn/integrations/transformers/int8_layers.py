@@ -1,4 +1,4 @@
-"""Decides which layers of a model of transformers become int8, and says why others stay."""
+"""Decides which layers of a model of transformers become int8, and tells why other layers stay as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastattn.nn.quantize_model import check_granularity_of_layer, choose_layers
 def layers_to_convert(
     model: Any, config: Int8Config, names_must_exist: bool
 ) -> tuple[dict[nn.Linear, str], dict[str, str]]:
-    """Returns the layers of ``model`` that ``config`` makes int8, with their names, and for other names why they stay.
+    """Returns the layers of ``model`` that ``config`` makes int8 → name, and the names of other layers → why they stay.
 
     Raises:
         InputError: ``config`` names a module that cannot be int8, or (if ``names_must_exist``) one that the model does
@@ -48,7 +48,7 @@ def layers_to_convert(
         reasons = "".join(f"; {group}" for group in by_reason(stays))
         raise InputError(
             "quantization_config: expected a model with nn.Linear layers that can be int8, got "
-            f"{type(model).__name__}, of which nothing would be: load it without Int8Config{reasons}"
+            f"{type(model).__name__}, of which nothing would be int8; load it without Int8Config{reasons}"
         )
     return chosen, stays
 
@@ -59,7 +59,7 @@ def by_reason(stays: dict[str, str]) -> list[str]:
     for name, reason in stays.items():
         names.setdefault(reason, []).append(name)
     return [
-        f"{some[0]} stays: {reason}" if len(some) == 1 else f"{len(some)} modules stay, {some[0]} the first: {reason}"
+        f"{some[0]} stays: {reason}" if len(some) == 1 else f"{len(some)} modules stay, {some[0]} and others: {reason}"
         for reason, some in names.items()
     ]
 
@@ -78,7 +78,10 @@ def _experts(model: nn.Module) -> dict[str, str]:
 
 
 def _tied(model: Any, layers: dict[nn.Linear, str]) -> dict[nn.Linear, str]:
-    """Returns the layers whose weight is tied to another parameter, as one object or by declaration, and its name."""
+    """Returns the layers whose weight is tied to another parameter → the name of this parameter.
+
+    Tied weights are one object, or the model declares that they will be (``all_tied_weights_keys``).
+    """
     declared: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         declared[target] = source
@@ -108,7 +111,7 @@ def _stay_by_default(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """Returns a pattern for a name or a part of one: whole words between dots, with ``*`` for anything but a dot."""
+    """Returns a pattern for a whole name or whole words of it between dots. ``*`` matches any text without a dot."""
     return re.compile(rf"(?:^|\.){re.escape(name).replace(re.escape('*'), '[^.]*')}(?:\.|$)")
 
 

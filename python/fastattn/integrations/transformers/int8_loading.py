@@ -67,8 +67,8 @@ class Assemble(ConversionOps):
 
     Attributes:
         problems: collects what is wrong with the checkpoint. A wrong parameter is left out, and the quantizer reports
-            all of them at the end: an exception would only reach transformers' log.
-        dtype: the dtype that floating weights get, and that an int8 weight reports as its own.
+            all problems at the end, because an exception here would only reach transformers' log.
+        dtype: the dtype to which floating weights are cast, and that an int8 weight has as its ``dtype``.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -95,7 +95,7 @@ class Assemble(ConversionOps):
     ) -> Tensor:
         if layer is None:
             if weight is None or weight_scale is not None or weight.dtype == torch.int8:
-                raise InputError("expected a floating weight, since its quantization_config leaves this one as it is")
+                raise InputError("expected a floating weight, because the quantization_config does not make it int8")
             return weight.to(self.dtype) if weight.is_floating_point() else weight
         shape = (1, layer.out_features, layer.in_features)
         is_int8 = weight is not None and weight.dtype == torch.int8 and tuple(weight.shape) == shape
@@ -132,10 +132,11 @@ def _dtypes_in(file: str) -> dict[str, str]:
 
 
 def concerns(converter: Any, model: nn.Module) -> bool:
-    """Returns whether ``converter``, one of the model's own, makes the weight of an int8 layer.
+    """Returns whether ``converter``, which the model defines, makes the weight of an int8 layer.
 
-    A converter may split one weight of a file into q, k and v, for example. Saving would have to merge int8 weights
-    again, which is impossible, so int8 checkpoints store them under the model's own names.
+    For example, a converter can split one weight of a file into q, k and v. To save the model, transformers would merge
+    q, k and v again, which is impossible for int8 weights. So int8 checkpoints store them under the names that they
+    have in the model.
     """
     if not isinstance(converter, WeightConverter):
         return False

@@ -36,7 +36,7 @@ class Int8Quantizer(HfQuantizer):
     transformers plans memory, reports and initialises as for any model.
 
     Attributes:
-        stays: the layers that stay as they are, by name, and why.
+        stays: the names of the layers that stay as they are → why.
     """
 
     quantization_config: Int8Config
@@ -51,7 +51,7 @@ class Int8Quantizer(HfQuantizer):
     # --- before the weights are loaded -------------------------------------------------------------------------------
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuses offloading. transformers passes the given ``device_map`` first, then the one that "auto" became."""
+        """Refuses offloading. transformers first passes the user's ``device_map``, then the map made for "auto"."""
         devices = set(device_map.values()) if isinstance(device_map, dict) else set()
         kinds = {"gpu" if isinstance(device, int) else str(device).partition(":")[0] for device in devices}
         if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
@@ -70,7 +70,7 @@ class Int8Quantizer(HfQuantizer):
     ) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise InputError(
-                "tp_plan: expected none beside Int8Config, got a tp_plan or distributed_config; load on one device, "
+                "tp_plan: expected None with Int8Config, got a tp_plan or distributed_config; load on one device, "
                 "and shard the int8 layers with torch's parallelize_module or fully_shard"
             )
         if not self.pre_quantized:
@@ -105,7 +105,7 @@ class Int8Quantizer(HfQuantizer):
         rows, columns = scale_shape(param.shape, layer.granularity)
         return 1 + 4 * rows * columns / param.numel()
 
-    # --- while they are loaded ---------------------------------------------------------------------------------------
+    # --- while the weights are loaded --------------------------------------------------------------------------------
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         if self.pre_quantized or param_name in self._mismatched:
@@ -116,14 +116,14 @@ class Int8Quantizer(HfQuantizer):
         return int8_loading.Quantize(self._mismatched)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Returns the dtype to which to cast a tensor; None where `Assemble` does that, as scales must stay float32."""
+        """Returns the dtype to which to cast a tensor, or None if `Assemble` casts: scales must stay float32."""
         assemble = _assembling(converter)
         if assemble is None:
             return super().get_new_dtype(converter, param, dtype)
         assemble.dtype = dtype
         return None
 
-    # --- after they are loaded ---------------------------------------------------------------------------------------
+    # --- after the weights are loaded --------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         conversions = getattr(model, "_weight_conversions", None) or []
@@ -141,7 +141,7 @@ class Int8Quantizer(HfQuantizer):
         if absent:
             config = self.quantization_config
             config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *absent]
-            self.stays.update(dict.fromkeys(absent, "the checkpoint did not have it: it is new, to be trained"))
+            self.stays.update(dict.fromkeys(absent, "the checkpoint did not have it, so it is new, to be trained"))
             _replace(model, {layer: _linear_like(layer, layer.weight) for layer in absent.values()})
         for parameter in model.parameters():
             if isinstance(parameter, Int8Tensor):
@@ -157,7 +157,7 @@ class Int8Quantizer(HfQuantizer):
                 "checkpoint: expected what save_pretrained wrote for this model and its quantization_config, got"
                 f"{listed}{more}\nLoad the checkpoint with the config.json that it was saved with."
             )
-        # A checkpoint of another class may lack layers of this one, a pooler for example: these are new.
+        # A checkpoint of another class may lack layers of this class, a pooler for example. Such layers are new.
         own_class = self.pre_quantized and type(model).__name__ in (model.config.architectures or ())
         if absent and (own_class or len(absent) == len(_int8_layers(model))):
             raise InputError(
@@ -183,8 +183,10 @@ class Int8Quantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """Replaces every int8 layer by an ``nn.Linear``, inside adapters too; the new weights require gradients if all
-        other parameters do."""
+        """Replaces every int8 layer by an ``nn.Linear``, inside adapters too.
+
+        The new weights require gradients if all other parameters do.
+        """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         layers = _int8_layers(model).values()
         is_trained = all(each.requires_grad for each in model.parameters() if not isinstance(each, Int8Tensor))
@@ -233,7 +235,7 @@ def _replace(model: nn.Module, replacements: dict[Int8Linear, nn.Linear]) -> Non
 
 
 def register_int8() -> None:
-    """Makes ``quant_method: "fastattn_int8"`` known to transformers. It may be called again, after a reload too."""
+    """Makes ``quant_method: "fastattn_int8"`` known to transformers. Repeated calls and reloads are allowed."""
     for mapping, register, ours in (
         (AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config, Int8Config),
         (AUTO_QUANTIZER_MAPPING, register_quantizer, Int8Quantizer),
@@ -242,6 +244,6 @@ def register_int8() -> None:
         if registered.__module__ != ours.__module__:
             mapping[QUANT_METHOD] = registered
             raise InputError(
-                f"quant_method: expected a free name in transformers, got {QUANT_METHOD!r}, which {registered} has"
+                f"quant_method: expected a free name in transformers, got {QUANT_METHOD!r}, registered for {registered}"
             )
         register(QUANT_METHOD)(ours)

@@ -9,8 +9,8 @@ because the host would have to wait for values on a GPU.
 dtype   shape                  meaning
 ======  =====================  =======================================================================================
 int8    ``[B or 0, R, 1, N]``  the first N keys take part where the mark is not 0 (``B = 0``: all do). ``R = 1``: the
-                               queries are the last of them, and causal. Otherwise a query sees ``R - 2`` keys on
-                               either side, or all keys if that is N or more
+                               queries are at the last of the N positions, and causal. Otherwise a query sees
+                               ``R - 2`` keys on either side, or all keys if ``R - 2`` is N or more
 int32   ``[B, 1, 1, 1]``       the only query of each sequence is the last of this many keys of a static cache
 int32   ``[1, 1, N + 1, M]``   N packed sequences of at most M tokens: N + 1 offsets, each repeated M times
 int16   ``[B, 4 R, 1, Sq]``    R ranges of keys for each query: their int32 bounds, each as two int16
@@ -30,7 +30,7 @@ _CAUSAL = 1
 
 
 class Keys(NamedTuple):
-    """Holds the keys that take part: those of the first ``num_keys`` for which ``present`` is true.
+    """Holds which keys take part: of the first ``num_keys`` keys, those for which ``present`` is true.
 
     ``present`` is bool ``[B, 1, 1, num_keys]``, or None if all take part. ``reach`` is the number of keys that a query
     sees on either side, -1 for all, or None if it sees the keys up to its own.
@@ -78,7 +78,7 @@ def mark_lengths(length: int | Tensor, batch: int, device: torch.device | str) -
 
 
 def mark_offsets(sequence_ids: Tensor) -> Tensor:
-    """Returns the mark for ``Offsets``; ``sequence_ids [B, S]`` has one number for all tokens of a sequence.
+    """Returns the mark for ``Offsets``; ``sequence_ids [B, S]`` has the same number for all tokens of a sequence.
 
     It waits for the GPU.
     """
@@ -95,7 +95,7 @@ def mark_ranges(ranges: Tensor) -> Tensor:
 
 
 def read(mark: Tensor) -> Keys | Lengths | Offsets | Ranges | None:
-    """Decodes a mark; returns None for a mask."""
+    """Decodes a mark. Returns None if ``mark`` is not a mark but a mask."""
     if mark.dtype == torch.int8:
         rows, reach, _, count = mark.shape
         present = mark[:, :1].view(torch.bool) if rows else None

@@ -1,7 +1,7 @@
-"""Defines the mask function, which returns a mark instead of a mask where kernels handle causality, windows, lengths
-and packed sequences themselves.
+"""Defines the mask function, which returns a mark instead of a mask if kernels can handle causality, windows, lengths
+and packed sequences without a mask.
 
-It never relies on the layers' own ``is_causal``: eager code only reads masks, and some models set it wrongly.
+It never relies on the ``is_causal`` of layers: transformers' eager code ignores it, and some models set it wrongly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastattn.integrations.transformers.model_code import (
 from fastattn.integrations.transformers.patterns import Pattern, recognise, recognise_traced
 from fastattn.masks import from_bool
 
-MOST_MASKED_AT_ONCE = 2**24  # pairs of a query and a key in one mask, from which ranges are made
+MOST_MASKED_AT_ONCE = 2**24  # the most pairs of a query and a key in a mask that `_as_ranges` makes
 
 
 def make_mask(
@@ -87,7 +87,7 @@ def make_mask(
     if (spread := in_force()) and pattern.window is not None and not (pattern.causal and tells_its_window(config)):
         error = InputError(
             "sliding_window: expected causal layers that pass it to the attention function, inside of "
-            "fastattn.distributed.context_parallel, got a model whose masks alone have it; run this model outside of it"
+            "fastattn.distributed.context_parallel, got a model that has it only in masks; run it outside of this block"
         )
         spread.refuse(error)
 
@@ -134,9 +134,9 @@ def make_mask(
 def _as_ranges(
     whole_mask: Callable[..., Any], batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor
 ) -> Any:
-    """Returns the mark of the ranges of keys that each query sees, or the whole mask if these are too many.
+    """Returns the mark of the ranges of keys that each query sees, or the whole mask if a query has too many ranges.
 
-    It makes the masks of some queries at a time, and waits for the GPU.
+    It makes the mask for some queries at a time, and waits for the GPU.
     """
     found, step = [], max(1, MOST_MASKED_AT_ONCE // max(1, batch_size * kv_length))
     try:
@@ -149,7 +149,7 @@ def _as_ranges(
 
 
 def _window_is_known(pattern: Pattern, kv_length: int, config: Any) -> bool:
-    """Returns whether the attention function will know the window, or the window hides no key."""
+    """Returns whether the layers pass the window to the attention function, or the window hides no key."""
     return _hides_nothing(pattern, kv_length) or tells_its_window(config)
 
 

@@ -1,4 +1,4 @@
-"""Reads from a model's source how its layers use masks and attention, because transformers tells it nowhere else.
+"""Reads from a model's source how its layers use masks and attention, because transformers does not tell it otherwise.
 
 transformers reads the source for the same purpose (``PreTrainedModel._can_set_attn_implementation``). The source of the
 model is in ``modeling_…``, next to its config in ``configuration_…``.
@@ -27,17 +27,17 @@ def check_uses_interface(config: Any) -> None:
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """Raises if no layer of the model would call ``implementation``, a name of fastattn's attention function.
 
-    One call is enough, in the module of the model's class, of a base class, or in the one next to its config. A model
-    whose source cannot be read is accepted.
+    One call is enough, in the module of the model's class, the module of a base class, or the module next to the
+    model's config. A model whose source cannot be read is accepted.
     """
     bases = [base for base in type(model).__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel]
     modules = dict.fromkeys([*(base.__module__ for base in bases), _module_of(model.config)])
     if model._supports_attention_backend or not _ignores_interface(tuple(modules)):
         return
     other, how = ("sdpa", " and call it inside fastattn.patch_sdpa()") if model._supports_sdpa else ("eager", "")
-    as_part = f'{{"": "{implementation}", "<name of its config>": "{other}"}}'
-    with_part = f'{{"": "{other}", "<config of a part that does>": "{implementation}"}}'
-    instead = f'Set attn_implementation="{other}"{how}; for a part of a larger model {as_part}, or {with_part}'
+    as_part = f'{{"": "{implementation}", "<config of this part>": "{other}"}}'
+    with_part = f'{{"": "{other}", "<config of another part>": "{implementation}"}}'
+    instead = f'Set attn_implementation="{other}"{how}. In a model of several parts, set {as_part} or {with_part}'
     raise _refusal(type(model).__name__, implementation, instead)
 
 
@@ -54,12 +54,12 @@ def has_attention_of_its_own(config: Any) -> bool:
 
 
 def tells_its_window(config: Any) -> bool:
-    """Returns whether layers pass their ``sliding_window`` to the attention function; if not, only masks have it."""
+    """Returns whether layers pass ``sliding_window`` to the attention function. If not, only masks contain it."""
     return _contains(_module_of(config), "sliding_window=")
 
 
 def wants_whole_masks(config: Any) -> bool:
-    """Returns whether the model changes its masks, and asks for whole ones by ``allow_is_causal_skip=False``."""
+    """Returns whether the model edits its masks, for which it needs whole masks (``allow_is_causal_skip=False``)."""
     module = _module_of(config)
     is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
     return is_indexed or not _contains(module, "") or _contains(module, "allow_is_causal_skip")
@@ -88,7 +88,7 @@ def _has_own_softmax(module: str) -> bool:
 
 
 def _module_of(config: Any) -> str:
-    """Returns the name of the module in which the model with this config is."""
+    """Returns the name of the module that defines the model with this config."""
     return type(config).__module__.replace("configuration_", "modeling_")
 
 

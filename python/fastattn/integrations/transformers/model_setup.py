@@ -1,7 +1,8 @@
-"""Refuses models whose layers would never call the attention function, when they are made or later set to it.
+"""Refuses models whose layers would never call the attention function, when models are made or later set to it.
 
-transformers checks "sdpa" and "flex_attention" at these times by flags of each model, but not names that others
-registered. So this module wraps two of its methods; other names pass through them as before.
+At these times, transformers checks "sdpa" and "flex_attention" by flags of each model, but does not check names that
+other packages have registered. So this module wraps two methods of transformers. For other names, the methods work as
+before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recognises the mask that transformers means: it passes a function of indices, composed of a few known functions.
+"""Recognises the mask that transformers means, from a function of indices that is composed of a few known functions.
 
 Functions made by the same ``def`` share their ``__code__``, and their closures hold their parameters. A function that
 is not recognised becomes a whole mask.
@@ -17,8 +17,8 @@ from transformers import masking_utils
 class Pattern(NamedTuple):
     """Describes a recognised mask.
 
-    ``window`` is the number of keys that a causal query sees, itself included, or that another query sees on either
-    side. ``sequence_ids [B, S]`` is given for packed sequences: a query sees keys of its own sequence alone.
+    ``window`` is the number of keys that a causal query sees, its own included, or that a query without a causal mask
+    sees on either side. ``sequence_ids [B, S]`` is given for packed sequences: a query only sees keys of its sequence.
     """
 
     causal: bool
