@@ -16,12 +16,12 @@ class Command(NamedTuple):
 
 BENCHMARKS = "measure.benchmarks"  # its main takes the name of a benchmark before the arguments
 COMMANDS = {
-    "attention_forward": Command(BENCHMARKS, "attention over whole sequences, beside every peer"),
-    "attention_backward": Command(BENCHMARKS, "its gradients, beside every peer"),
-    "decode": Command(BENCHMARKS, "a step of generation over a KV cache, beside every peer"),
-    "int8_matmul": Command(BENCHMARKS, "linear layers with int8 weights, beside every peer"),
+    "attention_forward": Command(BENCHMARKS, "attention over whole sequences, compared with every peer"),
+    "attention_backward": Command(BENCHMARKS, "the gradients of attention, compared with every peer"),
+    "decode": Command(BENCHMARKS, "a step of generation over a KV cache, compared with every peer"),
+    "int8_matmul": Command(BENCHMARKS, "linear layers with int8 weights, compared with every peer"),
     "fit-int8": Command(
-        "measure.int8_fit", "the constants by which ways to an int8 matmul are chosen, from times here"
+        "measure.int8_fit", "fits the model that chooses among int8 matmul kernels, to times on this GPU"
     ),
     "overhead": Command("measure.overhead", "what a call costs on the host; needs no GPU"),
     "emulator": Command("measure.emulator_speed", "how fast the tests' emulator is; needs no GPU"),

@@ -9,7 +9,7 @@ import torch
 
 
 def existing_file(name: str) -> Path:
-    """Returns the path ``name``. Raises ArgumentTypeError where there is no such file."""
+    """Returns the path ``name``. Raises ArgumentTypeError if there is no such file."""
     path = Path(name)
     if not path.is_file():
         raise ArgumentTypeError(f"there is no file {name}")
@@ -17,11 +17,11 @@ def existing_file(name: str) -> Path:
 
 
 def present_device(name: str) -> torch.device:
-    """Returns the device ``name``. Raises ArgumentTypeError where this machine does not have it."""
+    """Returns the device ``name``. Raises ArgumentTypeError if this machine does not have it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
+    except (RuntimeError, AssertionError):  # a torch without CUDA raises AssertionError
         found = "cuda or cpu" if torch.cuda.is_available() else "cpu, since torch finds no GPU"
         raise ArgumentTypeError(f"expected {found}, got {name}") from None
     return device

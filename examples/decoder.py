@@ -1,9 +1,9 @@
 """Builds a small LLaMA-style decoder on top of fastattn: RMSNorm, SwiGLU, rotary positions, grouped-query attention.
 
 The model sees the tokens of several documents in one row, ``[total]``, without padding. The ``attend`` argument of
-:meth:`Decoder.forward` keeps the documents apart: the layers compute queries, keys and values, and that object decides
-which queries attend to which keys. So the same weights train on packed batches (:class:`PackedAttention`), generate
-from a cache (:class:`CachedAttention`) and are compared with plain PyTorch (:class:`PaddedAttention`).
+:meth:`Decoder.forward` keeps the documents apart: the layers compute queries, keys and values, and ``attend`` decides
+which queries attend to which keys. So the same model trains on packed batches (:class:`PackedAttention`), generates
+from a cache (:class:`CachedAttention`) and can be compared with plain PyTorch (:class:`PaddedAttention`).
 
 Sources: Touvron et al., "LLaMA" (2023); Ainslie et al., "GQA" (2023); sharing one layer across the depth: Lan et al.,
 "ALBERT" (2020), section 3.1.
@@ -70,7 +70,7 @@ class Rotary:
 class Attend(Protocol):
     """Maps ``query [total, Hq, D]``, ``key``, ``value [total, Hkv, D]`` to ``[total, Hq, D]``.
 
-    Queries and keys are not rotated yet. ``depth`` is the number of layers before this one, also where layers share
+    Queries and keys are not rotated yet. ``depth`` is the number of layers before this one, even if layers share
     their weights.
     """
 
@@ -105,7 +105,7 @@ class PackedAttention:
             self.max_seqlen,
             causal=True,
         )
-        assert isinstance(out, Tensor)  # it would be a pair with return_lse=True
+        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
         return out
 
 
@@ -206,7 +206,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Maps token ids ``[total]`` and their positions ``[total]`` to logits of the next token, ``[total, vocab_size]``.
 
-    With ``use_checkpoints`` set, training keeps only the input of each layer and computes the layer again in backward.
+    With ``use_checkpoints``, training keeps only the input of each layer and computes the layer again in backward.
     """
 
     rotary_cos: Tensor

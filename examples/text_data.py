@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 BOUNDARY = 256  # the token before the first byte of a passage and after its last one
 VOCAB_SIZE = 257  # the bytes and BOUNDARY
-IGNORED = -100  # a target that cross_entropy leaves out
+IGNORED = -100  # a target that cross_entropy ignores
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Batch:
 
 
 def read_documents(path: Path | None) -> list[str]:
-    """Returns the file's text, or without a file the topics of the language reference that every Python carries."""
+    """Returns the file's text, or without a file the topics of the language reference that every Python contains."""
     if path is not None:
         return [path.read_text(encoding="utf-8", errors="replace")]
     from pydoc_data.topics import topics
@@ -109,8 +109,8 @@ def pack(passages: list[bytes]) -> Batch:
 def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[Batch]:
     """Returns the batches of one epoch in random order, each of passages of similar length.
 
-    A batch has at most ``token_budget`` tokens, or a single passage. Similar lengths waste little work where a batch is
-    padded: by plain PyTorch, and in the last tiles of a kernel.
+    A batch has at most ``token_budget`` tokens, or a single passage. Similar lengths need little padding, for which
+    plain PyTorch, and the last tile of a kernel, waste work.
     """
     shuffled = rng.sample(passages, len(passages))
     batches: list[list[bytes]] = [[]]
@@ -132,7 +132,7 @@ def entropies(passages: list[bytes]) -> tuple[float, float]:
     entropy. So a loss below it proves that attention works.
     """
     text = np.concatenate([np.array([BOUNDARY, *passage, BOUNDARY]) for passage in passages])
-    # The boundary that ends a passage and the one that begins the next are not a pair.
+    # The boundary after a passage and the boundary before the next passage are not a pair of neighbours.
     pairs = np.stack([text[:-1], text[1:]])[:, ~((text[:-1] == BOUNDARY) & (text[1:] == BOUNDARY))]
 
     def entropy(symbols: np.ndarray) -> float:

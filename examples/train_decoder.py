@@ -3,7 +3,7 @@
     python examples/train_decoder.py
     python examples/train_decoder.py --text book.txt --steps 1000 --dtype bfloat16 --checkpoint --share-layers
 
-Writes the weights (decoder.pt) and the loss curve (loss.png) into the output folder; generate.py goes on from there.
+Writes the weights (decoder.pt) and the loss curve (loss.png) into the output folder; generate.py reads the weights.
 Exits with 1 if one of the checks that it prints at the end failed.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-# Set this before torch is imported. By default, torch's threads spin while they wait, which slows each other down where
-# all cores are busy: on two cores with six other processes, a training took eight times as long.
+# Set this before torch is imported. By default, torch's threads spin while they wait, and slow each other down if all
+# cores are busy: on two cores with six other processes, training took eight times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -82,7 +82,7 @@ class History:
 
 @dataclass(frozen=True)
 class Trained:
-    """Holds a trained model, the text it has not seen, and how the training went."""
+    """Holds a trained model, the held-out text, and the losses during training."""
 
     model: Decoder
     held_out: list[bytes]
@@ -90,13 +90,13 @@ class Trained:
 
 
 def packed_loss(model: Decoder, batch: Batch) -> Tensor:
-    """Returns the mean cross entropy over the tokens of a packed batch, by ``fastattn.attention_varlen``."""
+    """Returns the mean cross entropy over the tokens of a packed batch, with ``fastattn.attention_varlen``."""
     logits = model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.max_seqlen))
     return F.cross_entropy(logits.float(), batch.targets)
 
 
 def padded_loss(model: Decoder, padded: Batch) -> Tensor:
-    """Returns the mean cross entropy over the tokens of a ``padded()`` batch, by PyTorch's own attention."""
+    """Returns the mean cross entropy over the tokens of a ``padded()`` batch, with PyTorch's own attention."""
     logits = model(padded.tokens, padded.positions, PaddedAttention(len(padded.cu_seqlens) - 1))
     return F.cross_entropy(logits.float(), padded.targets)
 
@@ -138,7 +138,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
     evaluate_every = math.ceil(options.steps / 6)
 
     batches = endless_batches(passages, options)
-    # In a log file each update is a new line: one every ten seconds is enough.
+    # In a log file each update of the bar is a new line: a line every ten seconds is enough.
     seconds_between = 0.1 if sys.stderr.isatty() else 10.0
     with tqdm(range(options.steps), desc="training", unit="step", mininterval=seconds_between) as progress:
         for step in progress:
@@ -176,7 +176,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def check_attention(model: Decoder, batch: Batch, options: Options, checks: CheckList) -> None:
     """Checks packed attention against plain PyTorch, training with against without checkpointing, and causality."""
-    # fp32 sums thousands of tokens in another order; 16 bits round to 2^-8 (bf16) or 2^-11 (fp16) after every matmul.
+    # In fp32, the two sum thousands of tokens in different orders; in 16 bits, every matmul rounds to 2^-8 or 2^-11.
     bound = 1e-4 if options.compute_dtype == torch.float32 else 0.03
     loss, packed = gradients(model, packed_loss, batch, options)
     plain_loss, padded = gradients(model, padded_loss, batch.padded(), options)
@@ -186,7 +186,7 @@ def check_attention(model: Decoder, batch: Batch, options: Options, checks: Chec
     model.use_checkpoints = True
     _, recomputed = gradients(model, packed_loss, batch, options)
     model.use_checkpoints = False
-    # The same kernels run on the same numbers; on a GPU, sums by atomics may differ in their last bits.
+    # Both runs compute the same from the same numbers; on a GPU, sums by atomics may differ in their last bits.
     what = "decoder: gradients with against without checkpointing"
     checks.at_most(what, relative_error(recomputed, packed), bound if options.device.type == "cuda" else 1e-6)
 
@@ -208,7 +208,7 @@ def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Opti
     def step(batch: Batch) -> None:
         with autocast(options):
             loss = loss_of(model, batch)
-        torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step would take both the same time
+        torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step would take equally long in both
 
     for batch in batches:  # warm up: the first steps compile kernels and allocate memory
         step(batch)
@@ -228,7 +228,7 @@ def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Opti
 def compare_speed(model: Decoder, passages: list[bytes], options: Options) -> None:
     """Prints speed and memory of training, packed with fastattn and padded with plain PyTorch.
 
-    The batches are 16 times as large as in the training; with small ones only kernel launches would be measured.
+    The batches are 16 times as large as in training, because small batches would only measure kernel launches.
     """
     batches = bucketed_batches(passages, 16 * options.token_budget, random.Random(options.seed))
     batches = [batch.to(options.device) for batch in batches]
@@ -264,7 +264,7 @@ def save(model: Decoder, held_out: list[bytes], path: Path) -> None:
 
 
 def run(options: Options, checks: CheckList) -> Trained:
-    """Trains a decoder, writes its weights and the loss curve to ``options.out``, and checks it."""
+    """Trains a decoder, writes its weights and the loss curve to ``options.out``, and checks the decoder."""
     torch.manual_seed(options.seed)
     documents = read_documents(options.text)
     passages, held_out_passages = split(cut_into_passages(documents, options.max_length), 0.05, options.seed)
@@ -287,7 +287,7 @@ def run(options: Options, checks: CheckList) -> Trained:
     print("\n  step  held-out loss, nats per token")
     for step, loss in history.held_out.items():
         print(f"{step:6}  {loss:.3f} {'#' * round(8 * loss)}")
-    print(f"  Entropy of a byte of that text {unigram:.3f}, if the byte before is known {bigram:.3f}")
+    print(f"  Entropy of a byte of that text: {unigram:.3f}; given the byte before it: {bigram:.3f}")
 
     options.out.mkdir(parents=True, exist_ok=True)
     plot(history, unigram, bigram, options.out / "loss.png")
@@ -304,7 +304,7 @@ def run(options: Options, checks: CheckList) -> Trained:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a training, which ``options_from`` reads."""
+    """Adds the options that ``options_from`` reads."""
     default = Options()
     parser.add_argument("--text", type=existing_file, help="a text file (default: Python's language reference)")
     parser.add_argument("--out", type=Path, default=default.out, help="folder for results (default: %(default)s)")
@@ -313,7 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="compute in this dtype by autocast (default: bfloat16 on a GPU, else float32)"
     )
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward: less memory")
-    parser.add_argument("--share-layers", action="store_true", help="all layers have the weights of one, as in ALBERT")
+    parser.add_argument("--share-layers", action="store_true", help="all layers share one set of weights, as in ALBERT")
     parser.add_argument(
         "--token-budget", type=positive, default=default.token_budget, help="tokens in a batch (default: %(default)s)"
     )
@@ -321,7 +321,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length",
         type=positive,
         default=default.max_length,
-        help="bytes in a passage at most (default: %(default)s)",
+        help="the most bytes in a passage (default: %(default)s)",
     )
     training = {"steps": default.steps, "learning_rate": default.learning_rate, "seed": default.seed}
     model = {name.removeprefix("num_"): getattr(default.config, name) for name in MODEL_SIZES}

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 examples/train_long_context.py
     torchrun --nproc-per-node 4 examples/train_long_context.py --context 4 --length 8192 --batch 1 --profile
 
-The processes form a mesh, data x context: the processes of a row split the same sequences among them, and every row has
-other sequences. The last check compares loss and gradients with those of one process. ``--profile`` writes traces
-of one step (trace_rank0.json, …, for chrome://tracing or Perfetto) and draws how messages and compute overlap in it
-(overlap.png). Messages go by NCCL on GPUs, elsewhere by gloo.
+The processes form a mesh, data x context: the processes of a row split the same sequences, and every row has other
+sequences. The last check compares loss and gradients with the loss and gradients of one process. ``--profile`` writes
+traces of one step (trace_rank0.json, …, for chrome://tracing or Perfetto) and draws how messages and compute overlap in
+this step (overlap.png). Messages use NCCL on GPUs, and gloo on CPUs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ShardedAttention:
 
 @dataclass(frozen=True)
 class Batch:
-    """Draws whole sequences and their next tokens, ``[B, length]``; every rank draws the same ones."""
+    """Holds whole sequences of tokens, and the next token of each, ``[B, length]``."""
 
     tokens: Tensor
     targets: Tensor
@@ -138,7 +138,7 @@ class Trainer:
         )
 
     def own_loss(self, batch: Batch) -> Tensor:
-        """Returns the mean cross entropy over this rank's tokens: its shards of the sequences of its mesh row."""
+        """Returns the mean cross entropy over this rank's tokens: its shards of its mesh row's sequences."""
 
         def own(whole: Tensor) -> Tensor:
             of_row = whole.chunk(self.data.size())[self.data.get_local_rank()]
@@ -151,7 +151,7 @@ class Trainer:
         return F.cross_entropy(logits.float(), own(batch.targets).flatten())
 
     def loss_in_one_process(self, batch: Batch) -> Tensor:
-        """Returns the mean cross entropy over all tokens of the batch, by PyTorch's own attention."""
+        """Returns the mean cross entropy over all tokens of the batch, with PyTorch's own attention."""
         attend = PaddedAttention(len(batch.tokens))
         with self.autocast():
             logits = self.model(batch.tokens.flatten(), batch.positions.flatten(), attend)
@@ -202,7 +202,7 @@ def profile_step(trainer: Trainer, batch: Batch, out: Path) -> None:
 
 
 def check_against_one_process(trainer: Trainer, batch: Batch, checks: CheckList) -> None:
-    """Checks loss and gradients of all ranks together against those that rank 0 computes alone."""
+    """Checks the loss and gradients of all ranks together against the loss and gradients that rank 0 computes alone."""
     loss = trainer.backward(batch)
     if dist.get_rank() != 0:
         return
@@ -210,7 +210,7 @@ def check_against_one_process(trainer: Trainer, batch: Batch, checks: CheckList)
     gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
     expected_loss = trainer.loss_in_one_process(batch)
     expected = torch.cat([row.flatten() for row in torch.autograd.grad(expected_loss, parameters)])
-    # float32 adds up in another order; 16 bits round after every matmul.
+    # In float32, the two computations sum in different orders; in 16 bits, every matmul rounds.
     bound = 1e-4 if trainer.options.dtype == "float32" else 0.03
     checks.at_most("long context: loss, of all ranks against one process", abs(loss - expected_loss.item()), bound)
     checks.at_most(
@@ -242,7 +242,7 @@ def run(options: Options, mesh: DeviceMesh, checks: CheckList) -> None:
 
     if is_first:
         checks.at_most("long context: loss of the last step, against the first", losses[-1], losses[0])
-    # Short sequences, because one process has to hold them; 256 tokens per rank are enough for shards that differ.
+    # Use short sequences, because one process has to hold them; 256 tokens per rank are enough for distinct shards.
     length = min(options.length, 256 * options.context)
     check_against_one_process(trainer, Batch.draw(text, options.batch, length, generator), checks)
 
@@ -256,16 +256,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, default=default.strategy, help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=default.dtype, help="default: %(default)s")
     helps = {
-        "context": "processes that share a sequence; the others have other sequences",
+        "context": "number of processes that share a sequence",
         "length": "tokens of a sequence",
-        "batch": "sequences in a step, of all processes",
-        "steps": "of the training",
-        "learning_rate": "at its highest",
-        "dim": "of the model",
-        "layers": "of the model",
-        "heads": "of the query",
-        "kv_heads": "of keys and values",
-        "seed": "of weights and batches",
+        "batch": "sequences in a step, over all processes",
+        "steps": "number of training steps",
+        "learning_rate": "the highest learning rate",
+        "dim": "hidden size of the model",
+        "layers": "number of layers",
+        "heads": "number of query heads",
+        "kv_heads": "number of heads of keys and values",
+        "seed": "seed of weights and batches",
     }
     for name, text in helps.items():
         value = getattr(default, name)
@@ -279,7 +279,7 @@ def main() -> int:
     add_arguments(parser)
     options = Options(**vars(parser.parse_args()))
     if not dist.is_torchelastic_launched():
-        parser.error("start it by `torchrun --nproc-per-node 4 examples/train_long_context.py`")
+        parser.error("start this program with `torchrun --nproc-per-node 4 examples/train_long_context.py`")
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     try:
         options.check(world_size)
@@ -292,7 +292,7 @@ def main() -> int:
             count = torch.cuda.device_count()
             parser.error(
                 f"expected at most {count} processes, one for each GPU, got {world_size}; use `torchrun "
-                f"--nproc-per-node {count}`, or run it on the CPU with CUDA_VISIBLE_DEVICES= before torchrun"
+                f"--nproc-per-node {count}`, or run on the CPU with CUDA_VISIBLE_DEVICES= before torchrun"
             )
         torch.cuda.set_device(local_rank)
     dist.init_process_group()

@@ -54,7 +54,7 @@ def run_summary(workplace: Workplace, deadline: float) -> Result:
     return Result(PASSED, f"figures of {', '.join(names)}" if names else "no figures were taken")
 
 
-# In the order in which they run. The limits add up to 470 s, which leaves 10 s of the 8 minutes for the start.
+# The stages, in their order. The limits add up to 470 s, which leaves 10 s of the 8 minutes for the start.
 STAGES = (
     Stage("library", 45, run_library, needs_gpu=False, needs_library=False),
     Stage("tests", 130, run_tests),
@@ -66,12 +66,12 @@ STAGES = (
 
 
 def chosen_stages(text: str | None) -> list[Stage]:
-    """Returns the stages that ``text`` names (None: all), in the order of ``STAGES``. Raises ValueError otherwise."""
+    """Returns the stages that ``text`` names (None: all), in the order of ``STAGES``. Raises ValueError for others."""
     names = [stage.name for stage in STAGES] if text is None else [name for name in text.split(",") if name]
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown or not names:
         raise ValueError(f"--stages: expected some of {', '.join(s.name for s in STAGES)}, got {text!r}")
-    # The other stages need the library, so it is always included.
+    # Other stages need the library, and the page is always wanted.
     return [stage for stage in STAGES if stage.name in {*names, "library", "summary"}]
 
 
@@ -147,7 +147,7 @@ def bring_out(out: Path, workplace: Workplace, results: Sequence[Result]) -> str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=SCRATCH / "out", help="the folder for what comes out")
+    parser.add_argument("--out", type=Path, default=SCRATCH / "out", help="the folder that receives the files")
     parser.add_argument("--stages", help="names with commas between; by default all")
     parser.add_argument("--limits", help="other limits: stage=seconds,stage=seconds")
     parser.add_argument("--jobs", type=int, help="processes at once; by default half the cores, at most 8")
@@ -173,5 +173,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True)
     out = options.out.resolve()
     results = run_stages(stages, limits, workplace, lambda so_far: bring_out(out, workplace, so_far))
-    print(f"\n{bring_out(out, workplace, results)}\nAll of it: {options.out}")
+    print(f"\n{bring_out(out, workplace, results)}\nAll files: {options.out}")
     return 1 if any(result.status in (FAILED, TIMED_OUT) for result in results) else 0

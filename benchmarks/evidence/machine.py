@@ -34,17 +34,17 @@ def look(environment: Mapping[str, str]) -> Facts:
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         said = done.stderr.strip()[-500:] if not isinstance(error, subprocess.TimeoutExpired) else str(error)
         raise RuntimeError(
-            f"torch cannot be asked about GPUs; `python -m torch.utils.collect_env` may: {said}"
+            f"torch cannot report this machine's GPUs; `python -m torch.utils.collect_env` may say why: {said}"
         ) from None
 
 
 def obstacle(facts: Facts) -> str | None:
     """Returns one line that says why no GPU can be used here, or None if one can."""
     if tuple(facts["python_version"]) < OLDEST_PYTHON:
-        return f"Python {facts['python']} is too old: start this by 3.10 or later"
+        return f"Python {facts['python']} is too old: run this with Python 3.10 or later"
     if facts["torch"] is None:
         return (
-            f"{facts['executable']} has no torch: {facts['torch_error']}; install it, or start this by another Python"
+            f"{facts['executable']} has no torch: {facts['torch_error']}; install it, or run this with another Python"
         )
     if tuple(facts["torch_version"]) < OLDEST_TORCH:
         return f"torch {facts['torch']} is too old: 2.10 or later is needed; run `pip install -U torch`"
@@ -56,7 +56,7 @@ def obstacle(facts: Facts) -> str | None:
 
 
 def missing(facts: Facts, *packages: str) -> str | None:
-    """Returns a reason that names the packages that are not installed, or None if all are."""
+    """Returns a reason that names the packages that are not installed, or None if all are installed."""
     absent = [package for package in packages if not facts["packages"].get(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
 

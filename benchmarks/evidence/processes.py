@@ -29,7 +29,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says how a command ended: ``returncode`` is that of ``subprocess``, or None if the command ran out of time."""
+    """Says how a command ended: ``returncode`` is the exit code, as `subprocess` has it, or None after a time-out."""
 
     returncode: int | None
     seconds: float
@@ -93,7 +93,7 @@ class _Running:
 
 
 def run_together(commands: Sequence[Command], deadline: float) -> list[Outcome]:
-    """Runs all commands at once. Sends SIGTERM shortly before ``deadline`` (of ``time.monotonic``), SIGKILL at it."""
+    """Runs all commands at once. Sends SIGTERM shortly before the deadline (by ``time.monotonic``), SIGKILL at it."""
     grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
     running = [_Running(command) for command in commands] if grace > 0 else []
     try:
@@ -139,6 +139,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def _kill(kill: Callable[[int, int], None], target: int, sent: signal.Signals) -> None:
-    """Sends the signal by `os.kill` or `os.killpg`, unless the target has ended or belongs to somebody else."""
+    """Sends the signal with `os.kill` or `os.killpg`. Ignores that the target has ended or is another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(target, sent)

@@ -1,7 +1,8 @@
 """Launches every kernel of both backends on small shapes, for the GPU check to run under compute-sanitizer.
 
-Lengths are not multiples of the tiles, and heads are grouped. Tensors are made on the CPU, so that few kernels but
-fastattn's run. Prints each case that ran, or why a backend does not take it. ``--backend`` and ``--case`` choose.
+Lengths are not multiples of the tiles, and heads are grouped. Tensors are made on the CPU, so that few kernels
+other than fastattn's run. Prints each case that ran, or why a backend does not support it. ``--backend`` and ``--case``
+select backends and cases.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def random(device: torch.device, *shape: int, dtype: torch.dtype = DTYPE, seed: 
 
 
 def query_key_value(device: torch.device, head_dim: int, dtype: torch.dtype = DTYPE) -> list[Tensor]:
-    """Returns query ``[1, 2, 70, D]``, key and value ``[1, 1, 150, D]``, of which the last tiles are partly filled."""
+    """Returns query ``[1, 2, 70, D]``, key and value ``[1, 1, 150, D]``, whose last tiles are only partly filled."""
     shapes = (1, 2, 70, head_dim), (1, 1, 150, head_dim), (1, 1, 150, head_dim)
     return [random(device, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -140,11 +141,11 @@ def decode(device: torch.device, num_splits: int) -> None:
 
 
 def decode_paged_int8(device: torch.device) -> None:
-    """Attends to int8 pages in arbitrary order; unused entries of the block table are no page numbers."""
+    """Attends to int8 pages in arbitrary order; unused entries of the block table are not page numbers."""
     table = torch.tensor([[5, 0, 3, 2], [1, 4, 2**30, -1]], dtype=torch.int32).to(device)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-127, 128, (2, 6, 2, 64, 64), generator=generator, dtype=torch.int8)
-    pages = (of.to(device) for of in numbers)  # two allocations, so that an access beyond one is found
+    pages = (of.to(device) for of in numbers)  # two allocations, so that memcheck finds accesses beyond either
     k_scale, v_scale = (torch.full((6, 2, 64), 0.01).to(device) for _ in "kv")
     step(device, pages, (250, 100), 2, block_table=table, k_scale=k_scale, v_scale=v_scale)
 
@@ -157,7 +158,7 @@ def decode_tree(device: torch.device) -> None:
 
 
 def decode_fp8(device: torch.device) -> None:
-    """Attends to an fp8 cache with a scale per head. The two new values are NaN; the first query sees only one."""
+    """Attends to an fp8 cache with a scale per head. The two new values are NaN; the first query sees one of them."""
     caches = (cache.to(torch.float8_e4m3fn) for cache in contiguous_caches(device))
     v_new = random(device, 2, 2, 2, 64, seed=4) * float("nan")
     step(device, caches, (200, 100), 2, v_new=v_new, k_scale=torch.tensor([0.5, 2.0]).to(device))
@@ -276,7 +277,7 @@ CASES: dict[str, Case] = {
 
 
 def run(backend: str, name: str, device: torch.device) -> bool:
-    """Runs the case and returns whether the backend takes it."""
+    """Runs the case and returns whether the backend supports it."""
     try:
         with fastattn.use_backend(backend):
             CASES[name](device)

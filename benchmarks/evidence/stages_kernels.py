@@ -13,10 +13,10 @@ from benchmarks.evidence.processes import Command, run_together
 from benchmarks.evidence.stages import FAILED, NOT_RUN, PASSED, TIMED_OUT, Result, Workplace, status_of
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-SANITIZER_CODE = 86  # compute-sanitizer's exit code where it found something
+SANITIZER_CODE = 86  # compute-sanitizer's exit code if it found an error
 BENCHMARKS = ("attention_forward", "decode", "int8_matmul", "attention_backward")
-# A process with s seconds starts new cases for (s - _START_S) * _LAST_CASE_PART of them. The rest is for its start and
-# for finishing the last case.
+# A benchmark with a time limit of s seconds starts new cases during (s - _START_S) * _LAST_CASE_PART seconds. The rest
+# is for starting the process and for finishing the last case.
 _START_S, _LAST_CASE_PART = 12.0, 0.75
 
 BUILD = """
@@ -80,7 +80,7 @@ def run_sanitizer(workplace: Workplace, deadline: float) -> Result:
     sanitizer = find_sanitizer()
     if sanitizer is None:
         return Result(NOT_RUN, "compute-sanitizer is not installed; its cases ran without it")
-    # torch's caching allocator places tensors side by side in one allocation: memcheck would miss a tensor's end.
+    # torch's caching allocator puts many tensors into one allocation: memcheck would miss accesses beyond a tensor.
     environment = {**workplace.environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--error-exitcode", str(SANITIZER_CODE), "--target-processes", "application-only"]
     commands = [
@@ -119,7 +119,7 @@ def sanitizer_errors(text: str, most: int = 6) -> list[str]:
 
 
 def run_benchmarks(workplace: Workplace, deadline: float) -> Result:
-    """Runs the quick grids of all benchmarks with all peers. They divide the remaining time equally."""
+    """Runs the quick grids of all benchmarks with all peers. The benchmarks share the remaining time equally."""
     absent = missing(workplace.facts, "tqdm", "matplotlib", "numpy", "tabulate")
     if absent:
         return Result(NOT_RUN, absent)

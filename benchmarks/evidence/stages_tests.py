@@ -33,7 +33,7 @@ def kernel_test_modules(tests: Path) -> list[str]:
 
 
 def run_tests(workplace: Workplace, deadline: float) -> Result:
-    """Runs the kernel tests in several processes, as most of their time is spent compiling Triton kernels."""
+    """Runs the kernel tests in several processes, because most of their time is spent compiling Triton kernels."""
     modules = [f"tests/{name}" for name in kernel_test_modules(workplace.root / "tests")]
     return _pytest(workplace, deadline, "tests", modules, workplace.jobs)
 
@@ -112,5 +112,5 @@ def judge(records: Sequence[Sequence[pytest_codes.Line]], timed_out: Sequence[bo
 
 def _first_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]  # where a module cannot be imported
+    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]  # as pytest writes import errors
     return (errors or lines)[0][:240]

@@ -13,7 +13,7 @@ from benchmarks.evidence.stages import Result
 from benchmarks.measure.labels import figures, grouped_by_case, seconds_of
 
 SCHEMA = 1
-_CASES = 6  # shown per benchmark; its first cases are the most informative
+_CASES = 6  # shown for each benchmark, whose first cases are the most informative
 _MOST_DETAILS = 16
 
 

@@ -17,4 +17,4 @@ if "fastattn" not in sys.modules:
 
 from fastattn import native
 
-HAS_NATIVE = native.BUILD["version"] == "0+emulated"  # False without nvcc, which builds that library
+HAS_NATIVE = native.BUILD["version"] == "0+emulated"  # False without nvcc: the emulator's library is then missing

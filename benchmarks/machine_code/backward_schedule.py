@@ -1,13 +1,15 @@
 """Simulates how busy Hopper's backward pass keeps the SMs of an H200. Its unit of time is a main-loop step.
 
 ``python -m benchmarks.machine_code.backward_schedule --tokens 8192 --heads 8 --kv-heads 1`` compares whole tiles of
-keys with the splits that the library chooses, in any order and in deterministic order. It prints the fraction of the
-SMs' time with work (busy), the fraction with main-loop steps (useful), and the mean number of steps of an SM.
+keys with the splits that the library chooses, each with dQ summed in any order and in deterministic order. It prints
+the fraction of the SMs' time with work (busy), the fraction with main-loop steps (useful), and the mean number of steps
+of an SM.
 
-A step of the kernel for dK and dV processes one tile of query rows. CTAs claim tiles of keys, or splits of them, in
-order; a CTA that has finished one claims the next (csrc/attention/backward_work_sm90.cuh). Loading K and V and writing
-dK and dV costs as much time as some steps. In deterministic order, CTAs add to a dQ tile one after the other: one
-addition must be complete before the next CTA may add. While its partial waits, a CTA computes the next one.
+A step of the kernel for dK and dV processes one tile of query rows. CTAs claim tiles of keys, or splits of key tiles,
+in order; a CTA that has finished a tile or split claims the next (csrc/attention/backward_work_sm90.cuh). Loading K and
+V and writing dK and dV costs as much time as some steps. In deterministic order, CTAs add to a dQ tile one after the
+other: one addition must be complete before the next CTA may add. While its partial waits, a CTA computes its next
+partial.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ NUM_SMS, SHARED_BYTES = USUAL[90]
 L2_BYTES = 50 << 20
 # The same values as in csrc/scheduler/choose_row_splits.h and row_splits.h.
 STEPS_PER_TILE, STEPS_PER_SPLIT, LEAST_STEPS_OF_SPLIT = 0.75, 1.5, 4
-# Assumed times, in steps. READ after it began, an addition has read its shared memory; PASSED_ON after it began, it is
-# complete. Another CTA sees that it is complete SEEN later.
+# Assumed times, in steps: from the beginning of an addition until it has read its shared memory (READ), and until it is
+# complete (PASSED_ON); from its completion until another CTA sees that it is complete (SEEN).
 PASSED_ON, SEEN, READ = 0.4, 0.15, 0.15
 
 
@@ -149,7 +151,7 @@ def _end_in_order(walk: list[tuple[int, int, int]], begin: float, may_add: dict[
         computed = max(computed + 1, buffer_free)
         added = max(computed, adder_free, may_add.get(at, 0.0))
         buffer_free = added + READ
-        adder_free = added + PASSED_ON  # the next CTA may add before this one takes its next partial
+        adder_free = added + PASSED_ON  # the next CTA may add before this CTA adds its next partial
         may_add[at] = adder_free + SEEN
     return max(computed, adder_free)
 
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (("tokens", 8192), ("batch", 1), ("heads", 8), ("kv-heads", 1), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"default {usual}")
-    parser.add_argument("--window", type=int, default=-1, help="how many keys before its own a row sees; -1: all")
+    parser.add_argument("--window", type=int, default=-1, help="how many keys before its own key a row sees; -1: all")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
     chosen = parser.parse_args(arguments)
     window = (chosen.window, -1 if chosen.full else 0)

@@ -1,11 +1,11 @@
 """Prints how launches of the CUDA C++ kernels distribute their work on an A100 and an H200.
 
 ``python -m benchmarks.machine_code.geometry decode H200`` keeps the lines that have all these words. A line describes a
-case of the benchmarks' quick grids, or with ``--full`` of the full ones: the kernel, its tile, the work tiles per SM,
+case of the benchmarks' quick grids, or with ``--full`` of the full grids: the kernel, its tile, the work tiles per SM,
 the CTAs launched, and the mean and the most main-loop steps of a work tile (of a CTA if the kernel distributes steps
-instead of tiles). ``packed`` is how many query heads share a tile of rows. Left out are cases with a window, a bias or
-sequences of different lengths, and chunks, whose keys several CTAs split. The library names the kernels and tiles; a
-test compares the CTAs with launches on the emulator.
+instead of tiles). ``packed`` is how many query heads share a tile of rows. The tool leaves out cases with a window, a
+bias, a mask or packed sequences, and chunked prefill. The kernels and tiles come from the library; a test compares the
+numbers of CTAs with launches on the emulator.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Geometry:
 
 
 def steps_over_keys(seqlen: int, block_m: int, block_n: int, causal: bool, packed: int = 1) -> list[int]:
-    """Returns how many tiles of keys each tile of query rows passes over. Rows of ``packed`` heads are interleaved."""
+    """Returns how many key tiles each tile of query rows processes. Rows of ``packed`` heads are interleaved."""
     last_rows = (min(first + block_m, seqlen * packed) - 1 for first in range(0, seqlen * packed, block_m))
     return [ceil_div(last // packed + 1 if causal else seqlen, block_n) for last in last_rows]
 
 
 def steps_over_queries(seqlen: int, block_m: int, block_n: int, causal: bool) -> list[int]:
-    """Returns how many tiles of query rows each tile of keys passes over."""
+    """Returns how many tiles of query rows each tile of keys processes."""
     return [ceil_div(seqlen, block_m) - (first // block_m if causal else 0) for first in range(0, seqlen, block_n)]
 
 
@@ -131,7 +131,7 @@ def step_of_decoding(case: DecodeCase, gpu: Gpu) -> Geometry:
 
 
 def matmul(case: Int8Case, gpu: Gpu) -> Geometry | None:
-    """Returns the geometry of an int8 matmul by a kernel for sm_80, or None if the library chooses another way."""
+    """Returns the geometry of an int8 matmul by a kernel for sm_80, or None if the library chooses another."""
     op = "int8_matmul_grad_input" if case.gradient else "int8_matmul"
     outputs, depth = (case.k, case.n) if case.gradient else (case.n, case.k)
     output_side, depth_side = ("block_k", "block_n") if case.gradient else ("block_n", "block_k")
@@ -163,7 +163,7 @@ def cases(full: bool) -> Iterator[tuple[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only lines that contain all of these")
+    parser.add_argument("words", nargs="*", help="only lines that contain all of these words")
     parser.add_argument("--full", action="store_true", help="the full grids")
     chosen = parser.parse_args(arguments)
     header = ("case", "GPU", "kernel", "tile", "packed", "tiles/SM", "CTAs", "mean steps", "most steps")

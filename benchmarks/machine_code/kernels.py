@@ -4,10 +4,11 @@
 calls are small cases of the benchmarks. They run on the tests' emulator, as an A100 and as an H200, each with 2 SMs.
 
 - Machine code, by ptxas and nvdisasm: registers, bytes that a thread spills, shared memory of a CTA, CTAs that fit on
-  an SM, and the instructions of the main loop by class. Of several main loops, the table shows the one with the most
-  tensor-core instructions; of equals the shortest, which applies no mask. It may contain branches that rarely run.
+  an SM, and the instructions of the main loop by class. If a kernel has several main loops, the table shows the one
+  with the most tensor-core instructions, and if they have equally many, the shortest, which applies no mask. The count
+  may include branches that rarely run.
 - Counts by the emulator: CTAs and their threads, warp instructions, shared-memory wavefronts and the fraction of them
-  that are bank conflicts, and global-memory sectors per request, next to the sectors that the lanes' bytes would fill.
+  that are bank conflicts, and global-memory sectors per request, next to the sectors that the bytes of all lanes fill.
   Each call's line has the bytes and multiply-adds of all its kernels, relative to the least that the call needs.
 
 ``python -m emulator profile`` shows the launches of any script by source line.
@@ -87,7 +88,7 @@ class Call:
         return self.case.forward_work() if self.op == "forward" else self.case.work()
 
     def run(self) -> list[Launched]:
-        """Runs the call on the emulator and returns its launches, without those that prepare it."""
+        """Runs the call on the emulator and returns its launches, without launches that prepare it."""
         cases, prepare = PREPARES[self.op]
         with contextlib.ExitStack() as stack:
             stack.enter_context(device.emulated(self.arch, NUM_SMS))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A peer may round more than fastattn may (activations to int8, probabilities to 16 bits). If it errs by more than this
-# fraction of the largest value, it computes another function.
+# A peer may round more than fastattn may (activations to int8, probabilities to 16 bits). If its error exceeds
+# this fraction of the largest value, the peer computes another function.
 LOOSE = 0.05
 
 

@@ -20,7 +20,7 @@ def attention_forward(options: argparse.Namespace) -> Benchmark:
     """Measures attention over whole sequences: fastattn's kernels against every peer that can be imported.
 
     TFLOP/s count the two matrix products: half of them under a causal mask (the FlashAttention papers' convention), or
-    only the visible pairs where there are fewer queries than keys.
+    only the visible pairs if there are fewer queries than keys.
     """
     return Benchmark(
         name="attention_forward",
@@ -96,7 +96,7 @@ def int8_matmul(options: argparse.Namespace) -> Benchmark:
     )
 
 
-# For each benchmark the function that makes it from the command-line options, and the one that adds its cases' options.
+# For each benchmark: the function that makes it from the parsed options, and the function that adds its cases' options.
 BENCHMARKS = {
     "attention_forward": (attention_forward, case_attention.add_options),
     "attention_backward": (attention_backward, case_attention.add_options),

@@ -1,6 +1,6 @@
-"""Measures the tests' emulator on causal attention, forward, one head, 512 x 512, d=128, bf16, with all checks.
+"""Times the tests' emulator, with all checks, on a causal forward pass: one head, 512 x 512, d=128, bf16.
 
-The kernels are the native one and Triton's, as nvcc and Triton compile them for sm_80. Compilation is not timed. No GPU
+The kernels are the CUDA C++ one and the Triton one, compiled for sm_80. Compilation is not timed. No GPU
 is needed.
 
 Prints a table; ``--json FILE`` also writes the figures.
@@ -42,14 +42,14 @@ def forward(backend: str, workers: int) -> torch.Tensor:
 
 
 def check(out: torch.Tensor) -> None:
-    """Asserts that the result is right: the time of a wrong result would mean nothing."""
+    """Asserts that the result is right: the time of a wrong computation would mean nothing."""
     query, key, value = (t.double() for t in inputs())
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (out.double() - expected).abs().max() < 0.02, "the kernel's result is wrong"
 
 
 def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
-    """Returns the seconds of the fastest run, as other load can only add time, and the emulator's counts."""
+    """Returns the seconds of the fastest run, because other load only adds time, and the emulator's counts."""
     check(forward(backend, workers))  # also compiles
     seconds = []
     with launches.recorded() as found:
@@ -62,7 +62,7 @@ def measure(backend: str, workers: int, repeats: int) -> tuple[float, Report]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the quickest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest one counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     chosen = parser.parse_args(arguments)
     if chosen.repeats < 1:

@@ -29,7 +29,7 @@ from fastattn.profiler.limits import measure_limits
 from fastattn.profiler.roofline import Limits, bound
 from fastattn.profiler.work import Work
 
-# Longer calls are not timed in CUDA graphs too: a launch is too small a part of their time to matter.
+# Only calls shorter than this are also timed in CUDA graphs: in longer calls, a launch is too small a part to matter.
 GRAPH_BELOW_S = 500e-6
 
 
@@ -48,7 +48,7 @@ class Benchmark:
         work: returns the least work of a call.
         expected: returns the right results of the checked part, in float64.
         checked: returns the part of an output that is checked.
-        differentiates: returns whether autograd runs in the calls; short calls without it are timed in CUDA graphs too.
+        differentiates: returns whether autograd runs in a case's calls. Such calls are not timed in CUDA graphs.
     """
 
     name: str
@@ -67,13 +67,13 @@ class DeviceLost(RuntimeError):
 
 
 class Asked(BaseException):
-    """Raised when SIGTERM asks the run to end. Not an Exception, which would count as an implementation's result."""
+    """Raised when SIGTERM asks the run to end. It is not an Exception, which `measure_case` would catch."""
 
 
 @contextlib.contextmanager
 def _ends_when_asked() -> Iterator[None]:
     def end(*_: Any) -> None:
-        raise Asked("somebody asked for the end (SIGTERM)")
+        raise Asked("the run was asked to end (SIGTERM)")
 
     before = signal.signal(signal.SIGTERM, end)
     try:
@@ -93,7 +93,7 @@ def measure_case(
         try:
             with torch.set_grad_enabled(benchmark.differentiates(case)), implementation.context():
                 row.update(_measure(benchmark, case, implementation, sets, expected, timer, limits))
-        except Exception as error:  # an exception that an implementation raises is its result
+        except Exception as error:  # the row then has the error as its reason
             is_missing = isinstance(error, (Unsupported, NotImplementedError, fastattn.InputError))
             row.update(status="unsupported" if is_missing else "failed", reason=_reason(error))
         yield row
@@ -174,7 +174,7 @@ def _release(device: torch.device) -> None:
 
 
 def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_figure: float) -> Document:
-    """Measures the limits, and then case after case until all are done or ``minutes`` are over."""
+    """Measures the limits, then one case after the other until all cases are done or ``minutes`` have passed."""
     deadline = time.monotonic() + 60 * minutes
     dtypes = dict.fromkeys(getattr(torch, case.dtype) for case in benchmark.cases)
     limits = measure_limits(device, dtypes)
@@ -186,7 +186,7 @@ def run(benchmark: Benchmark, device: torch.device, minutes: float, seconds_per_
         for case in progress:
             if time.monotonic() > deadline:
                 complete = False
-                progress.write(f"{minutes:g} minutes are over: the remaining cases are left out (--minutes)")
+                progress.write(f"{minutes:g} minutes have passed: the remaining cases are left out (--minutes)")
                 break
             gc.collect()
             torch.cuda.empty_cache()
@@ -227,8 +227,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file, or into this folder")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the figures into this folder")
     parser.add_argument("--save", action="store_true", help="--json and --plot into benchmarks/results/<gpu>")
-    parser.add_argument("--backend", choices=("cuda", "triton"), action="append", help="of fastattn; by default both")
-    parser.add_argument("--peer", action="append", metavar="TEXT", help="only peers whose name contains this; 'none'")
+    parser.add_argument("--backend", choices=("cuda", "triton"), action="append", help="by default both")
+    parser.add_argument("--peer", action="append", metavar="TEXT", help="peers with this in their name, or 'none'")
     parser.add_argument("--minutes", type=float, help="start no case after this time; by default 1.5, with --full 60")
     parser.add_argument("--seconds-per-figure", type=float, default=0.1, help="time over which a median is taken")
 
@@ -255,7 +255,7 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
     """
     if not benchmark.cases:
         raise SystemExit(
-            f"{benchmark.title}: no case fits these options; leave out those that choose cases, see --help"
+            f"{benchmark.title}: no case fits these options; leave out the options that choose cases, see --help"
         )
     if not torch.cuda.is_available():
         print(
@@ -277,4 +277,4 @@ def report(benchmark: Benchmark, options: argparse.Namespace) -> None:
         for path in plots.draw(document, folder):
             print(f"plot: {path}")
     if options.save:
-        print("`python -m benchmarks page` brings them into docs/PERFORMANCE.md")
+        print("`python -m benchmarks page` brings the figures into docs/PERFORMANCE.md")

@@ -61,7 +61,7 @@ def first(result: Any) -> Any:
 
 
 def importable(module: str) -> bool:
-    """Returns whether a package can be imported. If it is installed and cannot, ``broken`` gets the reason."""
+    """Returns whether a package can be imported. If it is installed but fails to import, ``broken`` gets the reason."""
     try:
         if importlib.util.find_spec(module) is None:
             return False
@@ -94,7 +94,7 @@ def installed(packages: Iterable[tuple[str, str, tuple[str, ...], Prepare]]) -> 
 
 
 def own_implementations(prepare: Prepare, backends: Iterable[str]) -> list[Implementation]:
-    """Returns an implementation of fastattn for each of these kernel backends."""
+    """Returns fastattn as an implementation with each of these kernel backends."""
     version = fastattn.native.BUILD["version"]
     return [
         Implementation(f"fastattn {each}", version, prepare, partial(fastattn.use_backend, each), is_peer=False)

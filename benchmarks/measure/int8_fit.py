@@ -1,11 +1,11 @@
-"""Fits the library's time model of int8 matmuls, by which it chooses kernels, to this machine's GPU.
+"""Fits the model of an int8 matmul's time, by which the library chooses kernels, to this machine's GPU.
 
 The model of a kernel is a sum of terms (csrc/scheduler/choose_matmul_tile.h): a launch, the steps of the busiest CTA,
-its work tiles, and collecting the partials of split tiles. The model of dequantising for cuBLAS is a sum too
+its work tiles, and collecting the partials of split tiles. The model of cuBLAS over dequantised weights is a sum too
 (csrc/int8_matmul/ways.h): two launches for each block, three bytes per weight, and multiply-adds. Least squares of the
-relative errors give each term's coefficient in seconds. Multiplied by the SM clock of the run, these are the clocks in
-the two files. benchmarks/results/<gpu>/int8_fit.json gets the coefficients, and each measured time with the library's
-prediction from data sheets.
+relative errors give each term's coefficient in seconds. A coefficient times the SM clock of the run is the number of
+clocks that the two files need. benchmarks/results/<gpu>/int8_fit.json gets the coefficients, and each measured time
+with the time that the library predicts from data sheets.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.measure import environment, results, timing
 from fastattn import native, quantize_int8
 
 SCHEMA = 1
-# A dequantised block has at most BLOCK_WEIGHTS weights and a multiple of BLOCK_MULTIPLE outputs (ways.h). RESIDENT is,
-# by architecture, how many CTAs of the matmul (on Hopper: clusters) an SM holds, as in MatmulTile.
+# A dequantised block has at most BLOCK_WEIGHTS weights and a multiple of BLOCK_MULTIPLE outputs (ways.h). RESIDENT maps
+# an architecture to how many CTAs of the matmul (on Hopper: clusters) an SM holds, as in MatmulTile.
 BLOCK_WEIGHTS, BLOCK_MULTIPLE = 1 << 25, 256
 RESIDENT = {80: 2.0, 90: 0.5}
 _CTAS_OF_A_TILE = {80: 1, 90: 2}  # on Hopper, the two CTAs of a cluster compute a work tile together
@@ -141,7 +141,7 @@ def fit(names: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def fit_all(gpu: CudaGpu, names: dict[str, Any]) -> dict[str, Any]:
-    """Returns a fit for each kernel in ``names`` that the GPU runs, and one for `native.DEQUANTISED`."""
+    """Returns a fit for each kernel in ``names`` that the GPU runs, and a fit for `native.DEQUANTISED`."""
     found = {}
     for kernel in kernels(names, gpu.arch):
         samples = []
@@ -159,7 +159,7 @@ def fit_all(gpu: CudaGpu, names: dict[str, Any]) -> dict[str, Any]:
 
 
 class CudaGpu:
-    """Times calls on a CUDA device, and asks the library for its predictions. No kernel: dequantising for cuBLAS."""
+    """Times calls on a GPU, and asks for the library's predictions. Kernel None: cuBLAS over dequantised weights."""
 
     def __init__(self, facts: native.NativeDeviceFacts, timer: timing.CudaTimer) -> None:
         self.timer = timer
@@ -174,7 +174,7 @@ class CudaGpu:
             return native.int8_matmul_schedule("int8_matmul", self.arch, self.num_sms, False, *case)
 
     def predicted(self, kernel: Kernel | None, case: Case) -> float | None:
-        """Returns the seconds that the library predicts for the call, or None if it predicts none."""
+        """Returns the seconds that the library predicts for the call, or None if it makes no prediction."""
         product = native.Int8Product("int8_matmul", torch.bfloat16, False, False, *case)
         with self._forced(kernel):
             ways = native.int8_ways(product, self.arch, self.num_sms)
@@ -204,7 +204,7 @@ def document_of(fits: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]
 
 
 def as_text(fits: dict[str, Any]) -> str:
-    """Returns a line per model: its terms in ns, its worst error, and the ratio of measured to predicted times."""
+    """Returns a line for each model: coefficients in ns, worst error, and the ratio of measured to predicted times."""
     lines = []
     for name, fitted in fits.items():
         terms = ", ".join(

@@ -22,9 +22,9 @@ def label(case: Mapping[str, Any], without: Collection[str] = ()) -> str:
 
 
 def _attention_parts(case: Mapping[str, Any]) -> dict[str, str]:
-    mask = case.get("mask") or ("causal" if case["causal"] else "full")  # older results lack the field
+    mask = case.get("mask") or ("causal" if case["causal"] else "full")  # older results lack "mask"
     return {
-        "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results lack the field
+        "queries": f"{case['queries']} queries" if case.get("queries") else "",  # older results lack "queries"
         "seqlen": f"length {case['seqlen']}",
         "batch": f"batch {case['batch']}",
         "heads": f"{case['heads']}/{case['kv_heads']} heads",
@@ -64,7 +64,7 @@ def grouped_by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def seconds_of(row: Row) -> float:
-    """Returns the time that represents a row: in a CUDA graph if that was measured, else the eager time."""
+    """Returns the time that represents a row: the time in a CUDA graph if it was measured, else the eager time."""
     return float((row["graph"] or row["eager"])["median_s"])
 
 

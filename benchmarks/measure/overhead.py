@@ -1,9 +1,9 @@
 """Measures the time that fastattn adds to a call on the host, from the public function to the operator.
 
-Stand-ins for the kernels, registered for the CPU, only return tensors made beforehand. The dispatcher is told that the
-CPU is an H200. The figure is the time of the public function minus that of the bare operator, so the cost of the
-stand-in cancels. With gradients, the time that torch's autograd engine takes for a view, the smallest operation,
-is subtracted too. No GPU is needed.
+Stubs replace the kernels: operators for the CPU that only return tensors made beforehand. fastattn's dispatch is told
+that the CPU is an H200. The figure is the time of the public function minus the time of the bare operator (the floor),
+so the cost of the stub cancels. With gradients, the floor also includes the time that torch's autograd engine takes for
+a view, the smallest operation. No GPU is needed.
 
 Prints a table; ``--json FILE`` also writes the figures.
 """
@@ -31,7 +31,7 @@ SHAPE = (1, 8, 16, 64)
 
 
 def install_stand_ins() -> None:
-    """Registers operators that compute nothing, and lets the CPU pass for a GPU."""
+    """Registers operators that compute nothing, and makes dispatch treat CPU tensors as tensors on an H200."""
     device.emulate_on_cpu(H200)
     out = torch.zeros(SHAPE, dtype=torch.bfloat16)
     lse = torch.zeros(SHAPE[:3])
@@ -53,13 +53,13 @@ _kept: list[torch.library.Library] = []
 
 
 def microseconds(function: Callable[[], Any], repeats: int, calls: int) -> float:
-    """Returns the mean time of a call in the fastest of ``repeats`` runs, as other load can only add time."""
+    """Returns the mean time of a call in the fastest of ``repeats`` runs, because other load only adds time."""
     function()
     return min(timeit.repeat(function, number=calls, repeat=repeats)) / calls * 1e6
 
 
 def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]]:
-    """Returns by name the public call, the floor that any implementation has, and the aim in microseconds."""
+    """Returns, by name, the public call, the floor (the least that any implementation runs), and the aim in µs."""
     query, key, value = (torch.randn(SHAPE, dtype=torch.bfloat16) for _ in range(3))
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     tail = (None,) * 6 + (0, 0, 0.125, -1, -1, None, 0, 0, 0.0, 0.0)
@@ -122,7 +122,7 @@ def machine() -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000, help="calls per repeat")
-    parser.add_argument("--repeats", type=int, default=15, help="repeats, of which the quickest counts")
+    parser.add_argument("--repeats", type=int, default=15, help="number of repeats; the fastest one counts")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     if min(options.calls, options.repeats) < 1:

@@ -32,17 +32,17 @@ figures only for what was measured.
 How a figure is taken:
 
 - The result is checked against float64 first. A kernel of fastattn may err by twice as much as PyTorch in the same
-  dtype, a peer by 5 % of the largest value. An implementation that fails the check gets no time.
-- CUDA events then time single calls after a warm-up. The calls alternate between random inputs, so that none is still
-  in the L2. A figure is the median of 11 to 201 calls. Short calls are also timed within a CUDA graph; that time,
-  without the cost of a launch, then represents them.
-- FLOPs are those of the matrix products: half of them under a causal mask (the FlashAttention papers' convention), or
-  only the visible pairs if a sequence has fewer queries than keys (chunked prefill). Bytes count every input and
-  every output once.
-- "of limit" compares with what the same run measured: device copy, large cuBLAS matmul, or the smallest possible
-  kernel, whichever binds the case. "error" is the worst difference from float64, relative to the largest value. "to
-  best peer" is the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1, fastattn is
-  faster."""
+  dtype, a peer by 5 % of the largest value. An implementation that fails the check is not timed.
+- CUDA events then time single calls after a warm-up. The calls alternate between random inputs, so that no call finds
+  its inputs in the L2. A figure is the median of 11 to 201 calls. Short calls are also timed within a CUDA graph,
+  without the cost of a launch; the tables then use the time in the graph.
+- FLOPs are the operations of the matrix products: half of them under a causal mask (the FlashAttention papers'
+  convention), or only the visible pairs if a sequence has fewer queries than keys (chunked prefill). Bytes count every
+  input and every output once.
+- "of limit" compares with a limit that the same run measured: a device copy, a large cuBLAS matmul, or the smallest
+  possible kernel, whichever limits the case. "error" is the worst difference from float64, relative to the largest
+  value. "to best peer" is the best peer's time over fastattn's (both in CUDA graphs, or both eager): above 1, fastattn
+  is faster."""
 
 
 def page(folder: Path, page_path: Path) -> str:
@@ -100,7 +100,7 @@ def _link(target: Path, page_path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail where the page is not what would be written")
+    parser.add_argument("--check", action="store_true", help="fail if the page is not what would be written")
     options = parser.parse_args(arguments)
     text = page(results.FOLDER, PAGE)
     if not options.check:

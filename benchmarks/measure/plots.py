@@ -18,7 +18,7 @@ from benchmarks.measure.results import Document, Row, limits_of
 
 Figure = Any
 _MARKERS = "osD^vP*X<>ph"
-# The field of a case along the x axis, and the field that changes with it so that the number of tokens stays the same.
+# The field of a case along the x axis, and the field that changes along with it to keep the number of tokens constant.
 _AXES = {
     "attention_forward": ("seqlen", "batch"),
     "attention_backward": ("seqlen", "batch"),
@@ -119,7 +119,7 @@ def draw_roofline(document: Document, rows: list[Row]) -> Figure:
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize=8)
-    figure.supxlabel(" ")  # room for the line that says where the figures come from
+    figure.supxlabel(" ")  # room for the line of `_origin`
     return figure
 
 
@@ -168,7 +168,7 @@ def _panels(
         panel.set_visible(False)
     handles = {text: line for panel in grid.flat for line, text in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, fontsize=8)
-    figure.supxlabel(" ")  # room for the line that says where the figures come from
+    figure.supxlabel(" ")  # room for the line of `_origin`
     return figure
 
 

@@ -31,7 +31,7 @@ _TOP: dict[str, Any] = {
     "schema": int,
     "benchmark": str,  # one of BENCHMARKS
     "date": str,  # UTC: "2030-01-31T12:00:00+00:00"
-    "commit": str,  # of this repository; "+changes" where files differed from it
+    "commit": str,  # of this repository; "+changes" if files differed from the commit
     "complete": bool,  # false: the time limit or a lost device ended the run early
     "environment": dict,
     "limits": dict,  # fastattn.profiler.roofline.Limits, measured in this run
@@ -65,7 +65,7 @@ _ROW: dict[str, Any] = {
 
 
 class BadResult(ValueError):
-    """Says where a document does not follow the schema."""
+    """Raised when a document does not follow the schema; says where."""
 
 
 def validate(document: Any) -> Document:
@@ -142,7 +142,7 @@ def folder_name(gpu: str) -> str:
 
 
 def write(document: Document, path: Path) -> Path:
-    """Validates the document and writes it to ``path``, or if it is a folder, to ``<benchmark>.json`` in it.
+    """Validates the document and writes it to ``path``, or if ``path`` is a folder, to ``<benchmark>.json`` in it.
 
     Returns the path of the file.
     """

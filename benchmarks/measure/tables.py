@@ -40,7 +40,7 @@ def as_text(document: Document) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Returns a table with one line for each case: the faster of fastattn's backends beside the best peer."""
+    """Returns a table with one line for each case: the faster of fastattn's backends, and the best peer."""
     titles = ("case", "fastattn", "µs", *SUMMARY_COLUMNS, "best peer", "its µs")
     lines = []
     for case, of_case in grouped_by_case(rows).items():

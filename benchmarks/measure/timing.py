@@ -26,7 +26,7 @@ class Timing(NamedTuple):
 
 
 def summarize(seconds: Sequence[float]) -> Timing:
-    """Returns the median and quartiles, interpolated. Raises ``ValueError`` without times or if one is not positive."""
+    """Returns the interpolated median and quartiles. Raises ``ValueError`` without times or if one is not positive."""
     if not seconds or min(seconds) <= 0:
         raise ValueError(f"expected positive times, got {list(seconds)}")
     lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -34,15 +34,15 @@ def summarize(seconds: Sequence[float]) -> Timing:
 
 
 def num_samples(estimate_s: float, budget_s: float) -> int:
-    """Returns how many calls of about ``estimate_s`` to time in about ``budget_s``: 11 to 201."""
+    """Returns how many calls of about ``estimate_s`` to time so that they take about ``budget_s``: 11 to 201."""
     return min(max(int(budget_s / estimate_s), FEWEST_SAMPLES), MOST_SAMPLES)
 
 
 def num_input_sets(set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """Returns how many sets of inputs to alternate between, so that none is still in the L2 from its last use.
+    """Returns how many sets of inputs to alternate between, so that no set is still in the L2 from its last use.
 
-    Together they take at least twice the L2, but at most half of the free memory: at least 2 sets if they fit, and at
-    most 128.
+    Together the sets take at least twice the L2, but at most half of the free memory: at least 2 sets if they fit, and
+    at most 128.
     """
     wanted = max(math.ceil(2 * l2_bytes / max(set_bytes, 1)), 2)
     fitting = max(free_bytes // (2 * max(set_bytes, 1)), 1)
@@ -72,7 +72,7 @@ class CudaTimer:
         """Times a call as part of a CUDA graph of all ``calls``: without the cost of a launch."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # first runs may allocate, which must not happen in the capture
+        with torch.cuda.stream(stream):  # first runs may allocate or compile, which must not happen in the capture
             for call in calls:
                 call()
         torch.cuda.current_stream().wait_stream(stream)

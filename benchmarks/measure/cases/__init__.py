@@ -1,4 +1,4 @@
-"""Defines the cases that are measured: their sizes, inputs, expected results and least work."""
+"""Defines the cases that are measured: their sizes, inputs, expected results, and the least work of a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OfDtype:
-    """Gives cases their dtype as torch knows it."""
+    """Gives cases ``torch_dtype``, the torch dtype that their field ``dtype`` names."""
 
     dtype: str
 
@@ -19,6 +19,6 @@ class OfDtype:
 
 
 def lengths_up_to(longest: int, batch: int) -> tuple[int, ...]:
-    """Returns lengths of sequences: ``longest`` first, then random ones from an eighth of it on."""
+    """Returns lengths of sequences: ``longest`` first, then random ones, ``longest`` / 8 to ``longest``."""
     draw = random.Random(f"{longest} {batch}")
     return (longest, *(draw.randint(max(longest // 8, 1), longest) for _ in range(batch - 1)))

@@ -22,17 +22,17 @@ from fastattn.profiler import work
 from fastattn.profiler.work import Work
 
 TOKENS = 16 * 1024  # the tokens of a batch, all sequences together
-MAX_CHUNK_ELEMENTS = 1 << 25  # the most float64 scores that the check holds at a time
+MAX_CHUNK_ELEMENTS = 1 << 25  # the most scores that the check holds at a time
 
 
 @dataclass(frozen=True)
 class AttentionCase(OfDtype):
     """Describes one shape with its options.
 
-    ``window`` is how many keys before its own a query sees; -1 means all, any other value implies a causal mask. With
-    ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number of
-    queries of each sequence, its last tokens, as in chunked prefill; 0 means as many as keys. ``mask`` names a mask of
-    key ranges (`masks.MASKS`), which replaces the causal mask and the window.
+    ``window`` is how many keys before its own key a query sees; -1 means all, any other value implies a causal mask.
+    With ``varlen``, ``batch`` sequences of random lengths of at most ``seqlen`` are packed. ``queries`` is the number
+    of queries of each sequence, which are its last tokens, as in chunked prefill; 0 means as many as keys. ``mask``
+    names a mask of key ranges (`masks.MASKS`), which replaces the causal mask and the window.
     """
 
     head_dim: int
@@ -273,7 +273,7 @@ def quick_cases() -> list[AttentionCase]:
 
 
 def full_cases() -> list[AttentionCase]:
-    """Returns every head dim, length, mask, grouping and dtype; then packed sequences, bias and window."""
+    """Returns the full grid: head dims, lengths, masks, groupings, dtypes; then packed sequences, bias and window."""
     dense = [
         replace(shape(head_dim, seqlen), causal=causal, dtype=dtype)
         for head_dim in (64, 128, 256)

@@ -19,14 +19,14 @@ from fastattn.profiler import work
 from fastattn.profiler.work import Work
 
 KV_HEADS = 8
-MAX_TOKENS = 1 << 21  # of a cache, all sequences together: 8 GiB with 8 KV heads of 128 dims
+MAX_TOKENS = 1 << 21  # in a cache, all sequences together: 8 GiB of keys and values with 8 KV heads of 128 dims
 
 
 @dataclass(frozen=True)
 class DecodeCase(OfDtype):
     """Describes a decoding step with one new query per sequence.
 
-    A ``page_size`` of 0 means a contiguous cache. With ``ragged``, lengths are between ``context`` / 8 and ``context``.
+    A ``page_size`` of 0 means a contiguous cache. With ``ragged``, lengths are random, ``context`` / 8 to ``context``.
     """
 
     batch: int

@@ -70,7 +70,7 @@ class Int8Inputs(NamedTuple):
 
 
 def make_inputs(case: Int8Case, device: torch.device, seed: int) -> Int8Inputs:
-    """Returns normally distributed random numbers, the weight's scaled by ``k**-0.5`` like an initialised weight's."""
+    """Returns inputs of normally distributed random numbers; the weight is scaled by ``k**-0.5``, as a new layer's."""
     generator = torch.Generator(device).manual_seed(seed)
     normal = partial(torch.randn, generator=generator, device=device, dtype=case.torch_dtype)
     weight = normal(case.n, case.k) * case.k**-0.5

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn import masks
 
 MASKS = ("documents", "prefix", "shared prompt", "blocks")
-BLOCK = 128  # queries, and keys, in a block; a query sees all keys of a block or none
+BLOCK = 128  # the queries, and the keys, of a block of the mask "blocks": a query sees all keys of a block or none
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _prompt_and_answers(seqlen: int) -> tuple[int, list[int]]:
 
 def _visible_blocks(seqlen: int) -> Tensor:
     """Returns which blocks of keys each block of queries sees, bool ``[blocks, blocks]``: its own and three random
-    runs, about a tenth of all as in sparse attention over video."""
+    runs, together about a tenth of all blocks, as in sparse attention over video."""
     count = -(-seqlen // BLOCK)
     draw = random.Random(seqlen)
     visible = torch.eye(count, dtype=torch.bool)

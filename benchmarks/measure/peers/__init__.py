@@ -1,1 +1,1 @@
-"""Prepares the peers against which fastattn is measured: implementations with names and versions."""
+"""Prepares the other libraries (peers) that are measured along with fastattn."""

@@ -33,7 +33,7 @@ NO_RANGES = "mask of ranges of keys but as one in memory"
 
 
 class Built(NamedTuple):
-    """Holds a peer's function for a case. ``bring`` converts to the peer's layout, ``take_back`` to fastattn's."""
+    """Holds a peer's function for a case. ``bring`` converts to the peer's layout, ``take_back`` back to fastattn's."""
 
     attend: Callable[..., Tensor]
     bring: Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _heads_last(tensor: Tensor) -> Tensor:
-    """Converts ``[B, H, S, D]`` to contiguous ``[B, S, H, D]`` and back. Packed sequences have that order already."""
+    """Swaps heads and sequence: ``[B, H, S, D]`` to contiguous ``[B, S, H, D]``, or back. Packed tensors stay as is."""
     return tensor.transpose(1, 2).contiguous() if tensor.dim() == 4 else tensor
 
 
@@ -167,7 +167,7 @@ _flash_attn_4 = partial(_flash, module="flash_attn.cute", unbounded=None)
 
 @functools.cache
 def flashinfer_workspace(device: torch.device) -> Tensor:
-    """Returns the scratch memory that flashinfer's wrappers share, as their calls run one after the other."""
+    """Returns the scratch memory that flashinfer's wrappers share: their calls run one after the other."""
     return torch.empty(256 << 20, dtype=torch.uint8, device=device)
 
 

@@ -71,7 +71,7 @@ def _flash_attn_4(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
 
 
 def _flashinfer(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
-    """Prepares the batch wrapper, planned once, for pages, or the single-sequence function for a contiguous cache."""
+    """Prepares the batch wrapper, planned once, for pages; the single-sequence function for a contiguous cache."""
     import flashinfer
 
     query = inputs.query[:, :, 0]

@@ -27,7 +27,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def _through(make_linear: Callable[[Int8Case, Int8Inputs], Linear], differentiable: bool) -> Prepare:
-    """Returns a function that prepares a layer's forward pass or, if it is differentiable, its input gradient."""
+    """Returns a function that prepares a layer's forward pass or, if ``differentiable``, its input gradient."""
 
     def prepare(case: Int8Case, inputs: Int8Inputs) -> Prepared:
         require(differentiable or not case.gradient, "gradient of the input")
