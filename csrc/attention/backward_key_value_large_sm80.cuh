@@ -259,7 +259,7 @@ struct BackwardLargeSm80 {
             if (some_nonfinite) {
                 meet_all();  // waits until the value warps have read K in their current step
                 if (cleans) {
-                    KeyLoader(shared.sK, nullptr, 0, ptx::opaque(threadIdx.x)).for_own_pairs([](uint32_t& pair) {
+                    KeyLoader(shared.sK, nullptr, 0, ptx::opaque(threadIdx.x)).for_own_pairs([](uint32_t& pair, int) {
                         pair &= ~nonfinite_mask<kDataType>(pair);
                     });
                 }

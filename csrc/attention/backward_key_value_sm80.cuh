@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
         // NaN and infinity in K count as zero in this step's dQ: see device/nonfinite.cuh.
         const bool clean = (kOptions || !is_full) && shared.some_nonfinite;
         KeyLoader load_k = keys_of(params.key, shared.sK, shared.keys, ptx::opaque(threadIdx.x));
-        if (clean) load_k.for_own_pairs([](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
+        if (clean) load_k.for_own_pairs([](uint32_t& pair, int) { pair &= ~nonfinite_mask<kDataType>(pair); });
         __syncthreads();   // waits until every warp has read Q, dO and terms, so that they may be overwritten
         auto next = walk;  // found again after the step, because keeping it would take registers
         next.go_on();

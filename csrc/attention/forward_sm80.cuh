@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         ptx::cp_async_commit_group();
         if (sign != 1.0f) {
             ptx::cp_async_wait_group<0>();  // waits for Q: a thread changes only what it copied itself
-            load_q.for_own_pairs([&](uint32_t& pair) { pair = multiply<kDataType>(pair, sign); });
+            load_q.for_own_pairs([&](uint32_t& pair, int) { pair = multiply<kDataType>(pair, sign); });
         }
         if constexpr (Config::kQueryInRegisters) {
             ptx::cp_async_wait_group<0>();  // waits for Q

@@ -10,6 +10,7 @@
 #include "decode/key_bits.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/reduce.cuh"
 #include "device/swizzle.cuh"
 #include "device/token_location.cuh"
@@ -124,11 +125,14 @@ struct WarpTile {
 
     // Starts to copy rows of row_bytes bytes from anywhere in memory. Lane l passes the address of row l % kRows, or
     // null if the row is absent; absent rows become zero. skipped: bit r says that row r is not copied, because the
-    // caller writes it.
+    // caller writes it. Rows of 512 bytes are copied two at a time, because ptxas spills registers otherwise. All others
+    // are copied one at a time: this loop runs only where a sequence ends, has new tokens or has small pages, and each
+    // launch fetches the kernel's code from memory.
     FASTATTN_DEVICE void load_rows(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
+        constexpr int kUnrolled = kPasses > 8 ? 2 : 1;
+#pragma unroll kUnrolled
+        for (int pass = ptx::opaque(0); pass < kPasses; ++pass) {  // opaque: the compiler hoists nothing out of here
             const int tile_row = row + pass * kRowStep;
             const char* gTileRow = from_lane(gRow, tile_row);
             if ((skipped >> tile_row & 1) != 0) continue;
@@ -146,17 +150,18 @@ struct WarpTile {
         ptx::cp_async_cg_16(sChunk, gChunk, exists ? size : 0);
     }
 
-    // Calls function(uint32_t& pair_of_elements) for all elements that this lane has copied.
+    // Calls function(uint32_t& pair_of_elements, its index in its chunk) for all elements that this lane has copied.
+    // The loop is not unrolled, because it runs only where a tile has keys that some row does not see.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
-#pragma unroll
+#pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
             uint4& bits = *reinterpret_cast<uint4*>(sTile + chunk_offset(pass));
             uint4 pairs = bits;
-            function(pairs.x);
-            function(pairs.y);
-            function(pairs.z);
-            function(pairs.w);
+            function(pairs.x, 0);
+            function(pairs.y, 1);
+            function(pairs.z, 2);
+            function(pairs.w, 3);
             bits = pairs;
         }
     }

@@ -80,13 +80,21 @@ struct PackedRows {
     // the keys that exist. Called by all lanes of the warp.
     template <int kKeys>
     FASTATTN_DEVICE uint2 seen(uint32_t present, int32_t first_key, int lane) const {
-        const auto row_bits = [&](int half) {
+        uint32_t seen[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
             const KeyRange sees = upper[half * kLowerRow].sees;
-            uint32_t keys = present & keys_between<kKeys>(sees.begin - first_key, sees.end - first_key);
-            if (decode.tree_mask.data != nullptr) keys &= seen_in_tree<kKeys>(half, keys, first_key, lane);
-            return keys;
-        };
-        return {row_bits(0), row_bits(1)};
+            seen[half] = present & keys_between<kKeys>(sees.begin - first_key, sees.end - first_key);
+        }
+        if (decode.tree_mask.data != nullptr) {
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {  // swaps the rows twice: registers have no index
+                const uint32_t own = seen_in_tree<kKeys>(half, seen[0], first_key, lane);
+                seen[0] = seen[1];
+                seen[1] = own;
+            }
+        }
+        return {seen[0], seen[1]};
     }
 
     // Returns whether some row may not see all of the keys [first_key, end_key).

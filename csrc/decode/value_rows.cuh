@@ -51,7 +51,7 @@ FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, co
     const Tile warp_tile(sV, lane);
     const SharedTile<Tile> tile{warp_tile, warps.is_first()};
     uint32_t found = 0;
-    tile.for_own_pairs([&](uint32_t& four) { found |= nan_bits_of_fp8(four); });
+    tile.for_own_pairs([&](uint32_t& four, int) { found |= nan_bits_of_fp8(four); });
     if (!warps.any(found != 0)) return;
     const uint2 keys = rows.template seen<kKeys>(present, first_key, lane);
     const uint32_t seen[2] = {keys.x, keys.y};
@@ -74,7 +74,7 @@ FASTATTN_DEVICE void silence_unseen_fp8(float (&rO)[1][kTilesD][4], char* sV, co
         }
     }
     warps.sync();  // waits until every lane has read the NaN
-    tile.for_own_pairs([](uint32_t& four) {
+    tile.for_own_pairs([](uint32_t& four, int) {
         const uint32_t is_nan = nan_bits_of_fp8(four);
         four &= ~((is_nan << 1) - (is_nan >> 7));
     });

@@ -43,7 +43,7 @@ struct SearchForNonfinite {
 
     // i chooses the sum, because additions to one sum wait for each other. The compiler has to know i.
     FASTATTN_DEVICE void look_at(uint32_t two_elements, int i) {
-        uint32_t& sum = sums[i % 4];
+        uint32_t& sum = sums[i];
         sum = kDataType == DataType::kFloat16 ? ptx::fma_rn_f16x2(two_elements, 0, sum)
                                               : ptx::fma_rn_bf16x2(two_elements, 0, sum);
     }
@@ -56,8 +56,7 @@ struct SearchForNonfinite {
 template <DataType kDataType, typename TileLoader>
 FASTATTN_DEVICE bool has_nonfinite(const TileLoader& tile) {
     SearchForNonfinite<kDataType> search;
-    int i = 0;
-    tile.for_own_pairs([&](uint32_t& pair) { search.look_at(pair, i++); });
+    tile.for_own_pairs([&](uint32_t& pair, int i) { search.look_at(pair, i); });
     return search.has_found();
 }
 
@@ -80,7 +79,8 @@ FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const 
 #pragma unroll
             for (int half = 0; half < 2; ++half) seen[m][half] = sees(m, half, row) ? 0xffffffff : 0;
         }
-#pragma unroll
+        // The tiles of rO take turns as its first one, so that the loop need not be unrolled: registers have no index.
+#pragma unroll 1
         for (int d = 0; d < kTilesD; ++d) {
             const char* chunk = reinterpret_cast<const char*>(sV) + TileLoader::Layout::offset(row, d);
             const uint32_t pair = reinterpret_cast<const uint32_t*>(chunk)[lane % kLanesPerRow];
@@ -90,13 +90,16 @@ FASTATTN_DEVICE void separate_nonfinite(float (&rO)[kTilesM][kTilesD][4], const 
                 const float value = unpack<kDataType>(static_cast<uint16_t>(nonfinite >> 16 * (e % 2)));
 #pragma unroll
                 for (int m = 0; m < kTilesM; ++m) {
-                    rO[m][d][e] += __uint_as_float(__float_as_uint(value) & seen[m][e / 2]);
+                    const float first = rO[m][0][e] + __uint_as_float(__float_as_uint(value) & seen[m][e / 2]);
+#pragma unroll
+                    for (int i = 0; i + 1 < kTilesD; ++i) rO[m][i][e] = rO[m][i + 1][e];
+                    rO[m][kTilesD - 1][e] = first;
                 }
             }
         }
     }
     barrier();  // waits until every thread has read V as it was
-    tile.for_own_pairs([&](uint32_t& pair) { pair &= ~nonfinite_mask<kDataType>(pair); });
+    tile.for_own_pairs([](uint32_t& pair, int) { pair &= ~nonfinite_mask<kDataType>(pair); });
     barrier();  // waits until V is finite in all of the tile
 }
 

@@ -42,16 +42,16 @@ struct TileChunks {
         : head_dim(head_dim),
           sChunk(reinterpret_cast<char*>(sTile) + Layout::offset(thread / kChunksPerPass, thread % kChunksPerPass)) {}
 
-    // Calls function(uint32_t& pair_of_elements) for all elements that this thread has copied.
+    // Calls function(uint32_t& pair_of_elements, its index in its chunk) for all elements that this thread has copied.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         for_own_chunks([&](int, int, char* chunk) {
             uint4& bits = *reinterpret_cast<uint4*>(chunk);
             uint4 pairs = bits;
-            function(pairs.x);
-            function(pairs.y);
-            function(pairs.z);
-            function(pairs.w);
+            function(pairs.x, 0);
+            function(pairs.y, 1);
+            function(pairs.z, 2);
+            function(pairs.w, 3);
             bits = pairs;
         });
     }

@@ -206,7 +206,8 @@ struct Combiner {
         if (row >= rows.num_rows()) return;
         const int32_t value_dim = rows.slots().value_dim;
         const uint32_t present = shared.present >> first;
-#pragma unroll
+        constexpr int kUnrolled = kCopiesAhead ? 4 : kNodesOfOneTrip;  // with copies ahead, three calls are inlined
+#pragma unroll kUnrolled
         for (int node = 0; node < kNodesOfOneTrip; ++node) {
             if ((present >> node & 1) == 0) continue;
             ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]),
