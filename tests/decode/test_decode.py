@@ -237,7 +237,7 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "scale dtype": (call(int8=True, v_scale=torch.ones(2, 2, 16).half()), ("v_scale", "float32", "float16")),
     "one cache int8": (call(int8=True, v_cache=torch.zeros(2, 2, 16, 8)), ("v_cache", "int8", "float32")),
     "table rank": (call(True, block_table=torch.zeros(2).int()), ("block_table", "[B, max_pages]", "[2]")),
-    "table rows": (call(True, block_table=torch.zeros(3, 4).int()), ("block_table", "2 rows", "[3, 4]")),
+    "table rows": (call(True, block_table=torch.zeros(3, 4).int()), ("block_table", "batch size 2", "[3, 4]")),
     "table dtype": (call(True, block_table=torch.zeros(2, 4)), ("block_table", "int32", "float32")),
     "cos alone": (call(rotary_cos=torch.ones(16, 8)), ("rotary_sin", "a tensor", "None")),
     "sin alone": (call(rotary_sin=torch.ones(16, 8)), ("rotary_cos", "a tensor", "None")),
