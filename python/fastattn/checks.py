@@ -128,8 +128,8 @@ def refuse_keywords(function: Callable[..., Any], unknown: Iterable[str]) -> Non
 def advice_on_keyword(name: str, known: Collection[str]) -> str:
     """Returns advice for an error about the unknown keyword ``name``: what to do instead, or the keyword among
     ``known`` that means the same or is spelled similarly. Returns an empty string if there is no advice."""
-    for names, beside, advice in _ADVICE:
-        if name in names.split() and (beside is None or beside in known):
+    for names, required, advice in _ADVICE:
+        if name in names.split() and (required is None or required in known):
             return f"; {advice}"
     note = {"is_causal": ", and aligns to the bottom right", "causal": ", and aligns to the top left"}.get(name, "")
     for meant in _NAMES_OF.get(name, ()):

@@ -74,7 +74,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         raise TypeError(f"function: expected one that calls fastattn, but {came}")
     copied, named = {}, _named_arguments(function, args, kwargs)
     if choice.backend != "torch":
-        for name, value in _read_as_they_lie(named).items():
+        for name, value in _arguments_read_in_place(named).items():
             tensor = value.int8_data if isinstance(value, Int8Tensor) else value
             tensor = value.data if isinstance(value, Int8Weight) else tensor
             if isinstance(tensor, Tensor) and tensor.layout == torch.jagged:
@@ -134,7 +134,7 @@ def _named_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return {}
 
 
-def _read_as_they_lie(named: dict[str, Any]) -> dict[str, Any]:
+def _arguments_read_in_place(named: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments that kernels read in place, or that are copied if their layout does not allow that."""
     pages = () if named.get("block_table") is None else ("key", "value")  # pages are never copied
     tensors = ("query", "key", "value", "k_new", "v_new", "x", "weight", "residual")

@@ -106,8 +106,10 @@ def _decide(request: Request, forced: str | None, torch_asked_for: bool) -> Choi
         else:
             rejected[backend] = reason
     if forced is not None and forced != chosen:
-        kept_out = reasons.another_is_forced(forced)
-        other = next((f' use_backend("{name}") can.' for name, reason in rejected.items() if reason == kept_out), "")
+        forced_elsewhere = reasons.another_is_forced(forced)
+        other = next(
+            (f' use_backend("{name}") can.' for name, reason in rejected.items() if reason == forced_elsewhere), ""
+        )
         raise InputError(f'use_backend("{forced}") cannot run this call: {rejected[forced]}{other}')
     if chosen == "torch":
         detour = None

@@ -274,6 +274,6 @@ def _block_over(part: Part, keys: Part, window: Window) -> Block:
 
     ``keys.rows`` is the place of ``keys`` in a tensor. ``Block.keys`` is a slice of the same tensor.
     """
-    seen, first_row = keys_seen(part, keys, window), keys.rows.start
-    rows = slice(first_row + seen.start, first_row + seen.stop)
-    return Block(part.rows, rows, part.first, keys.first + seen.start, window, part.document)
+    seen, first_key = keys_seen(part, keys, window), keys.rows.start
+    read = slice(first_key + seen.start, first_key + seen.stop)
+    return Block(part.rows, read, part.first, keys.first + seen.start, window, part.document)

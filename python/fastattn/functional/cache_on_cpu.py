@@ -143,13 +143,13 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
         if mask is not None or (left, right) != (-1, -1):
             return torch_sdpa.attend(query, key, value, mask, (left, right), scale), query
         # PyTorch's kernel can lose a NaN score. Set keys that cause one to zero here, and set the result to NaN below.
-        spoiled = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
-        if spoiled is not None:
-            key = key.masked_fill(spoiled, 0.0)
+        nonfinite = None if torch_sdpa.is_known_finite(key) else ~key.isfinite().all(-1, keepdim=True)
+        if nonfinite is not None:
+            key = key.masked_fill(nonfinite, 0.0)
         # The query heads of a KV head become rows of one product, which loads the keys once.
         out = torch_sdpa.torch_sdpa(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), key, value, scale=scale)
-        if spoiled is not None:
-            out = out.masked_fill(spoiled.any(2, keepdim=True), torch.nan)
+        if nonfinite is not None:
+            out = out.masked_fill(nonfinite.any(2, keepdim=True), torch.nan)
         return out.reshape(query.shape), query
     found = composite.attend(
         query,

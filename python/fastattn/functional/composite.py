@@ -44,12 +44,12 @@ def attend(
     if 0 in (*query.shape, *key.shape, *value.shape):
         return None
     visible = band(num_queries, num_keys, *window, query.device)
-    spoiled_keys = spoiled_values = None
+    nonfinite_keys = nonfinite_values = None
     if (visible is not None or bias is not None) and not is_known_finite(key, value):
         # The product of a NaN and a zero weight is NaN, but a masked NaN must not have any influence. So replace NaN
         # and infinity by zeros before the products, and set what sees them to NaN after the products.
-        spoiled_keys, spoiled_values = ~key.isfinite().all(-1, keepdim=True), ~value.isfinite()
-        key, value = key.masked_fill(spoiled_keys, 0.0), value.masked_fill(spoiled_values, 0.0)
+        nonfinite_keys, nonfinite_values = ~key.isfinite().all(-1, keepdim=True), ~value.isfinite()
+        key, value = key.masked_fill(nonfinite_keys, 0.0), value.masked_fill(nonfinite_values, 0.0)
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     by_kv_head = (kv_heads, heads // kv_heads)
@@ -69,11 +69,11 @@ def attend(
         position = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
         distance = (position - torch.arange(num_keys, device=query.device)).abs().to(dtype)
         scores = scores - like_scores(torch.atleast_2d(alibi_slopes.to(dtype))[..., None, None]) * distance
-    if spoiled_keys is not None:
-        scores = scores + torch.where(spoiled_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
+    if nonfinite_keys is not None:
+        scores = scores + torch.where(nonfinite_keys.transpose(-2, -1), math.nan, 0.0).to(dtype)[:, :, None]
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + like_scores(bias.to(dtype))
-        if spoiled_keys is not None:  # NaN + -inf is NaN, so mask such scores explicitly
+        if nonfinite_keys is not None:  # NaN + -inf is NaN, so mask such scores explicitly
             scores = scores.masked_fill(like_scores(bias == -math.inf), -math.inf)
     elif bias is not None:
         scores = scores.masked_fill(~like_scores(bias), -math.inf)
@@ -81,8 +81,8 @@ def attend(
         scores = scores.masked_fill(~visible[:, :, None], -math.inf)
 
     seen = None
-    if spoiled_values is not None:
-        seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ spoiled_values.to(dtype) > 0
+    if nonfinite_values is not None:
+        seen = (scores != -math.inf).to(dtype).flatten(2, 3) @ nonfinite_values.to(dtype) > 0
 
     # Weights are relative to ``level``, the largest score. Output and lse do not depend on ``level``, so it needs no
     # gradient.

@@ -107,8 +107,8 @@ def attend(
     if bias is None and sees_all_before and right == 0 and num_queries == num_keys:
         out = torch_sdpa(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
         if is_finite is not None:
-            spoiled = (~(is_finite[0] & is_finite[1])).cumsum(2) > 0
-            out = _spoil(out, spoiled.repeat_interleave(_group(query, key), dim=1))
+            nonfinite = (~(is_finite[0] & is_finite[1])).cumsum(2) > 0
+            out = _nan_where(out, nonfinite.repeat_interleave(_group(query, key), dim=1))
         return out
 
     # All masks below are [B or 1, Hq or 1, Sq or 1, Sk or 1].
@@ -124,9 +124,9 @@ def attend(
     out = torch_sdpa(query, key, value, mask, scale=scale, enable_gqa=is_grouped)
     out = out.masked_fill(sees_nothing, 0.0)
     if is_finite is not None:
-        spoiled = (~(is_finite[0] & is_finite[1])).repeat_interleave(_group(query, key), dim=1)
-        seen = visible.expand(*visible.shape[:-1], num_keys).float() @ spoiled.float()
-        out = _spoil(out, seen > 0)
+        nonfinite = (~(is_finite[0] & is_finite[1])).repeat_interleave(_group(query, key), dim=1)
+        seen = visible.expand(*visible.shape[:-1], num_keys).float() @ nonfinite.float()
+        out = _nan_where(out, seen > 0)
     return out
 
 
@@ -177,9 +177,9 @@ def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.d
     return visible[None, None]
 
 
-def _spoil(out: Tensor, sees_spoiled: Tensor) -> Tensor:
+def _nan_where(out: Tensor, sees_nonfinite: Tensor) -> Tensor:
     """Sets rows to NaN that see a key or value that is not finite. Multiplies, so that gradients become NaN too."""
-    return out * torch.where(sees_spoiled, math.nan, 1.0).to(out.dtype)
+    return out * torch.where(sees_nonfinite, math.nan, 1.0).to(out.dtype)
 
 
 def _group(query: Tensor, key: Tensor) -> int:

@@ -27,7 +27,8 @@ from fastattn.profiler.trace import (
 )
 
 _REGION = "fastattn.region: "
-_NO_KERNELS = "No kernel was recorded: none ran on a GPU, or CUPTI is missing. The host's operators took:"
+_NO_GPU = "No kernel ran on a GPU; operators on the CPU:"
+_NO_KERNELS = "No kernel was recorded: none ran on a GPU, or CUPTI is missing; operators on the CPU:"
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -124,9 +125,11 @@ class Profile:
         self.memory = memory_timeline(events)
 
     def __str__(self) -> str:
-        parts = [kernel_table(self.kernels) if self.kernels else operator_table(self.operators)]
-        if not self.kernels and torch.cuda.is_available():
-            parts.insert(0, _NO_KERNELS)
+        if self.kernels:
+            parts = [kernel_table(self.kernels)]
+        else:
+            title = _NO_KERNELS if torch.cuda.is_available() else _NO_GPU
+            parts = [f"{title}\n{operator_table(self.operators)}"]
         if self.regions:
             parts.append(region_table(self.regions))
         return "\n\n".join(parts)

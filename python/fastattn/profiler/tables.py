@@ -43,7 +43,7 @@ def operator_table(operators: Sequence[CpuOperator]) -> str:
     for each in operators[:_ROWS_SHOWN]:
         share = f"{each.self_seconds / total:.1%}"
         rows.append((_shortened(each.name), str(each.calls), f"{each.self_seconds * 1e3:.3f}", share))
-    return "No kernel ran on a GPU; operators on the CPU:\n" + _aligned(rows)
+    return _aligned(rows)
 
 
 def region_table(regions: Sequence[Region]) -> str:

@@ -39,11 +39,11 @@ def dropout_keep(
     ``origin`` is the position of the first row, column and head in the larger call that contains this block.
     """
     first_row, first_column, first_head = origin
-    beside = first_column % 4  # how many of the first four words are for earlier columns
+    skipped = first_column % 4  # how many of the first four words are for earlier columns
     seed = torch.as_tensor(seed, dtype=torch.int64, device=device).reshape(())
     head = first_head + torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
     row = first_row + torch.arange(rows, device=device).view(1, 1, rows, 1)
-    block = first_column // 4 + torch.arange((beside + columns + 3) // 4, device=device).view(1, 1, 1, -1)
+    block = first_column // 4 + torch.arange((skipped + columns + 3) // 4, device=device).view(1, 1, 1, -1)
     words = philox_4x32((block, row, head, torch.zeros_like(block)), (seed & MASK32, (seed >> 32) & MASK32))
-    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., beside : beside + columns]
+    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., skipped : skipped + columns]
     return word >= int(p * 2**32)

@@ -64,12 +64,12 @@ def attend(
 
     k = key.to(dtype).repeat_interleave(group, dim=1)
     v = value.to(dtype).repeat_interleave(group, dim=1)
-    spoiled_keys = spoiled_values = None
+    nonfinite_keys = nonfinite_values = None
     if visible is not None:  # replace masked NaNs: NaN times a probability of 0 is NaN
-        spoiled_keys = ~k.detach().isfinite().all(-1)
-        spoiled_values = ~v.detach().isfinite()
-        k = k.masked_fill(spoiled_keys[..., None], 0.0)
-        v = v.masked_fill(spoiled_values, 0.0)
+        nonfinite_keys = ~k.detach().isfinite().all(-1)
+        nonfinite_values = ~v.detach().isfinite()
+        k = k.masked_fill(nonfinite_keys[..., None], 0.0)
+        v = v.masked_fill(nonfinite_values, 0.0)
 
     scores = (query.to(dtype) * scale) @ k.transpose(-2, -1)
     if softcap > 0:
@@ -79,9 +79,9 @@ def attend(
         scores = scores - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(dtype)
-    if visible is not None and spoiled_keys is not None:
-        spoiled = torch.where(spoiled_keys[..., None, :], math.nan, 0.0).to(dtype)
-        scores = (scores + spoiled).masked_fill(~visible, -math.inf)  # add: gradients become NaN too
+    if visible is not None and nonfinite_keys is not None:
+        nonfinite = torch.where(nonfinite_keys[..., None, :], math.nan, 0.0).to(dtype)
+        scores = (scores + nonfinite).masked_fill(~visible, -math.inf)  # add: gradients become NaN too
     max_logit = _largest_of_heads(scores.detach(), row_is_present) if return_max_logit else None
     if sinks is not None:
         sink = sinks.to(dtype).view(1, heads, 1, 1).expand(batch, heads, num_queries, 1)
@@ -104,9 +104,9 @@ def attend(
         keep = dropout_keep(dropout_seed, dropout_p, *sizes, query.device, dropout_origin)
         probabilities = probabilities * keep * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
     out = probabilities @ v
-    if visible is not None and spoiled_values is not None:
-        sees_spoiled = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ spoiled_values.to(dtype) > 0
-        out = out + torch.where(sees_spoiled, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
+    if visible is not None and nonfinite_values is not None:
+        sees_nonfinite = visible.to(dtype).expand(scores.shape[:-1] + (num_keys,)) @ nonfinite_values.to(dtype) > 0
+        out = out + torch.where(sees_nonfinite, math.nan, 0.0).to(dtype) * probabilities.sum(-1, keepdim=True)
     results = out if exact_out else out.to(query.dtype), lse.squeeze(-1).to(lse_dtype)
     return results if max_logit is None else (*results, max_logit.to(lse_dtype))
 

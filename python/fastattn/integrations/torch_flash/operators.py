@@ -126,7 +126,7 @@ def _sdpa_forward(
     if found is None:
         return None
     out, lse = found
-    out = _lying_like(query, out)
+    out = _laid_out_like(query, out)
     rng_state, unused, debug_mask = _auxiliary(query, seed)
     return out, lse, None, None, query.shape[2], key.shape[2], rng_state, unused, debug_mask
 
@@ -153,7 +153,7 @@ def _sdpa_backward(
     seed = _seed_of(philox_seed, dropout_p)
     call = AttentionCall(query, key, value, causal=is_causal, dropout_p=dropout_p, scale=scale, dropout_seed=seed)
     grads = attention_backward(call, grad_out, out, logsumexp.contiguous(), by_kernel_only=True)
-    return None if grads is None else tuple(map(_lying_like, (query, key, value), grads))
+    return None if grads is None else tuple(map(_laid_out_like, (query, key, value), grads))
 
 
 def _flash_forward(
@@ -221,7 +221,7 @@ def _flash_forward(
             out = out.transpose(1, 2)
         if alibi is not None:
             lse = lse - alibi.left_out()
-        out = _lying_like(query, out)
+        out = _laid_out_like(query, out)
     return out, lse, *_auxiliary(query, seed)
 
 
@@ -296,7 +296,7 @@ def _flash_backward(
         return None
     if packed is None:
         grads = tuple(grad.transpose(1, 2) for grad in grads)  # type: ignore[assignment]
-    return tuple(map(_lying_like, (query, key, value), grads))
+    return tuple(map(_laid_out_like, (query, key, value), grads))
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -369,7 +369,7 @@ def _by_kernel(call: AttentionCall, return_debug_mask: bool) -> tuple[Tensor, Te
     return out, lse
 
 
-def _lying_like(like: Tensor, result: Tensor) -> Tensor:
+def _laid_out_like(like: Tensor, result: Tensor) -> Tensor:
     """Returns ``result`` with the strides of ``torch.empty_like(like)``, on which compiled graphs rely."""
     if result.stride() == like.stride():
         return result
