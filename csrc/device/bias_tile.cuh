@@ -1,7 +1,8 @@
-// The bias of one tile of scores, as a warp of a warpgroup holds them, in as many registers as a 16-bit bias needs. It
-// is loaded while Q·Kᵀ is computed, from the L2 cache, into which the producer has prefetched it, and added afterwards.
-// A 32-bit bias does not fit in registers with Q·Kᵀ, and is loaded as it is added. A tile of which all keys exist is
-// loaded two neighbouring keys at a time, where the bias allows it, without comparisons. Nothing outside is read.
+// Loads the bias of one tile of scores, and adds it to the accumulators of a warp of a warpgroup. A bias of 8 or 16
+// bits is loaded into registers while Q·Kᵀ is computed, and added afterwards. A bias of 32 bits would not fit in
+// registers next to Q·Kᵀ, so it is loaded when it is added. The producer has prefetched the bias into the L2 cache. If
+// all keys of the tile exist and BiasView::in_pairs is set, one load reads two neighbouring keys, without a comparison.
+// No load reads outside of the bias.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +19,11 @@ struct BiasTile {
     using Kind = BiasView::Kind;
 
     const BiasView& view;
-    const char* rows[2];  // key 0 of this lane's upper and lower row, or of the last row where those do not exist
+    const char* rows[2];  // key 0 of this lane's upper and lower row; the last row replaces a row that does not exist
     int32_t num_keys, own_column;
-    uint32_t pairs[kTilesN][2];  // bits of two keys, the first in the lower half, for the upper and the lower row
+    uint32_t pairs[kTilesN][2];  // [n][half]: two neighbouring keys, the first in the lower bits, in row `half`
 
-    // first_row: of the warp. There must be at least one row.
+    // first_row: the warp's first row. The sequence must have at least one row.
     FASTATTN_DEVICE BiasTile(const HeadScores& scores, int32_t first_row, int lane)
         : view(scores.params.bias), num_keys(scores.window.num_keys), own_column(accumulator_column(lane)) {
 #pragma unroll
@@ -90,7 +91,8 @@ struct BiasTile {
         });
     }
 
-    // Calls function(n, half, bits, bits) for each two neighbouring keys of a tile.
+    // Calls function(n, half, bits of the first key, bits of the second key) for this lane's pairs of neighbouring
+    // keys.
     template <typename T, typename Function>
     FASTATTN_DEVICE void for_each_pair(int32_t first_key, Function&& function) const {
         using Two = std::conditional_t<sizeof(T) == 4, uint2, std::conditional_t<sizeof(T) == 2, uint32_t, uint16_t>>;
@@ -126,8 +128,8 @@ struct BiasTile {
     }
 };
 
-// Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, before the warps that load
-// it. Does nothing where the elements of neighbouring keys are not adjacent.
+// Prefetches the bias of num_rows by num_keys scores into the L2 cache. Called by one warp, before other warps load the
+// bias. Does nothing if the elements of neighbouring keys are not adjacent.
 FASTATTN_DEVICE void prefetch_bias(const BiasView& view, int32_t batch, int32_t head, int32_t first_row,
                                    int32_t num_rows, int32_t first_key, int32_t num_keys, int lane) {
     constexpr int kSectorBytes = 32;

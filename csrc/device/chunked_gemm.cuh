@@ -1,11 +1,12 @@
-// Computes A·Bᵀ for rows of 16-bit elements whose width is known only at run time, by a CTA of kWarpsM x kWarpsN warps.
-// 64 dims at a time pass through shared memory, and the next 64 are in flight while these are multiplied.
+// Computes A·Bᵀ with a CTA of kWarpsM x kWarpsN warps. The rows of A and B have 16-bit elements, and their length
+// (head_dim) is known only at run time. Chunks of 64 dims pass through two stages of shared memory: while one chunk is
+// multiplied, the copy of the next chunk is in flight.
 //
 //   copy     c0 | c1        c2        c0 of the next product …
 //   multiply    | c0        c1        c2
 //
-// A warp's tile of 32 x 32 takes 4 ldmatrix for 8 MMAs, which is what shared memory delivers (128 bytes a clock) while
-// the tensor cores of sm_80 compute; 16 x 64 takes 5.
+// For 16 dims, a warp's tile of 32 x 32 takes 4 ldmatrix.x4 and 8 MMAs. Shared memory, at 128 bytes a clock, delivers 4
+// ldmatrix.x4 in the time that the tensor cores of sm_80 take for 8 MMAs. A tile of 16 x 64 would take 5 ldmatrix.x4.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 
 namespace fastattn {
 
-// Rows in global memory, aligned as those of a HeadsView. Rows from num_rows on count as zero, and are not read.
+// Rows in global memory, aligned like the rows of a HeadsView. Rows from num_rows on count as zero, and are not read.
 struct GemmRows {
     const uint16_t* data;
     int64_t row_stride;
@@ -47,7 +48,7 @@ class ChunkedGemm {
 
     const int warp_row, warp_column;  // where this warp's rows and columns begin in the tile
 
-    // thread: in the CTA. Warps follow each other along the columns of the tile, then along its rows.
+    // thread: its index in the CTA. Neighbouring warps compute neighbouring columns of the same rows.
     FASTATTN_DEVICE ChunkedGemm(Storage& shared, int thread)
         : warp_row(thread / kWarpSize / kWarpsN * kTilesM * kMmaM),
           warp_column(thread / kWarpSize % kWarpsN * kTilesN * kMmaN),
@@ -60,8 +61,8 @@ class ChunkedGemm {
         ptx::cp_async_commit_group();
     }
 
-    // Computes rS = A·Bᵀ, this warp's tiles. `operands` is what `next` was in the call before, or the first. Other
-    // warps may still read the storage after the last product.
+    // Computes this warp's tiles of A·Bᵀ, and starts to load `next`. `operands`: what the previous call got as `next`,
+    // or what start() got. After the last call, other warps may still be reading the storage.
     FASTATTN_DEVICE void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
                                   const GemmOperands& next) {
 #pragma unroll
@@ -74,7 +75,7 @@ class ChunkedGemm {
         }
 #pragma unroll 1
         for (int32_t dim = 0; dim < operands.head_dim; dim += kChunkDims) {
-            ptx::cp_async_wait_group<0>();  // this chunk
+            ptx::cp_async_wait_group<0>();  // waits for this thread's copies of the chunk
             __syncthreads();  // waits for every thread's copies, and until every warp has read the chunk before
             const int stage = stage_;
             stage_ ^= 1;

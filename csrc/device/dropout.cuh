@@ -1,6 +1,6 @@
-// Dropout on a warp's accumulators. The seed and the position of a probability alone decide whether it is kept: Philox
-// 4x32-10 (Salmon et al., SC 2011), counter (key / 4, row, head, 0), word key % 4. Key, row and head count from
-// params.dropout_origin.
+// Applies dropout to a warp's accumulators. Whether a probability is kept depends only on the seed and on the
+// probability's position (head, row, key), to which params.dropout_origin is added. Its random number is word key % 4
+// of Philox 4x32-10 (Salmon et al., SC 2011) with the counter (key / 4, row, head, 0).
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ FASTATTN_DEVICE uint4 philox_4x32_10(uint4 counter, uint2 key) {
 
 struct Dropout {
     uint2 seed;
-    uint32_t threshold;  // words below it drop
+    uint32_t threshold;  // a word below it drops the probability
     uint32_t head;       // counted over batch and heads
     const DropoutOrigin& origin;
 
-    // Must not be used if there is no seed.
+    // If the call has no seed, the object must not be used.
     FASTATTN_DEVICE Dropout(const ScoreParams& params, uint32_t head)
         : seed{0, 0},
           threshold(params.dropout_threshold),
@@ -38,14 +38,15 @@ struct Dropout {
         seed = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
     }
 
-    // Takes a seed that has been read before.
+    // Takes a seed that the caller has already read.
     FASTATTN_DEVICE Dropout(const ScoreParams& params, int64_t seed, uint32_t head)
         : seed{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
           threshold(params.dropout_threshold),
           head(params.dropout_origin.head + head),
           origin(params.dropout_origin) {}
 
-    // Sets the dropped elements of rP to 0. Its upper left element is [first_row][first_key]; first_key % 8 == 0.
+    // Sets the dropped elements of rP to 0. The upper left element of rP is P[first_row][first_key], where first_key is
+    // a multiple of 8.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void drop(float (&rP)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key, int lane) const {
         for_each_word<kTilesM, kTilesN>(first_row, first_key, lane, [&](int m, int n, int e, uint32_t word) {
@@ -53,8 +54,9 @@ struct Dropout {
         });
     }
 
-    // Calls function(m, n, e, word) for each element of a tile, as drop() has it. Two lanes hold the four keys of a
-    // counter, in two rows: each computes the words of one row and gives the other lane half.
+    // Calls function(m, n, e, word) for each element of a tile like drop()'s rP. Two neighbouring lanes hold the four
+    // keys of a counter, in the same two rows. Each lane computes the four words of one of these rows, and gives two of
+    // them to its neighbour.
     template <int kTilesM, int kTilesN, typename Function>
     FASTATTN_DEVICE void for_each_word(int32_t first_row, int32_t first_key, int lane, Function&& function) const {
         const int odd = lane & 1;
@@ -76,9 +78,10 @@ struct Dropout {
         }
     }
 
-    // Returns bits of the kept elements of a transposed tile, 16 keys by 64 rows. Bit 16 * half + 2 * n + e is element
-    // [n][2 * half + e] of this lane's accumulators, whose rows are keys. Four lanes hold the four keys of a counter,
-    // in the same rows: each computes a quarter of their counters, and they exchange the bits.
+    // Returns which elements of a transposed tile, 16 keys by 64 query rows, are kept. Bit 16 * half + 2 * n + e stands
+    // for element [n][2 * half + e] of this lane's accumulators, whose rows are keys. Four lanes hold the four keys of
+    // a counter, for the same query rows. Each of these lanes computes a quarter of the counters, and then they
+    // exchange the bits.
     FASTATTN_DEVICE uint32_t kept_of_transposed(int32_t first_row, int32_t first_key, int lane) const {
         constexpr int kTilesOfQuarter = 4;
         const int quarter = lane / kLanesPerRow % 4, half = quarter / 2;
@@ -96,7 +99,7 @@ struct Dropout {
                         (words.z >= threshold ? bit << 16 : 0) | (words.w >= threshold ? bit << 24 : 0);
             }
         }
-        // Transposes the bytes, a matrix of lanes by keys: within pairs of lanes, then between pairs.
+        // Transposes the 4 x 4 bytes of four lanes and four keys: first within pairs of lanes, then between the pairs.
         const uint32_t neighbour_bits = __shfl_xor_sync(0xffffffff, kept, kLanesPerRow);
         kept = __byte_perm(kept, neighbour_bits, quarter % 2 == 0 ? 0x6240 : 0x3715);
         const uint32_t other_pair_bits = __shfl_xor_sync(0xffffffff, kept, 2 * kLanesPerRow);

@@ -1,4 +1,5 @@
-// Combines partial rows, each a maximum, a sum of exponentials and sums of P·V, and turns them into the result.
+// Combines the partials of a row, which are a maximum, a sum of exponentials and sums of P·V each, and turns the
+// combined partial into the row's output and LSE.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ FASTATTN_DEVICE float exp_of(float nats) {
     return ptx::ex2_approx_ftz_f32(nats * kLog2E);
 }
 
-// Returns exp(value - reference), or 0 where both are -inf because there is no value.
+// Returns exp(value - reference), or 0 if both are -inf, as they are for a row without a score.
 FASTATTN_DEVICE float weight_of(float value, float reference) {
     return exp_of(value - (reference == -kInfinity ? 0.0f : reference));
 }
@@ -25,14 +26,15 @@ FASTATTN_DEVICE void add_weighted(float4& sum, float weight, float4 values) {
     sum.w += weight * values.w;
 }
 
-// Four columns of a row's partial: the sum of exp(score - max) over its keys, and that of exp(score - max) * value.
+// Holds four columns of a row's partial: the maximum score of some keys, the sum of exp(score - max) over these keys,
+// and the sums of exp(score - max) * value.
 struct RowPartial {
     float max, sum;
     float4 values;
 };
 
-// Combines two adjacent partials. The source fixes which products and sums are one operation, and leaves the compiler
-// no choice: all code that combines must round alike, on every GPU (partial_tree.h).
+// Combines two adjacent partials. Intrinsics fix which multiplications and additions are fused, and leave the compiler
+// no choice, because all code that combines partials must round alike, on every GPU (partial_tree.h).
 FASTATTN_DEVICE RowPartial combined(const RowPartial& left, const RowPartial& right) {
     const float max = fmaxf(left.max, right.max);
     const float left_weight = weight_of(left.max, max), right_weight = weight_of(right.max, max);
@@ -43,8 +45,8 @@ FASTATTN_DEVICE RowPartial combined(const RowPartial& left, const RowPartial& ri
              add(left.values.w, right.values.w)}};
 }
 
-// `factor` turns a row's sums of P·V, which are relative to `max`, into the output. The sink is one more logit, -inf if
-// there is none. A row without any logit gets factor 0 and lse -inf.
+// `factor`: a row's sums of P·V, which are relative to `max`, are multiplied by it to give the output. finish_row()
+// counts the sink as one more logit; it is -inf if there is none. A row without any logit gets factor 0 and lse -inf.
 struct RowResult {
     float factor, lse;
 };
@@ -52,7 +54,7 @@ struct RowResult {
 FASTATTN_DEVICE RowResult finish_row(float max, float sum, float sink) {
     const float peak = fmaxf(max, sink);
     const float rescale = weight_of(max, peak);
-    const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // one operation, as in combined()
+    const float total = __fmaf_rn(sum, rescale, weight_of(sink, peak));  // fused, as in combined()
     if (total == 0.0f) return {0.0f, -kInfinity};
     return {rescale / total, peak == -kInfinity ? total : peak + logf(total)};
 }

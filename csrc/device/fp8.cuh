@@ -1,10 +1,11 @@
 // Converts fp8 numbers (e4m3 without infinities: a sign, four bits of exponent with the bias 7, three of mantissa;
-// magnitude 0x7f is NaN) to pairs of fp16 numbers, in registers and exactly, and back.
+// magnitude 0x7f is NaN) to pairs of fp16 numbers, in registers and exactly. Also rounds fp32 numbers to fp8.
 //
-// From sm_89 on, an instruction does it. Earlier GPUs move exponent and mantissa to the lowest bits of fp16's exponent
-// and the highest of its mantissa. That gives the number times 2^(7 - 15), also for subnormal numbers. Only NaN is
-// missing: a multiplication by 1.125 * 2^15 makes infinity of magnitude 0x7f alone, and infinity times zero, which is
-// added, is NaN:
+// GPUs from sm_89 on have an instruction for the conversion. On earlier GPUs, exponent and mantissa move to the lowest
+// exponent bits and the highest mantissa bits of an fp16 number. The result is the fp8 number times 2^(7 - 15), also
+// for subnormal numbers, but NaN becomes finite. To restore NaN, the result is multiplied by 1.125 * 2^15, which gives
+// infinity only for magnitude 0x7f. Zero times this product is then added to the result, and zero times infinity is
+// NaN:
 //
 //   0x7e = 448 → 1.75   * 1.125 * 2^15 = 64512           0x7f → 1.875   * 1.125 * 2^15 = inf
 #pragma once
@@ -22,9 +23,10 @@ inline constexpr float kLargestFp8 = 448.0f;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 
 struct Fp8Decoding {
-    static constexpr float kFactor = 1.0f;  // a decoded number times this is the fp8 one
+    static constexpr float kFactor = 1.0f;  // fp8 number = decoded number * kFactor
 
-    // Returns four numbers as two pairs. kOrder: the indices of their bytes, the lowest digit first.
+    // Decodes four numbers into two pairs. The hex digits of kOrder, the lowest digit first, are the byte indices of
+    // the decoded numbers.
     template <uint32_t kOrder>
     FASTATTN_DEVICE static uint2 pairs(uint32_t four) {
         constexpr uint32_t kAsTheyAre = 0x3210;
@@ -44,7 +46,8 @@ struct Fp8Decoding {
     }
 
   private:
-    // Makes a pair from the upper and lower bytes of two of four fp16 numbers.
+    // Returns two of four fp16 numbers, whose upper and lower bytes are in `upper` and `lower`. kBytes: their indices,
+    // a hexadecimal digit each.
     template <uint32_t kBytes>
     FASTATTN_DEVICE static uint32_t pair(uint32_t upper, uint32_t lower) {
         constexpr uint32_t kFirst = kBytes & 0xf, kSecond = kBytes >> 4;
@@ -59,12 +62,12 @@ struct Fp8Decoding {
 
 #endif
 
-// Returns a word with the highest bit set in the byte of each of four numbers that is NaN.
+// Returns a word in which a byte has its highest bit set if the same byte of `four` is NaN.
 FASTATTN_DEVICE uint32_t nan_bits_of_fp8(uint32_t four) {
     return ((four & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
 }
 
-// Rounds to nearest even. Numbers beyond the largest, infinity too, become the largest. NaN stays NaN.
+// Converts to fp8. Rounds to nearest even. Magnitudes above 448, infinity too, become 448. NaN stays NaN.
 FASTATTN_DEVICE uint32_t encode_fp8(float value) {
     constexpr float kLeastNormal = 0x1p-6f, kUnitIsLeastSubnormal = 0x1p14f;
     constexpr uint32_t kBiases = (127 - 7) << 3;

@@ -1,4 +1,5 @@
-// The ranges of keys that each query row sees: in device memory, and as bits of a lane's accumulators.
+// Reads the ranges of keys that each query row sees from device memory, and turns them into bit masks of a lane's
+// accumulators.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +10,10 @@
 
 namespace fastattn {
 
-// The ranges of one head's rows of a sequence.
+// The ranges of all query rows of one sequence, in one head.
 struct RowRanges {
-    const int2* first;  // of row 0
-    int32_t num, num_rows;
+    const int2* first;      // row 0's first range
+    int32_t num, num_rows;  // num: how many ranges each row has
 
     FASTATTN_DEVICE RowRanges(const KeyRangesView& view, int32_t batch, int32_t head, const Sequence& rows)
         : first(reinterpret_cast<const int2*>(view.data) + batch * view.batch_stride + head * view.head_stride +
@@ -24,7 +25,7 @@ struct RowRanges {
 
     FASTATTN_DEVICE KeyRange range(int32_t row, int32_t idx) const {
         const int2 bounds = of(row)[idx];
-        return {max(bounds.x, 0), max(bounds.y, 0)};  // no difference of keys overflows then
+        return {max(bounds.x, 0), max(bounds.y, 0)};  // so that no difference of two keys overflows
     }
 
     FASTATTN_DEVICE bool sees(int32_t row, int32_t key) const {
@@ -33,9 +34,9 @@ struct RowRanges {
         return is_seen;
     }
 
-    // Returns the bits of the keys that a row sees inside of `window`, as own_columns_of() has them.
+    // Returns a bit mask, as own_columns_of() does, of the keys that a row sees through its ranges and `window`.
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, const KeyRange& window, int32_t first_key, int lane) const {
-        // Opaque: values computed from it would otherwise stay in registers during the loop.
+        // Opaque, because values computed from the lane would otherwise stay in registers during the caller's loop.
         const int own_lane = ptx::opaque(lane);
         uint32_t columns = 0;
 #pragma unroll 1
@@ -48,7 +49,8 @@ struct RowRanges {
     }
 };
 
-// Makes bit i of lane k bit k of lane i, with blocks of half the size in each round. Called by all lanes of a warp.
+// Transposes 32 x 32 bits: bit i of lane k becomes bit k of lane i. Each round exchanges blocks of half the size of the
+// round before. Called by all lanes of a warp.
 FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
 #pragma unroll
     for (int size = kWarpSize / 2; size > 0; size /= 2) {
@@ -60,9 +62,11 @@ FASTATTN_DEVICE uint32_t transpose_bits(uint32_t bits, int lane) {
     return bits;
 }
 
-// Returns which of 64 rows see a lane's two keys of transposed scores through their ranges. The warp's keys begin with
-// first_key. Bits 0 to 15 are the upper key's SeenRows, bits 16 to 31 the lower key's. Each lane looks at two rows, and
-// the lanes exchange their bits. num_rows of the rows exist. Called by all lanes of a warp.
+// For transposed scores, whose rows are keys: returns which of 64 query rows see a lane's two keys through their
+// ranges. Bits 0 to 15 belong to the lane's upper key, bits 16 to 31 to its lower key, in the order of SeenRows
+// (device/transposed_scores.cuh). Each lane reads the ranges of two rows, and the lanes exchange the bits. ranges, num:
+// the first of the rows' ranges, and how many each row has. num_rows: how many of the 64 rows exist. first_key: the
+// warp's first key. Called by all lanes of a warp.
 FASTATTN_DEVICE uint32_t seen_of_transposed(const int2* ranges, int32_t num, int32_t num_rows, int32_t first_key,
                                             int lane) {
     const auto keys_from = [&](int32_t key) {

@@ -1,5 +1,5 @@
-// Finds the largest score of each head that some row sees, if it is wanted: QK-clip watches it in training (Kimi K2,
-// 2025, section 2.1).
+// Finds the largest score of each head among the keys that its rows see, if the caller asks for it. QK-clip watches
+// this maximum in training (Kimi K2, 2025, section 2.1).
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,23 @@
 
 namespace fastattn {
 
-// Holds the largest score that each warp of a CTA has seen in its rows, all of one head. It is in shared memory, and a
-// warp reads its thread index anew at each call, because main loops have no registers for this.
+// Holds the largest score that each warp of a CTA has seen in its rows, which belong to one head. The struct is in
+// shared memory, and each call reads the thread index again, because main loops have no registers left for the score or
+// the index.
 template <int kNumWarps>
 struct LargestScores {
     struct OfWarp {
         float score;
-        int32_t num_rows;  // how many of its rows exist
+        int32_t num_rows;  // how many of the warp's rows exist
     } warps[kNumWarps];
 
-    // Called by the whole warp. num_rows: how many of its rows exist.
+    // Called by the whole warp. num_rows: how many of the warp's rows exist.
     FASTATTN_DEVICE void start(int32_t num_rows) {
         if (ptx::tid_x() % kWarpSize == 0) own_warp() = {-kInfinity, num_rows};
-        __syncwarp();  // waits until every lane can read it
+        __syncwarp();  // waits until every lane can read own_warp()
     }
 
-    // Called by the whole warp with the maxima of a tile; ignores NaN.
+    // Called by the whole warp with the maxima of a tile. Ignores NaN.
     template <int kTilesM>
     FASTATTN_DEVICE void update(const RowValues<kTilesM>& max_of_lane) {
         OfWarp& own = own_warp();
@@ -35,15 +36,15 @@ struct LargestScores {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
             if (row < own.num_rows) largest = fmaxf(largest, max_of_lane.of[m][half]);
         });
-#pragma unroll 1  // seldom wanted: keeps its code short in every main loop
+#pragma unroll 1  // keeps the code short, because every main loop contains it and calls seldom need it
         for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, apart));
         }
         if (lane == 0) own.score = fmaxf(own.score, largest);
     }
 
-    // Called by the whole warp: updates the largest score in global memory with its own times `factor`, which is not
-    // negative.
+    // Called by the whole warp. Raises the largest score in global memory to the warp's largest score times `factor`,
+    // if that is larger. `factor` must not be negative.
     FASTATTN_DEVICE void reduce_into(float* gLargest, float factor) {
         if (ptx::tid_x() % kWarpSize != 0) return;
         const float score = own_warp().score;  // only this lane has written it

@@ -1,7 +1,8 @@
 // Masks the accumulators of S = Q·Kᵀ: for causal masks, windows, ranges of keys, lengths and missing pages alike. The
-// plain forward kernel for Hopper calls mask_warpgroup_scores(), other kernels mask_scores(); Hopper's backward kernels
-// mask Sᵀ (device/transposed_scores.cuh). Which keys a row sees is found elsewhere: Window in device/sequence.cuh
-// (causal is a window that ends at the row's own position), RowRanges in device/key_ranges.cuh.
+// forward kernel for Hopper without options calls mask_warpgroup_scores(), other kernels call mask_scores(). Hopper's
+// backward kernels mask Sᵀ (device/transposed_scores.cuh). Other files find the keys that a row sees: Window in
+// device/sequence.cuh (a causal mask is a window that ends at the row's own position), RowRanges in
+// device/key_ranges.cuh.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +14,14 @@
 
 namespace fastattn {
 
-// Sets the scores of keys that a row does not see to -inf, whatever they were. seen(m, half, row) returns the bits of
-// the keys that a row of the warp sees, as own_columns_of() has them.
+// Sets the scores of keys that a row does not see to -inf, also if they are NaN. seen(m, half, row) returns which of
+// this lane's keys row `row` of the warp sees, as the bits of own_columns_of().
 template <int kTilesM, int kTilesN, typename Seen>
 FASTATTN_DEVICE void mask_scores(float (&rS)[kTilesM][kTilesN][4], int lane, Seen&& seen) {
     static_assert(2 * kTilesN <= 32, "one register holds the bits of a row");
     for_own_rows<kTilesM>(lane, [&](int m, int half, int row) {
-        // Opaque, so that the compiler has all bits in one register, from which it sets seven predicates at a time.
+        // Opaque, so that the compiler keeps all bits in one register, from which one instruction sets seven
+        // predicates.
         const uint32_t bits = ptx::opaque(static_cast<int32_t>(seen(m, half, row)));
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
@@ -32,9 +34,9 @@ FASTATTN_DEVICE void mask_scores(float (&rS)[kTilesM][kTilesN][4], int lane, See
     });
 }
 
-// Maps a lane's columns of a tile of keys to bits of a word: the first quarter of them to byte 0, the next to byte 1,
-// and so on. One instruction (R2P) sets seven predicates from the lower bits of a byte. Only tiles of 128 keys have an
-// eighth column in a byte, which needs another instruction.
+// Maps a lane's columns of a tile of keys to bits of a word: the first quarter of the columns to byte 0, the second
+// quarter to byte 1, and so on. One instruction (R2P) sets seven predicates from the lower bits of a byte. Only tiles
+// of 128 keys have an eighth column in a byte, which needs another instruction.
 template <int kTilesN>
 struct ColumnBits {
     static constexpr int kPerByte = kTilesN / 2;
@@ -42,12 +44,12 @@ struct ColumnBits {
 
     static constexpr int kPerTile = 32;
 
-    // Returns the bit of a column; both count over all tiles.
+    // Returns the index of a column's bit. Columns and bits are counted over all tiles.
     FASTATTN_DEVICE static constexpr int32_t bit_of(int32_t column) {
         return column / kPerByte * 8 + column % kPerByte;
     }
 
-    // Converts a word in which column i is bit i.
+    // Moves bit i of `columns`, which belongs to column i of a tile, to bit bit_of(i).
     FASTATTN_DEVICE static uint32_t spread(uint32_t columns) {
         uint32_t bits = 0;
 #pragma unroll
@@ -58,7 +60,7 @@ struct ColumnBits {
     }
 };
 
-// The columns of a warpgroup's tiles that a lane's upper and lower row see: their bits are [begin, end).
+// The columns, over all tiles of keys, that a lane's upper and lower row see: bits [begin, end) as ColumnBits counts.
 template <int kTilesN>
 struct SeenColumns {
     int32_t begin[2], end[2];
@@ -68,22 +70,22 @@ struct SeenColumns {
           end{bit_of(upper.end, lane), bit_of(lower.end, lane)} {}
 
   private:
-    // Returns the bit of the lane's first column that does not lie before the key.
+    // Returns the bit of the lane's first column at or after the key.
     FASTATTN_DEVICE static int32_t bit_of(int32_t key, int lane) {
         return ColumnBits<kTilesN>::bit_of(own_columns_before(key, lane));
     }
 };
 
-// Does what mask_scores() does, for a warpgroup's rows and with fewer instructions for each tile. `present` has the
-// bits of the columns that any row may see. first_bit: the tile's first bit (ColumnBits), counted from key 0.
+// Does what mask_scores() does, for a warpgroup's rows and with fewer instructions for each tile. present: the bits of
+// the tile's columns that no missing page hides. first_bit: the tile's first bit (ColumnBits), counted from key 0.
 template <int kTilesN>
 FASTATTN_DEVICE void mask_warpgroup_scores(float (&rS)[1][kTilesN][4], const SeenColumns<kTilesN>& seen,
                                            uint32_t present, int32_t first_bit) {
-    // Returns the bits of the tile from `begin` on. A shift by 32 or more leaves none.
+    // Returns the bits of the tile from `begin` on. A shift by 32 or more leaves no bit.
     const auto bits_from = [&](int32_t begin) { return __funnelshift_lc(0, 0xffffffff, max(begin - first_bit, 0)); };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        // Opaque, so that the compiler has all bits in one register.
+        // Opaque, as in mask_scores().
         const uint32_t bits =
             ptx::opaque(static_cast<int32_t>(bits_from(seen.begin[half]) & ~bits_from(seen.end[half]) & present));
 #pragma unroll

@@ -1,6 +1,7 @@
-// Keys and values in pages: finds the rows of a tile, and copies such tiles into swizzled shared memory.
+// Finds the rows of a tile of paged keys or values, and copies the tile into swizzled shared memory.
 //
-// A key whose page does not exist is absent: it is not read, zeros replace it, and no row sees it.
+// A key whose page does not exist is absent: it is not read, its row in shared memory becomes zero, and no query row
+// sees it.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@ FASTATTN_DEVICE int32_t paged_keys(const int32_t* cu_seqlens, int32_t batch, int
 struct PageTable {
     const PagedParams& params;
     const int32_t* pages;
-    int32_t num_pages, num_keys;  // num_pages: pages that exist
+    int32_t num_pages, num_keys;  // num_pages: pages of the whole cache
 
     FASTATTN_DEVICE PageTable(const PagedParams& params, int32_t batch, int32_t num_pages, int32_t num_keys)
         : params(params),
@@ -34,7 +35,8 @@ struct PageTable {
           num_pages(num_pages),
           num_keys(num_keys) {}
 
-    // Returns whether some page of keys [begin, end) does not exist. This thread looks at every threads-th page.
+    // Returns whether this thread finds a page of keys [begin, end) that does not exist. It checks every threads-th
+    // page.
     FASTATTN_DEVICE bool lacks_some(int32_t begin, int32_t end, int thread, int threads) const {
         const int32_t last_key = min(end, num_keys) - 1;
         if (last_key < begin) return false;
@@ -54,8 +56,8 @@ struct PageTable {
     }
 };
 
-// Returns the bits of the keys of a tile, from first_key on, that are present. Bit 2n + e is key
-// accumulator_column(lane) + 8n + e: a lane's columns in accumulators. Called by a whole warp.
+// Returns which of this lane's keys are present, in a tile that begins at first_key. Bit 2n + e is key first_key +
+// accumulator_column(lane) + 8n + e, as in the lane's accumulators. Called by a whole warp.
 template <int kTilesN>
 FASTATTN_DEVICE uint32_t present_columns(const PageTable& table, int32_t first_key, int lane) {
     constexpr int kTilesPerWord = kWarpSize / kMmaN;
@@ -64,20 +66,20 @@ FASTATTN_DEVICE uint32_t present_columns(const PageTable& table, int32_t first_k
     for (int n = 0; n < kTilesN; n += kTilesPerWord) {
         const bool is_present = table.find(first_key + n * kMmaN + lane).is_present();
         const uint32_t own = __ballot_sync(0xffffffff, is_present) >> accumulator_column(lane) & 0x03030303;
-        // Collects the two bits of each byte.
+        // Moves the two lowest bits of each byte next to each other.
         present |= ((own | own >> 6 | own >> 12 | own >> 18) & 0xff) << 2 * n;
     }
     return present;
 }
 
-// Copies tiles of keys or values of one head, each into the same buffer.
+// Copies tiles of one head's keys or values. Every tile goes to the same buffer.
 template <int kRows, int kHeadDim, int kThreads>
 struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1> {
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>;
     using Chunks::kChunksPerPass, Chunks::kRowsPerPass, Chunks::kRowPasses, Chunks::head_dim;
 
-    // The locations of this thread's rows of a tile, the same for keys and values. They are looked up a step before
-    // they are copied, so that no copy waits for the table.
+    // The locations of the rows of a tile that this thread copies. They are the same for keys and values. Threads look
+    // them up one step before they copy the rows, so that no copy waits for the block table.
     struct Rows {
         TokenLocation rows[kRowPasses];
 
@@ -88,7 +90,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
             }
         }
 
-        // Returns whether one of these keys is absent although the sequence is long enough to have it.
+        // Returns whether one of these keys is absent although it is below table.num_keys.
         FASTATTN_DEVICE bool has_hole(const PageTable& table, int32_t first_key, int thread) const {
             bool found = false;
 #pragma unroll
@@ -108,7 +110,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
         : Chunks(sTile, thread, pages.head_dim), strides(strides), gHead(row_pointer(pages, 0, head, 0)) {}
 
     FASTATTN_DEVICE void load(const Rows& own) const {
-        const int chunk = ptx::opaque(threadIdx.x) % kChunksPerPass;  // need not stay in a register
+        const int chunk = ptx::opaque(threadIdx.x) % kChunksPerPass;  // opaque: need not stay in a register
         const int chunks_from_here = head_dim / kChunkElements - chunk;
         const uint16_t* gRows[kRowPasses];
 #pragma unroll
@@ -126,7 +128,7 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     }
 };
 
-// Sets the scores of absent keys to -inf. rS has the keys from first_key on.
+// Sets the scores of absent keys to -inf. rS holds the scores of keys from first_key on.
 template <int kTilesM, int kTilesN>
 FASTATTN_DEVICE void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
                                  int lane) {

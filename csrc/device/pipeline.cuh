@@ -1,5 +1,5 @@
-// A loop of products whose loads, by cp.async, run kNumStages - 1 steps ahead. Each step has a stage of shared memory;
-// the one that was multiplied last is loaded next.
+// Runs a loop of products whose operands are loaded by cp.async, kNumStages - 1 steps ahead. Each step uses one stage
+// of shared memory. A load overwrites the stage whose product was computed in the previous step.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ FASTATTN_DEVICE void start_pipeline(int32_t begin, int32_t end, Load&& load) {
     }
 }
 
-// Runs the steps, after start_pipeline(). multiply(step, stage) uses what all threads have copied. After the last step
-// no copies are in flight, but other warps may still be multiplying.
+// Runs steps [begin, end), after start_pipeline(). In multiply(step, stage), all threads' copies are visible. After the
+// last step no copies are in flight, but other warps may still be multiplying.
 template <int kNumStages, typename Load, typename Multiply>
 FASTATTN_DEVICE void run_pipeline(int32_t begin, int32_t end, Load&& load, Multiply&& multiply) {
     constexpr int kAhead = kNumStages - 1;
     for (int32_t step = begin; step < end; ++step) {
-        ptx::cp_async_wait_group<kAhead - 1>();  // this step
+        ptx::cp_async_wait_group<kAhead - 1>();  // waits for this thread's copies of the step
         __syncthreads();  // waits for every thread's copies, and until every warp has read the step before
         if (step + kAhead < end) load(step + kAhead, (step + kAhead) % kNumStages);
         ptx::cp_async_commit_group();

@@ -9,14 +9,15 @@
 
 namespace fastattn {
 
-// Returns the sum of all lanes to all of them.
+// Returns the sum over all lanes of a warp, the same in every lane.
 FASTATTN_DEVICE float warp_reduce_sum(float value) {
 #pragma unroll
     for (int other = kWarpSize / 2; other > 0; other /= 2) value += __shfl_xor_sync(0xffffffff, value, other);
     return value;
 }
 
-// Returns the value of one lane to all. Pointers are passed whole: ptxas spills registers when halves are.
+// Returns the value of lane `lane` to all lanes. Words of 64 bits are passed whole, because ptxas spills registers if a
+// pointer is passed in halves.
 template <typename Value>
 FASTATTN_DEVICE Value from_lane(Value value, int lane) {
     using Word = std::conditional_t<sizeof(Value) % sizeof(uint64_t) == 0, unsigned long long, unsigned>;

@@ -1,7 +1,7 @@
-// A ring of stages in shared memory between a producer, which fills them, usually by TMA, and the warps that consume
-// them. A stage has two mbarriers: `full` completes when the bytes of its tile have landed, `empty` when every consumer
-// has read it. In a cluster each CTA has the same ring, and copies some rows of each tile into all CTAs. So a stage is
-// empty when the consumers of all CTAs have read it.
+// A ring of stages in shared memory between a producer, which fills the stages, usually by TMA, and the warps that
+// consume them. Each stage has two mbarriers. `full` completes when the bytes of the stage's tile have landed. `empty`
+// completes when every consumer has read the tile. In a cluster each CTA has the same ring, and copies some rows of
+// each tile into all CTAs. So a stage is empty only when the consumers of all CTAs have read it.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ template <int kStages>
 struct RingBarriers {
     uint64_t full[kStages], empty[kStages];
 
-    // Called by one thread before any other uses the barriers. num_consumers: how many warps of all CTAs empty a stage.
-    // num_producers: how many arrivals make a stage full.
+    // Called by one thread before any thread uses the barriers. num_consumers: how many warps, of all CTAs of the
+    // cluster, release a stage. num_producers: how many arrivals make a stage full.
     FASTATTN_DEVICE void init(int num_consumers, int num_producers = 1) {
         for (int stage = 0; stage < kStages; ++stage) {
             ptx::mbarrier_init(shared_address(&full[stage]), num_producers);
@@ -27,19 +27,19 @@ struct RingBarriers {
     }
 };
 
-// One more mbarrier for each stage of a ring. It completes in every round of the ring, when so many threads have copied
-// their rows with cp.async, or searched the tile.
+// One more mbarrier for each stage of a ring. In every round of the ring, it completes when num_threads threads have
+// copied their rows with cp.async, or have searched the tile for NaN and infinity.
 template <int kStages>
 struct StageBarriers {
     uint64_t done[kStages];
 
-    // Called by one thread before any other uses the barriers.
+    // Called by one thread before any thread uses the barriers.
     FASTATTN_DEVICE void init(int num_threads) {
         for (int stage = 0; stage < kStages; ++stage) ptx::mbarrier_init(shared_address(&done[stage]), num_threads);
     }
 };
 
-// The position of one side in the ring: its stage, and its phase, the parity of the rounds.
+// The position of a producer or consumer in the ring: its stage, and its phase, which is the parity of its rounds.
 template <int kStages>
 struct Ring {
     uint32_t barriers;  // RingBarriers in shared memory
@@ -48,11 +48,11 @@ struct Ring {
 
     FASTATTN_DEVICE explicit Ring(const RingBarriers<kStages>& barriers) : barriers(shared_address(&barriers)) {}
 
-    // The position of a side that has advanced so many times, for sides that keep one number for several rings.
+    // The position after `times` calls of advance(), for a producer or consumer that keeps one count for several rings.
     FASTATTN_DEVICE Ring(const RingBarriers<kStages>& barriers, uint32_t times)
         : barriers(shared_address(&barriers)), stage(times % kStages), phase(times / kStages % 2) {}
 
-    // Returns the same stage of another ring, for a side that goes through two in step: one stage and phase serve both.
+    // Returns the same position in another ring, for a producer or consumer that goes through two rings in lockstep.
     FASTATTN_DEVICE Ring at_same_stage(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage;
@@ -60,7 +60,8 @@ struct Ring {
         return ring;
     }
 
-    // Returns the stage before this one in another ring, for a side that goes through two rings one step apart.
+    // Returns the position before this one in another ring, for a producer or consumer that goes through two rings one
+    // step apart.
     FASTATTN_DEVICE Ring before(const RingBarriers<kStages>& other) const {
         Ring ring(other);
         ring.stage = stage == 0 ? kStages - 1 : stage - 1;
@@ -71,24 +72,26 @@ struct Ring {
     // Producer: waits until every consumer has read what the stage held.
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
-    // Does the same before TMA fills the stage. TMA may overwrite what threads have read only after a proxy fence. The
-    // producer's fence serves the reads of all consumers, which then need none in their loops.
+    // Producer: does what wait_empty() does, before TMA fills the stage. TMA may overwrite data that threads have read
+    // only after a proxy fence. The producer executes this fence for the reads of all consumers, so that consumers need
+    // none in their loops.
     FASTATTN_DEVICE void wait_empty_for_tma() const {
         wait_empty();
         ptx::fence_proxy_async_shared_cluster();
     }
 
-    // Does the same for one thread, and returns the barrier at which all `bytes` bytes of the stage have to arrive.
+    // Producer, one thread: calls wait_empty_for_tma(), and returns the barrier at which `bytes` bytes have to arrive
+    // to make the stage full.
     FASTATTN_DEVICE uint32_t acquire(uint32_t bytes) const {
         wait_empty_for_tma();
         ptx::mbarrier_arrive_expect_tx(full(), bytes);
         return full();
     }
 
-    // Producer: says that it has filled the stage itself.
+    // Producer: arrives at `full`, for stages that threads have filled.
     FASTATTN_DEVICE void arrive_full() const { ptx::mbarrier_arrive(full()); }
 
-    // Does what acquire() does, for a warp whose lanes divide the copies.
+    // Producer, a whole warp: does what acquire() does, if the lanes divide the copies among themselves.
     FASTATTN_DEVICE uint32_t acquire_by_warp(uint32_t bytes, int lane) const {
         wait_empty_for_tma();
         if (lane == 0) ptx::mbarrier_arrive_expect_tx(full(), bytes);
@@ -96,15 +99,16 @@ struct Ring {
         return full();
     }
 
-    // Producer, one thread, where other threads copy with cp.async: waits until their copies have landed in the stage,
-    // and tells the consumers. The fence makes what threads have written visible to wgmma.
+    // Producer, one thread: waits until the copies that other threads have started with cp.async have landed in the
+    // stage, and tells the consumers. The fence makes the copied data visible to wgmma.
     FASTATTN_DEVICE void publish(const StageBarriers<kStages>& gathered) const {
         wait(gathered);
         ptx::fence_proxy_async_shared();
         arrive_full();
     }
 
-    // Producer: returns the barrier for the bytes of a stage, for copies started without acquire().
+    // Producer: returns the barrier at which the bytes of a stage arrive, for copies that are started without
+    // acquire().
     FASTATTN_DEVICE uint32_t full_barrier() const { return full(); }
 
     // Waits until all threads have arrived at this stage of `barriers`.
@@ -125,23 +129,23 @@ struct Ring {
         advance();
     }
 
-    // Consumer, one thread: releases the stage that it alone empties.
+    // Consumer, one thread: releases a stage that has no other consumer.
     FASTATTN_DEVICE void release_by_thread() {
         ptx::mbarrier_arrive(empty());
         advance();
     }
 
-    // Releases the stage in every CTA of the cluster.
+    // Consumer, a whole warp: releases the stage in every CTA of the cluster.
     FASTATTN_DEVICE void release_to_cluster(int lane, int cluster_size) {
         if (lane < cluster_size) ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), lane));
         advance();
     }
 
-    // Consumer, one thread, where another CTA fills the stage: says how many bytes make it full, before or after they
-    // land.
+    // Consumer, one thread: says how many bytes make the stage full, if another CTA fills it. The bytes may land before
+    // or after this call.
     FASTATTN_DEVICE void expect(uint32_t bytes) const { ptx::mbarrier_arrive_expect_tx(full(), bytes); }
 
-    // Consumer, one thread: tells a CTA of the cluster that the stage has been read.
+    // Consumer, one thread: tells CTA `rank` of the cluster that the stage has been read.
     FASTATTN_DEVICE void arrive_empty_at(uint32_t rank) const {
         ptx::mbarrier_arrive_cluster(ptx::mapa(empty(), rank));
     }

@@ -14,8 +14,8 @@
 
 namespace fastattn {
 
-// The terms of kRows query rows of one head, in shared memory. A row that does not exist has 0 throughout, as in Q and
-// dO: its P is exp(0), its dS exp(0) · (0 - 0), and it adds 0 to dK and dV.
+// The terms of kRows query rows of one head, in shared memory. A row that does not exist has 0 in all terms, in Q and
+// in dO. So its P is exp(0) = 1, its dS is 1 · (0 - 0) = 0, and it adds 0 to dK and dV.
 template <int kRows>
 struct RowTerms {
     float shift[kRows], delta[kRows], log2_sum[kRows];
@@ -36,9 +36,9 @@ struct RowTerms {
     }
 };
 
-// Makes dS of a warp's scores [kTilesM * 16, kTilesN * 8]. They begin at (first_row, first_key), and in the CTA's tile
-// [kBlockM, kBlockN] at (row, column). Without kOptions scores are only scaled, and masked by a window. is_full:
-// nothing but a bias hides a key; see RowTileWalk.
+// Computes dS from a warp's scores [kTilesM * 16, kTilesN * 8]. The upper left score belongs to query row first_row and
+// key first_key, and is element [row][column] of the CTA's tile [kBlockM, kBlockN]. Without kOptions, scores are only
+// scaled, and masked by a window. is_full: only a bias can hide a key of the tile; see RowTileWalk.
 template <int kTilesM, int kTilesN, int kBlockM, int kBlockN, bool kOptions>
 struct ScoreGradients {
     using Accumulators = float[kTilesM][kTilesN][4];
@@ -48,9 +48,9 @@ struct ScoreGradients {
     bool is_full, has_log2_sum;
     int32_t first_row, first_key;
     int row, column, lane;
-    uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e; kept: with kOptions
+    uint32_t seen[kTilesM], kept[kTilesM];  // bit 4 * n + e: element [n][e]; kept: only with kOptions
 
-    // Called before there are scores: what it computes without kOptions takes registers.
+    // Called before Q·Kᵀ is computed: finding `seen` without kOptions takes registers, which the scores occupy later.
     FASTATTN_DEVICE ScoreGradients(const HeadScores& scores, const RowTerms<kBlockM>& terms, bool is_full,
                                    bool has_log2_sum, int32_t tile_row, int32_t tile_key, int row, int column, int lane)
         : scores(scores),
@@ -65,9 +65,10 @@ struct ScoreGradients {
         if (!kOptions && !is_full) find_seen();
     }
 
-    // rS = Q·Kᵀ -> sP [kBlockM, kBlockN]: P after dropout, without its factor, in 16 bits. rS becomes P · d score / d
-    // (scale · Q·Kᵀ). Both are 0 where a row does not see a key. Options are applied to eight keys at a time, which
-    // takes few registers. ranges_of(): the RowRanges of the rows.
+    // Turns rS = Q·Kᵀ into probabilities P. Writes P after dropout, but without the dropout factor, to sP [kBlockM,
+    // kBlockN] in 16 bits. Leaves P · d score / d (scale · Q·Kᵀ) in rS, with P before dropout. sP and rS are 0 where a
+    // row does not see a key. Options are applied to eight keys at a time, which takes few registers. ranges_of()
+    // returns the RowRanges of the rows.
     template <DataType kDataType, typename RangesOf>
     FASTATTN_DEVICE void probabilities(uint16_t* sP, Accumulators& rS, const Dropout& dropout, RangesOf&& ranges_of) {
         float shift[kTilesM][2];
@@ -102,8 +103,8 @@ struct ScoreGradients {
         for (int m = 0; m < kTilesM && kOptions; ++m) kept[m] = ptx::opaque(kept[m]);
     }
 
-    // rS as probabilities() leaves it -> sdS [kBlockM, kBlockN]: dS in 16 bits, of kTiles * 8 keys from tile kFirst on.
-    // rdP = dO·Vᵀ, which may be NaN where a row does not see a key.
+    // Computes dS from rdP = dO·Vᵀ and from rS as probabilities() leaves it, for kTiles * 8 keys from tile kFirst on.
+    // Writes dS to sdS [kBlockM, kBlockN] in 16 bits. rdP may be NaN where a row does not see a key.
     template <DataType kDataType, int kFirst, int kTiles>
     FASTATTN_DEVICE void from_scores(uint16_t* sdS, const Accumulators& rS, float (&rdP)[kTilesM][kTiles][4]) const {
         float delta[kTilesM][2];
@@ -150,8 +151,8 @@ struct ScoreGradients {
         }
     }
 
-    // Finds the keys seen through the window. Comparing a lane's few columns takes fewer instructions than computing
-    // their bits.
+    // Finds the keys seen through the window. Comparing each of a lane's few columns takes fewer instructions than
+    // own_columns_of().
     FASTATTN_DEVICE void find_seen() {
         for_own_rows<kTilesM>(lane, [&](int m, int half, int own_row) {
             if (half == 0) seen[m] = 0;
@@ -189,7 +190,8 @@ struct ScoreGradients {
         return (bits | bits << 2) & 0x33333333;
     }
 
-    // Makes rP and rS of rS = Q·Kᵀ for keys n * 8 … n * 8 + 7 of the tile: see probabilities(). Updates seen, kept.
+    // Does what probabilities() does for keys n * 8 … n * 8 + 7 of the tile, and returns P after dropout in rP. Updates
+    // `seen` and `kept`.
     FASTATTN_DEVICE void with_options(float (&rP)[kTilesM][1][4], Accumulators& rS, int n,
                                       const float (&shift)[kTilesM][2], const Dropout& dropout) {
         float rScore[kTilesM][1][4], rSoftcapGradient[kTilesM][1][4], log2_sum[kTilesM][2];

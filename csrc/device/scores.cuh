@@ -1,5 +1,5 @@
-// Turns Q·Kᵀ into scores, before the softmax: scale, softcap, bias or ALiBi, mask. Branches at run time, which a whole
-// CTA takes alike, choose the options. Passes over the accumulators come in the order of these steps.
+// Turns Q·Kᵀ into scores, before the softmax: scale, softcap, ALiBi, bias, mask. These steps are passes over the
+// accumulators, in this order. Branches at run time, which all threads of a CTA take alike, choose the options.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace fastattn {
 
-// Makes the scores of one head and sequence. Parameters that all heads have in common stay in the kernel's parameters,
-// which take no registers.
+// Computes the scores of one head of one sequence. Parameters that all heads have in common are read from the kernel's
+// parameters, so that they take no registers.
 struct HeadScores {
     using BiasKind = BiasView::Kind;
 
@@ -23,13 +23,13 @@ struct HeadScores {
     Window window;
     int32_t num_rows;
     float slope;
-    const char* bias;  // of the first row and key
+    const char* bias;  // the element of the first row and key
 
     FASTATTN_DEVICE HeadScores(const ScoreParams& params, int32_t batch, int32_t head, int32_t num_rows,
                                int32_t num_keys)
         : HeadScores(params, slope_of(params, batch, head), batch, head, num_rows, num_keys) {}
 
-    // Takes a slope that has been read before.
+    // Takes a slope that the caller has already read.
     FASTATTN_DEVICE HeadScores(const ScoreParams& params, float slope, int32_t batch, int32_t head, int32_t num_rows,
                                int32_t num_keys)
         : params(params),
@@ -59,7 +59,8 @@ struct HeadScores {
         return __uint_as_float(bits);
     }
 
-    // Calls function(T{}, kind{}) for the kind of bias that there is, where T is the type of an element's bits.
+    // Calls function(T{}, kind) if there is a bias. T: an unsigned integer of an element's size. kind: the bias's kind,
+    // as a std::integral_constant.
     template <typename Function>
     FASTATTN_DEVICE void with_bias_kind(Function&& function) const {
         switch (params.bias.kind) {
@@ -93,7 +94,7 @@ struct HeadScores {
         return is_visible;
     }
 
-    // Returns the bits of two neighbouring elements, the first of an even key.
+    // Loads the bits of two neighbouring elements, of which the first belongs to an even key.
     template <typename T>
     FASTATTN_DEVICE static void bias_bits_of_two(uint32_t (&bits)[2], const T* two) {
         if constexpr (sizeof(T) == 4) {
@@ -125,7 +126,7 @@ struct HeadScores {
         add_alibi(rS, first_row, first_key, lane);
     }
 
-    // Does the same and adds the bias, whose -inf masks a score.
+    // Does what to_unbiased_scores() does, and adds the bias that load_bias() has loaded. A bias of -inf masks a score.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {
@@ -133,7 +134,7 @@ struct HeadScores {
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
     }
 
-    // Does the same with a bias that is loaded only now, because it would not fit in registers with Q·Kᵀ.
+    // Does the same with a bias that is loaded only now, because it would not fit in registers next to Q·Kᵀ.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                    int lane) const {
@@ -141,9 +142,9 @@ struct HeadScores {
         load_and_add_bias(rS, first_row, first_key, lane);
     }
 
-    // Returns the bits of the keys that a row sees, as own_columns_of() has them: through the window and, with
-    // kMayHaveRanges and if the call has ranges, through the row's ranges of keys. ranges_of() returns the RowRanges. A
-    // row that does not exist sees what its window has, or nothing with ranges.
+    // Returns a bit mask, as own_columns_of() does, of the keys that a row sees through the window and, with
+    // kMayHaveRanges and if the call has ranges, also through the row's ranges of keys. ranges_of() returns the
+    // RowRanges. For a row that does not exist, these are the keys of the window, or no keys if the call has ranges.
     template <bool kMayHaveRanges = true, typename RangesOf>
     FASTATTN_DEVICE uint32_t own_columns(int32_t row, int32_t first_key, int lane, RangesOf&& ranges_of) const {
         const KeyRange keys = window.keys_of(row);
@@ -160,9 +161,10 @@ struct HeadScores {
         });
     }
 
-    // Makes scores for the backward pass, which also needs d score / d (scale · Q·Kᵀ). It loads the bias late, for lack
-    // of registers. The caller masks what a row does not see, and all keys of a row that does not exist: its scores may
-    // be NaN, which would get into the keys' gradients.
+    // Computes the scores for the backward pass in rS, and d score / d (scale · Q·Kᵀ) in rSoftcapGradient. Loads the
+    // bias only now, because it would not fit in registers next to Q·Kᵀ. The caller must mask the keys that a row does
+    // not see, and all keys of a row that does not exist. Otherwise NaN scores of such a row would make the keys'
+    // gradients NaN.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                    int32_t first_row, int32_t first_key, int lane) const {

@@ -18,8 +18,9 @@ struct Sequence {
     int32_t begin, length;
 };
 
-// Returns sequence `batch`, of at most `most` rows; without cu_seqlens (a dense tensor) it has exactly so many. The
-// host does not check offsets in device memory, so they are clamped.
+// Returns where sequence `batch` begins among `total` packed rows, and its length, at most `most`. Without cu_seqlens
+// (a dense tensor), it begins at 0 and has `most` rows. Offsets are clamped, because they are in device memory, where
+// the host does not check them.
 FASTATTN_HOST_DEVICE Sequence sequence_of(const int32_t* cu_seqlens, int32_t batch, int32_t total, int32_t most) {
     if (cu_seqlens == nullptr) return {0, most};
     const int32_t begin = min(max(cu_seqlens[batch], 0), total);
@@ -39,10 +40,11 @@ struct RowRange {
     int32_t begin, end;
 };
 
-// The keys that rows see: row i stands at key i + offset, and sees `left` keys before and `right` keys after that one.
+// The keys that rows see: row i is at the position of key i + offset. It sees this key, the `left` keys before it and
+// the `right` keys after it.
 //
-// 32 bits suffice. A call has at most 2^31 - 1 rows, and as many keys, so that the distance of a row and a key fits.
-// Its sum with a side of the window may not fit, so the distance is bounded before the side is added.
+// 32 bits suffice. A call has at most 2^31 - 1 rows, and as many keys, so that the distance between a row and a key
+// fits. The sum of such a distance and `left` or `right` may not fit, so the distance is bounded before the addition.
 struct Window {
     int32_t num_keys, offset, left, right;
 

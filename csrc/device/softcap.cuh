@@ -1,4 +1,4 @@
-// The hyperbolic tangent that softcaps take, without branches. score_gradients.cuh and transposed_options.cuh have its
+// Computes the hyperbolic tangent for softcaps, without branches. scores.cuh and transposed_options.cuh compute its
 // derivative.
 #pragma once
 
@@ -7,8 +7,9 @@
 
 namespace fastattn {
 
-// Returns tanh(x) = (1 - e) / (1 + e), e = exp(-2 |x|), with x's sign: 1 for an infinity, NaN for NaN. Below 0.3, where
-// 1 - e cancels, it is the series up to x^9, whose next term is 6e-8 of it there. Both are within 4e-7 of the result.
+// Returns tanh(x): 1 or -1 for an infinity, NaN for NaN. If |x| >= 0.3, it is (1 - e) / (1 + e) with e = exp(-2 |x|)
+// and the sign of x. For smaller |x|, 1 - e would cancel. There, tanh(x) is the Taylor series up to x^9, whose next
+// term is at most 6e-8 of the result. Both formulas are within 4e-7 of the result.
 FASTATTN_DEVICE float tanh_of(float x) {
     constexpr float kSmall = 0.3f;
     const float e = ptx::ex2_approx_ftz_f32(fabsf(x) * (-2.0f * kLog2E));

@@ -24,8 +24,8 @@ FASTATTN_DEVICE float row_reduce_sum(float value) {
     return value + __shfl_xor_sync(0xffffffff, value, 2);
 }
 
-// Returns P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum. P of a hidden key is 0 even where
-// another key makes the shift NaN.
+// Returns P as the backward pass recomputes it: exp(score - shift) / 2^log2_sum. P of a hidden key is 0 even if another
+// key makes the shift NaN.
 FASTATTN_DEVICE float probability_of(float score, float shift, float log2_sum, bool is_hidden = false) {
     const float exponent = fmaf(score - shift, kLog2E, -log2_sum);
     return ptx::ex2_approx_ftz_f32(is_hidden ? -kInfinity : exponent);
@@ -49,7 +49,7 @@ FASTATTN_DEVICE void rescale(float (&rO)[kTilesM][kTilesD][4], const RowValues<k
     }
 }
 
-// Returns the maxima of a lane's own columns, not of whole rows. NaN counts only where there is nothing else.
+// Returns the maxima of a lane's own columns, not of whole rows. A maximum is NaN only if all these columns are NaN.
 template <int kTilesM, int kTilesN>
 FASTATTN_DEVICE RowValues<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTilesN][4]) {
     RowValues<kTilesM> max;
@@ -69,21 +69,23 @@ FASTATTN_DEVICE RowValues<kTilesM> maxima_of_lane(const float (&rS)[kTilesM][kTi
 
 // A step is:  max = maxima_of_lane(S);  if (is_outgrown_by(max)) rescale(O, follow(max));  exponentiate(S);  O += P·V.
 //
-// Scores are S = Q·Kᵀ. Probabilities are relative to a reference: P = 2^(scale_log2 * S - reference), scale_log2 > 0.
-// The reference of a row is a maximum that the row had. It follows the running maximum when that has grown by more than
-// 8 (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. Other rows have no influence on it.
+// Scores are S = Q·Kᵀ. Probabilities are relative to a reference: P = 2^(scale_log2 * S - reference), scale_log2 > 0. A
+// row's reference is the running maximum that the row had at some step. The reference moves to the present running
+// maximum when that is more than 8 larger (binary logarithms), so that P is at most 2^8 and O is seldom rescaled. Other
+// rows have no influence on a row's reference.
 //
-// kInNats: S is final, scale_log2 is log2(e), and S may be as large as a float can be (a bias of finfo.min). The
-// reference is then in nats, and is subtracted before the difference is scaled. Otherwise one FMA does both.
+// kInNats: S holds the final scores in nats, scale_log2 is log2(e), and |S| may be as large as a float can be (a bias
+// of finfo.min). The reference is then in nats, and is subtracted before the difference is scaled. Without kInNats, one
+// FMA scales and subtracts.
 template <int kTilesM, bool kInNats = false>
 struct OnlineSoftmax {
     static constexpr float kLargestGrowth = 8.0f;       // binary logarithm: fp16 holds P up to 2^16
     static constexpr float kLowest = -3.402823466e38f;  // finite, so that scores of -inf give P = 0
 
     float scale_log2;
-    float reference[kTilesM][2];  // kLowest before there is a score
+    float reference[kTilesM][2];  // kLowest before the row has had a score
     float row_sum[kTilesM][2];    // of P, over this lane's columns only
-    float row_lse[kTilesM][2];    // of scale * S, natural logarithm; from finish() on
+    float row_lse[kTilesM][2];    // log(sum(exp(scale * S))), natural logarithm; set by finish()
 
     FASTATTN_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
 #pragma unroll
@@ -93,8 +95,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // Starts the rows with a sink: a score in nats that has no value. one_of_four: true in one of the four lanes of a
-    // row, which counts the score.
+    // Starts the rows with a sink: a score in nats that has no value. one_of_four: true in only one of the four lanes
+    // of a row, which then adds the sink to its sum.
     FASTATTN_DEVICE void set_sink(float sink, bool one_of_four) {
         const float score = fmaxf(kInNats ? sink : sink * kLog2E, kLowest);
 #pragma unroll
@@ -114,8 +116,8 @@ struct OnlineSoftmax {
         row_sum[0][1] = sum_below;
     }
 
-    // Returns whether some row of the warp needs another reference, the same to all lanes. Only then do the lanes have
-    // to combine their maxima.
+    // Returns whether some row of the warp needs another reference. All lanes get the same answer. Only if it is true
+    // do the lanes have to combine their maxima.
     FASTATTN_DEVICE bool is_outgrown_by(const RowValues<kTilesM>& max_of_lane) const {
         bool grows = false;
 #pragma unroll
@@ -128,7 +130,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, grows);
     }
 
-    // Returns whether some row of the warp has had no score yet. All lanes get the same.
+    // Returns whether some row of the warp has had no score yet. All lanes get the same answer.
     FASTATTN_DEVICE bool lacks_references() const {
         bool lacks = false;
 #pragma unroll
@@ -136,7 +138,7 @@ struct OnlineSoftmax {
         return __any_sync(0xffffffff, lacks);
     }
 
-    // Gives the rows that lack a reference the first one. O is 0 in them and needs no rescaling.
+    // Sets the first reference of rows that have none. O is 0 in these rows, and needs no rescaling.
     FASTATTN_DEVICE void start(const RowValues<kTilesM>& max_of_lane) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
@@ -145,12 +147,13 @@ struct OnlineSoftmax {
                 const float max = row_reduce_max(max_of_lane.of[m][half]);
                 if (reference[m][half] != kLowest || !(above_reference(max, kLowest) > kLargestGrowth)) continue;
                 reference[m][half] = in_unit(max);
-                row_sum[m][half] = 0.0f;  // a sink as low as kLowest has made it larger
+                row_sum[m][half] = 0.0f;  // a sink as low as kLowest has set it to 1
             }
         }
     }
 
-    // Moves the references up to the maxima, and scales the sums of P to them. Returns the factors that O needs.
+    // Moves references that are outgrown up to the rows' maxima, and rescales the sums of P. Returns the factors by
+    // which O must be multiplied.
     FASTATTN_DEVICE RowValues<kTilesM> follow(const RowValues<kTilesM>& max_of_lane) {
         RowValues<kTilesM> factor;
 #pragma unroll
@@ -166,10 +169,11 @@ struct OnlineSoftmax {
         return factor;
     }
 
-    // Turns rS, whose maxima the references have followed, into P, and adds P to the sums. P keeps S's NaN.
+    // Turns rS into P, and adds P to the sums. The references must have followed the maxima of rS. Where S is NaN, P is
+    // NaN.
     template <int kTilesN>
     FASTATTN_DEVICE void exponentiate(float (&rS)[kTilesM][kTilesN][4]) {
-        RowValues<kTilesM> tile_sum;  // apart from row_sum, which then needs no registers in the loop
+        RowValues<kTilesM> tile_sum;  // separate from row_sum, which then needs no registers in the loop
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {  // in the order in which P·V takes columns
 #pragma unroll
@@ -186,8 +190,9 @@ struct OnlineSoftmax {
         add(tile_sum);
     }
 
-    // Writes P to rP with the present references, keeps S, and returns the sums of P. P is valid only if
-    // is_outgrown_by_sums() says false of them. kOnFma: one exponential in so many is exp2_on_fma(); 0: none.
+    // Computes P with the present references, writes it to rP, keeps rS, and returns the sums of P. P is valid only if
+    // is_outgrown_by_sums() returns false for these sums. kOnFma > 0: exp2_on_fma() computes one of kOnFma
+    // exponentials; 0: none.
     template <DataType kDataType, int kOnFma, int kTilesN>
     FASTATTN_DEVICE RowValues<kTilesM> exponentiate_to(uint32_t (&rP)[kTilesN / 2][4],
                                                        const float (&rS)[1][kTilesN][4]) const {
@@ -214,7 +219,7 @@ struct OnlineSoftmax {
     }
 
     // Returns whether a lane's probabilities, judged by their sums, may be too large for 16 bits or for the sums. NaN
-    // counts as too large. All lanes of the warp get the same.
+    // counts as too large. All lanes of the warp get the same answer.
     FASTATTN_DEVICE bool is_outgrown_by_sums(const RowValues<kTilesM>& tile_sum) const {
         constexpr float kLargestSum = 16384.0f;
         bool grows = false;
@@ -237,7 +242,7 @@ struct OnlineSoftmax {
         return kInNats ? reference[m][half] : reference[m][half] * kLn2;
     }
 
-    // Divides rO by the sums, times `factor`, and sets row_lse. A row without a key gets 0 and -inf.
+    // Divides rO by the sums, multiplies it by `factor`, and sets row_lse. A row that has had no score gets 0 and -inf.
     template <int kTilesD>
     FASTATTN_DEVICE void finish(float (&rO)[kTilesM][kTilesD][4], float factor = 1.0f) {
         RowValues<kTilesM> quotient;
@@ -255,10 +260,10 @@ struct OnlineSoftmax {
     }
 
   private:
-    // Converts a score to the unit of references. The product is rounded by itself, never fused into what follows. P,
-    // the correction and the logarithm then refer to the same number, and its rounding cancels. It makes P larger by a
-    // factor of at most 2^4 for scores below 2^27 (binary logarithms). Larger fp32 scores have an error of the same
-    // size in themselves.
+    // Converts a score to the unit of references. The product is rounded on its own, never fused with a later
+    // operation. P, the rescaling factors and the LSE then use the same rounded number, and the rounding error cancels.
+    // This error makes P larger by a factor of at most 2^4 for scores below 2^27 (binary logarithms). Larger scores in
+    // fp32 have a rounding error of the same size themselves.
     FASTATTN_DEVICE float in_unit(float score) const { return kInNats ? score : __fmul_rn(score, scale_log2); }
 
     // Returns the binary logarithm of P.

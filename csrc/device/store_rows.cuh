@@ -7,8 +7,7 @@
 
 namespace fastattn {
 
-// Exchanges registers between the four lanes of a row: lane i then holds what all four had in pairs[i], in the order of
-// the lanes.
+// Transposes pairs[4] over the four lanes of a row: pairs[j] of lane i becomes pairs[i] of lane j.
 FASTATTN_DEVICE void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
@@ -23,8 +22,9 @@ FASTATTN_DEVICE void transpose_over_quad(uint32_t (&pairs)[4], int lane) {
     }
 }
 
-// Stores a warp's rows [16, 8 * kTilesD], of head_dim elements each, a multiple of 8. row_at(row): where a row goes, or
-// null. A lane stores 16 bytes at a time, and the four lanes of a row 64 adjacent bytes.
+// Stores a warp's rows [16, 8 * kTilesD], of head_dim elements each, a multiple of 8. row_at(row) returns where a row
+// goes, or null if the row is not stored. A lane stores 16 bytes at a time, and the four lanes of a row 64 adjacent
+// bytes.
 template <DataType kDataType, int kTilesD, typename RowAt>
 FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int lane, int head_dim, RowAt&& row_at) {
     static_assert(kTilesD % 4 == 0, "four tiles are one chunk of 16 bytes for each lane of a row");
@@ -46,8 +46,8 @@ FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int la
     });
 }
 
-// Stores a lane's elements of one of its rows, [8 * kTilesD] of which head_dim exist, in fp32. half: see for_own_rows.
-// store(pair, first, second) takes two neighbouring elements.
+// Stores a lane's elements of one of its rows in fp32. The row has 8 * kTilesD elements, of which head_dim are stored.
+// half: see for_own_rows(). store(pair, first, second) stores two neighbouring elements at address `pair`.
 template <int kTilesD, typename Store>
 FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane, int head_dim,
                                  Store&& store) {
@@ -59,7 +59,7 @@ FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int
     }
 }
 
-// WritePair and AddPair assume that no other thread stores at the same time.
+// WritePair and AddPair assume that no other thread stores to the same pair at the same time.
 struct WritePair {
     FASTATTN_DEVICE void operator()(float* pair, float first, float second) const {
         *reinterpret_cast<float2*>(pair) = {first, second};

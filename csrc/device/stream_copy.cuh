@@ -1,4 +1,4 @@
-// Copies the tiles along a matrix, one after the other, into the stages of a pipeline, by all threads of a CTA.
+// Copies successive tiles of a matrix into the stages of a pipeline, by all threads of a CTA.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace fastattn {
 
-// Tiles of kRows rows of Layout::kRowBytes bytes. Each thread copies one 16-byte chunk of every kRowsPerPass-th row:
-// neighbouring threads touch neighbouring chunks. Layout::offset(row, chunk) is where a chunk goes, in bytes from the
-// start of the stage; its pattern repeats after Layout::kPeriodRows rows.
+// Tiles have kRows rows of Layout::kRowBytes bytes. Each thread copies one 16-byte chunk of every kRowsPerPass-th row,
+// and neighbouring threads copy neighbouring chunks. Layout::offset(row, chunk) returns where a chunk goes, in bytes
+// from the start of the stage. The pattern of offset() must repeat after Layout::kPeriodRows rows.
 template <typename Layout, int kRows, int kThreads>
 struct TileStream {
     static constexpr int kBytes = 16;
@@ -21,8 +21,8 @@ struct TileStream {
     static_assert(kRows % kRowsPerPass == 0, "passes must cover the tile exactly");
 
     int row, column;     // of this thread's first chunk in the tile; the column in bytes
-    uint32_t offset;     // where that chunk goes
-    const char* global;  // where it comes from, in the tile to load next
+    uint32_t offset;     // where this chunk goes in a stage
+    const char* global;  // where this chunk is in the tile to load next
     int64_t row_bytes;   // from one row to the next
 
     FASTATTN_DEVICE TileStream(const void* first_tile, int64_t row_bytes, int thread)
@@ -31,14 +31,14 @@ struct TileStream {
         global = static_cast<const char*>(first_tile) + row * row_bytes + column;
     }
 
-    // Starts to copy a tile of which the first num_rows rows, and their first num_bytes bytes, exist. The rest becomes
-    // zero, and is not read. The next tile lies `advance` bytes further on.
+    // Starts to copy a tile. Only its first num_rows rows, and their first num_bytes bytes, exist. The rest becomes
+    // zero, and is not read. The next tile begins `advance` bytes after this tile.
     FASTATTN_DEVICE void load(uint32_t stage, int num_rows, int num_bytes, int64_t advance) {
         load_at_distance(stage, num_rows, num_bytes, 0);
         global += advance;
     }
 
-    // Does the same for a tile `distance` bytes from this one, which stays the next one to load.
+    // Does the same for the tile `distance` bytes after the next tile. The next tile stays the same.
     FASTATTN_DEVICE void load_at_distance(uint32_t stage, int num_rows, int num_bytes, int64_t distance) const {
         const int rows_here = column < num_bytes ? num_rows : 0, bytes_here = min(num_bytes - column, kBytes);
         const char* source = global + distance;

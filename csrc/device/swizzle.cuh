@@ -1,7 +1,8 @@
-// Tiles of 16-bit rows in shared memory, with their 16-byte chunks permuted so that neither ldmatrix nor 16-byte copies
-// meet a bank conflict. In rows of whole 128 bytes, chunk c of row r is stored as chunk c ^ (r % 8). Eight rows at one
-// c, as ldmatrix reads them, then cover all 32 banks once. So do eight neighbouring chunks of one row, as copies touch
-// them. Rows with 64 bytes more start at banks 0 and 16 in turn; c ^ (r / 2 % 4) does the same for them.
+// Lays out tiles of 16-bit rows in shared memory. The 16-byte chunks of a row are permuted so that neither ldmatrix nor
+// 16-byte copies meet a bank conflict. If a row is a multiple of 128 bytes, chunk c of row r is stored as chunk c ^ (r
+// % 8). Chunk c of eight adjacent rows, which ldmatrix reads, then covers all 32 banks once. Eight neighbouring chunks
+// of one row, which copies access, also cover all banks once. Rows of an odd multiple of 64 bytes start at banks 0 and
+// 16 in turn. In these rows, chunk c is stored as chunk c ^ (r / 2 % 4), which also avoids bank conflicts.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Swizzle {
     static constexpr int kRowElements = kHeadDim;
     static constexpr int kRowBytes = kRowElements * 2;
     static constexpr int kChunksPerRow = kRowElements / kChunkElements;
-    static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // chunks that are exchanged with each other
+    static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // adjacent chunks that are permuted together
     static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
     // Returns the offset of a chunk, in bytes from the start of the tile.
@@ -32,9 +33,10 @@ struct Swizzle {
     }
 };
 
-// The addresses that a lane passes to ldmatrix, for the 16x16 blocks of such a tile. The pattern is an exclusive or. So
-// moving by chunks inside a period is one too, on an offset that tiles may share; all else is a compile-time constant.
-// A lane that starts further right (at_column) may only move by columns that share no bit with its own.
+// Computes the addresses that a lane passes to ldmatrix, for the 16x16 blocks of such a tile. Because the pattern is an
+// exclusive or, moving by chunks inside a period is an exclusive or too, on lane_offset, which several tiles may share.
+// All other distances are compile-time constants. A lane that starts further right (at_column()) can only move by
+// columns that share no bit with the column at which it starts.
 template <int kHeadDim>
 struct SwizzledBlocks {
     using Layout = Swizzle<kHeadDim>;
@@ -53,8 +55,8 @@ struct SwizzledBlocks {
         return blocks;
     }
 
-    // Does the same for a distance that is known only at run time. It goes into the lane's own offset, to which each
-    // use adds compile-time distances.
+    // Does the same for a distance that is known only at run time. The distance is added to lane_offset, because
+    // address() adds compile-time constants to `tile`.
     FASTATTN_DEVICE SwizzledBlocks below(int num_rows) const {
         SwizzledBlocks blocks = *this;
         blocks.lane_offset += num_rows * Layout::kRowBytes;

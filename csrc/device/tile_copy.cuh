@@ -20,14 +20,15 @@ FASTATTN_DEVICE float* row_pointer(const RowsView& view, int32_t batch, int32_t 
     return view.data + batch * view.batch_stride + head * view.head_stride;
 }
 
-// A thread's chunks of a tile [kRows, kHeadDim]. A pass copies a rectangle, one chunk a thread and neighbouring chunks
-// by neighbouring threads. A thread always has the same chunks of a tile, and may read them before the barrier that
-// makes the tile visible to all. kDirection: whether the passes go down (1) or up (-1) the rows.
+// The chunks of a tile [kRows, kHeadDim] that one thread copies. A pass copies a rectangle of chunks: each thread
+// copies one chunk, and neighbouring threads copy neighbouring chunks. A thread has the same chunks of every tile.
+// After its own wait for its copies, it can read these chunks before the barrier that makes the tile visible to all
+// threads. kDirection: whether the passes go down (1) or up (-1) the rows.
 template <int kRows, int kHeadDim, int kThreads, int kDirection>
 struct TileChunks {
     using Layout = Swizzle<kHeadDim>;
     static constexpr int kNumRows = kRows;
-    // One period of a row, 64 or 128 bytes, or more where the tile has too few rows for all threads.
+    // One period of a row, 64 or 128 bytes, or several periods if the tile has too few rows for all threads.
     static constexpr int kChunksPerPass = Layout::kPeriod * std::max(1, kThreads / Layout::kPeriod / kRows);
     static constexpr int kRowsPerPass = kThreads / kChunksPerPass;
     static constexpr int kRowPasses = kRows / kRowsPerPass;
@@ -42,7 +43,8 @@ struct TileChunks {
         : head_dim(head_dim),
           sChunk(reinterpret_cast<char*>(sTile) + Layout::offset(thread / kChunksPerPass, thread % kChunksPerPass)) {}
 
-    // Calls function(uint32_t& pair_of_elements, its index in its chunk) for all elements that this thread has copied.
+    // Calls function(uint32_t& pair_of_elements, index of the pair in its chunk) for all elements that this thread has
+    // copied.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
         for_own_chunks([&](int, int, char* chunk) {
@@ -59,7 +61,8 @@ struct TileChunks {
   protected:
     FASTATTN_DEVICE static constexpr int row_pass(int i) { return kDirection > 0 ? i : kRowPasses - 1 - i; }
 
-    // Calls function(first row of the pass, first chunk of the pass, this thread's chunk in shared memory).
+    // Calls function(first row of the pass, first chunk of the pass, this thread's chunk in shared memory) for each
+    // pass.
     template <typename Function>
     FASTATTN_DEVICE void for_own_chunks(Function&& function) const {
 #pragma unroll
@@ -73,8 +76,8 @@ struct TileChunks {
     }
 };
 
-// Copies tiles of a tensor into a buffer, each over the one before. kDirection: whether the next tile lies below (1) or
-// above (-1).
+// Copies tiles of a tensor into a buffer, each over the previous tile. kDirection: whether the next tile is below (1)
+// or above (-1) this tile.
 template <int kRows, int kHeadDim, int kThreads, int kDirection = -1>
 struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     using Chunks = TileChunks<kRows, kHeadDim, kThreads, kDirection>;
@@ -92,14 +95,14 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
         gChunk = gTile + row * row_stride + Chunks::row_pass(0) * pass_stride + chunk * kChunkElements;
     }
 
-    // Moves the tile to load next so many elements further on.
+    // Moves the tile to load next by `elements` elements.
     FASTATTN_DEVICE void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read. The tile goes bytes_behind bytes after the first one.
+    // zero, and are not read. The tile is written bytes_behind bytes after the buffer's beginning.
     template <bool kPartial>
     FASTATTN_DEVICE void load(int num_rows, uint32_t bytes_behind = 0) {
-        const int thread = ptx::opaque(threadIdx.x);  // what follows from it need not stay in registers
+        const int thread = ptx::opaque(threadIdx.x);  // so that values computed from it do not stay in registers
         const int rows_from_here = num_rows - thread / kChunksPerPass;
         const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
         Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
@@ -111,7 +114,7 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     }
 };
 
-// Rounds a warp's accumulators to 16 bits, into its own rows of a tile in shared memory.
+// Rounds a warp's accumulators to 16 bits, and writes them to the warp's own rows of a swizzled tile in shared memory.
 template <DataType kDataType, int kTilesM, int kTilesD>
 FASTATTN_DEVICE void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTilesD][4], int lane) {
     using Layout = Swizzle<kTilesD * kMmaN>;
@@ -126,7 +129,8 @@ FASTATTN_DEVICE void stage_rows(uint16_t* sRows, const float (&rO)[kTilesM][kTil
 }
 
 // Rounds scores to 16 bits and writes them to a tile [*, kColumns]. `offset` is the accumulator_offset() of a warp's
-// tiles, of which rS holds those from first_tile on. Their columns may share no bit with the first tile's.
+// tiles. rS holds these tiles from tile first_tile on. An exclusive or adds a tile's index to the chunk of the first
+// tile, so the two must share no bit.
 template <DataType kDataType, int kColumns, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void stage_scores_at(uint16_t* sTile, uint32_t offset, const float (&rS)[kTilesM][kTilesN][4],
                                      int first_tile) {
@@ -157,7 +161,8 @@ FASTATTN_DEVICE void stage_scores(uint16_t* sTile, const float (&rS)[kTilesM][kT
     stage_scores_at<kDataType, kColumns>(sTile, offset, rS, first_tile);
 }
 
-// Copies a warp's rows [kRows, kHeadDim], those that exist, from shared memory to global memory.
+// Copies a warp's rows [kRows, kHeadDim] from swizzled shared memory to global memory: the first num_rows rows, and the
+// first head_dim elements of each row.
 template <int kRows, int kHeadDim>
 FASTATTN_DEVICE void store_rows(uint16_t* gRows, int64_t row_stride, int num_rows, const uint16_t* sRows, int lane,
                                 int head_dim) {

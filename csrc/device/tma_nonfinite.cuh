@@ -9,8 +9,8 @@
 
 namespace fastattn {
 
-// Returns whether this thread of kThreads finds NaN or infinity among its elements. kUnroll: how many of its chunks of
-// 16 bytes it reads at once, by default all.
+// Returns whether this thread finds NaN or infinity in its part of the tile, which kThreads threads divide. kUnroll:
+// how many of its 16-byte chunks the thread reads at once, by default all.
 template <DataType kDataType, typename Tile, int kThreads, int kUnroll = Tile::kBytes / kChunkBytes>
 FASTATTN_DEVICE bool tile_has_nonfinite(const uint16_t* sTile, int thread) {
     constexpr int kChunks = Tile::kBytes / kChunkBytes;

@@ -1,6 +1,7 @@
 // Tiles in shared memory as TMA leaves them and wgmma reads them: blocks of 64 or 32 columns of 16-bit elements, one
-// after the other, each [kRows][kBlockColumns], swizzled. Chunk c of row r lies at c ^ (r % 8) in rows of 128 bytes,
-// and at c ^ (r / 2 % 4) in rows of 64. A block begins where the pattern does, at a multiple of 1024 or 512 bytes.
+// after the other, each [kRows][kBlockColumns], swizzled. Chunk c of row r is stored as chunk c ^ (r % 8) in rows of
+// 128 bytes, and as chunk c ^ (r / 2 % 4) in rows of 64 bytes. A block begins where the pattern begins, at a multiple
+// of 1024 or 512 bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 
 namespace fastattn {
 
-// Returns the columns of a tile's blocks: 64, or 32 where 64 does not divide `columns`. Columns must fill the blocks: a
-// product whose N is the columns reads whole swizzle atoms (PTX ISA, "Shared Memory Matrix Layout"), each as wide as a
-// block, and would also compute the padding.
+// Returns how many columns a tile's blocks have: 64, or 32 if 64 does not divide `columns`. The tile's columns must
+// fill its blocks. A product whose N is these columns reads whole swizzle atoms, which are as wide as a block
+// (PTX ISA, "Shared Memory Matrix Layout"), and would also compute the padding.
 constexpr int widest_block_columns(int columns) {
     return columns % 64 == 0 ? 64 : 32;
 }
@@ -36,8 +37,9 @@ struct TmaTile {
                (chunk % kChunksPerRow ^ row / (8 / kChunksPerRow) % kChunksPerRow) * kChunkBytes;
     }
 
-    // Called by one thread. Starts to copy a box, the rows of a group of heads from `row` on, to rows_of_tile. A box
-    // may have fewer rows than the tile. Elements outside of the tensor become zero; the barrier counts them too.
+    // Called by one thread. Starts to copy a box to rows_of_tile: the rows of a group of heads, from `row` on. A box
+    // may have fewer rows than the tile. Elements outside of the tensor become zero; the barrier counts their bytes
+    // too.
     FASTATTN_DEVICE static void load(uint32_t rows_of_tile, const TensorMap& map, int32_t batch, int32_t group,
                                      int32_t row, uint32_t barrier) {
 #pragma unroll
@@ -47,7 +49,8 @@ struct TmaTile {
         }
     }
 
-    // Does the same into two CTAs of a cluster, to the same rows of both tiles. Each CTA copies half of the rows.
+    // Does the same into two CTAs of a cluster, to the same rows of both CTAs' tiles. Each CTA calls it for half of the
+    // rows.
     FASTATTN_DEVICE static void load_into_both(uint32_t rows_of_tile, const TensorMap& map, int32_t batch,
                                                int32_t group, int32_t row, uint32_t barrier) {
         static_assert(kRows % 16 == 0, "a half begins where the swizzle's pattern does");
@@ -59,7 +62,7 @@ struct TmaTile {
         }
     }
 
-    // Writes zeros from first_row to the end of the tile. Each of `threads` threads writes some.
+    // Writes zeros to all rows from first_row on. `threads` threads call this and divide the rows.
     FASTATTN_DEVICE static void zero_rows(uint16_t* sTile, int first_row, int thread, int threads) {
         const int chunks_per_block = (kRows - first_row) * (kRowBytes / kChunkBytes);
         for (int block = 0; block < kNumBlocks; ++block) {
@@ -69,7 +72,7 @@ struct TmaTile {
         }
     }
 
-    // Calls function(uint32_t& pair_of_elements) for this thread's pairs of the tile, which `threads` threads divide.
+    // Calls function(uint32_t& pair_of_elements) for this thread's part of the tile, which `threads` threads divide.
     template <typename Function>
     FASTATTN_DEVICE static void for_pairs_of(uint16_t* sTile, int thread, int threads, Function&& function) {
         for (int i = thread; i < kBytes / kChunkBytes; i += threads) {

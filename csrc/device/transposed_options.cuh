@@ -15,8 +15,8 @@
 namespace fastattn {
 
 // A warp's scores of one head: 16 keys from first_key on, and 8 * kTilesM query rows from first_row on. kHasRegisters:
-// a bias of 16 or 8 bits has 2 * kTilesM registers while S is computed, and a pass has 16. Otherwise the bias is loaded
-// when it is added, and a pass has 8.
+// while S is computed, 2 * kTilesM registers hold a bias of 16 or 8 bits, and 16 registers hold the softcap's gradients
+// of a pass. Without it, the bias is loaded when it is added, and 8 registers hold the gradients of a pass.
 template <int kTilesM, bool kHasRegisters>
 struct TransposedOptions {
     static constexpr int kTilesAtOnce = kHasRegisters ? 4 : 2;
@@ -30,17 +30,18 @@ struct TransposedOptions {
     FASTATTN_DEVICE TransposedOptions(const HeadScores& scores, int32_t first_row, int32_t first_key, int lane)
         : scores(scores), own_row(first_row + accumulator_column(lane)), own_key(first_key + accumulator_row(lane)) {}
 
-    // Bits of the bias of two neighbouring rows, the first in the lower half, for both keys. Biases of 32 bits do not
-    // fit.
+    // [n][half]: the bits of the bias of two neighbouring rows, the first in the lower half, for the lane's key `half`.
+    // Biases of 32 bits do not fit.
     using BiasPairs = uint32_t[kTilesM][2];
 
     template <typename T>
     static constexpr bool kLoadsEarly = kHasRegisters && sizeof(T) < sizeof(uint32_t);
 
-    // Called early, as the bias is needed only after the products. Outside of rows and keys it reads the last ones.
+    // Called early, because the bias is needed only after the products. For rows and keys that do not exist, it reads
+    // the last row or key.
     FASTATTN_DEVICE void load_bias(BiasPairs& pairs) const {
 #pragma unroll
-        for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // as in scale()
+        for (int n = 0; n < kTilesM; ++n) pairs[n][0] = pairs[n][1] = 0;  // else they would take registers in the loop
         scores.with_bias_kind([&](auto bits, auto) {
             using T = decltype(bits);
             if constexpr (kLoadsEarly<T>) {
@@ -50,7 +51,8 @@ struct TransposedOptions {
         });
     }
 
-    // Makes scores before the bias of rS = S. rSoftcapGradient: d score / d (scale * S), where there is a softcap.
+    // Turns rS = S into scores without the bias. rSoftcapGradient becomes d score / d (scale * S) if there is a
+    // softcap.
     template <int kFirst>
     FASTATTN_DEVICE void scale(Accumulators& rS, SoftcapGradients& rSoftcapGradient) const {
         const ScoreParams& params = scores.params;
@@ -62,14 +64,14 @@ struct TransposedOptions {
             });
         } else {
             for_each<kFirst>([&](int n, int e) {
-                rSoftcapGradient[n - kFirst][e] = 0.0f;  // else it would take registers all along the loop
+                rSoftcapGradient[n - kFirst][e] = 0.0f;  // else it would take registers in the whole loop
                 rS[0][n][e] *= params.scale;
             });
         }
         add_alibi<kFirst>(rS);
     }
 
-    // Adds the bias, and removes what it masks from `seen`.
+    // Adds the bias, and removes the scores that the bias masks from `seen`.
     template <int kFirst>
     FASTATTN_DEVICE void add_bias(Accumulators& rS, SeenRows& seen, const BiasPairs& pairs) const {
         scores.with_bias_kind([&](auto bits, auto kind) {
@@ -102,7 +104,8 @@ struct TransposedOptions {
     }
 
   private:
-    // Calls function(n, half, bits, bits) for every two neighbouring rows of a key.
+    // Calls function(n, half, bits of the first row, bits of the second row) for every pair of neighbouring rows of the
+    // lane's key `half`.
     template <typename T, int kFirst, int kTiles, typename Function>
     FASTATTN_DEVICE void for_bias(Function&& function) const {
         const BiasView& view = scores.params.bias;

@@ -24,8 +24,8 @@ struct alignas(16) TransposedOptionsTerms {
     float shift[kRows], minus_delta[kRows], log2_sum[kRows];
 };
 
-// Which query rows, from first_row on, see this lane's two keys. The rows are columns: bit 2 * n + e of seen[half] is
-// column 8 * n + e from the lane's first.
+// Which query rows, from first_row on, see this lane's two keys. The rows are the accumulators' columns: bit 2 * n + e
+// of seen[half] belongs to the column that is 8 * n + e after the lane's first column.
 struct SeenRows {
     uint32_t seen[2];
 
@@ -47,7 +47,7 @@ struct SeenRows {
     FASTATTN_DEVICE bool has(int n, int e) const { return (seen[e / 2] & 1u << (2 * n + e % 2)) != 0; }
 };
 
-// Turns rS = Sᵀ into Pᵀ. With kMasked, P is 0 where a row does not see a key, whatever S was.
+// Turns rS = Sᵀ into Pᵀ. With kMasked, P is 0 where a row does not see a key, even if S is NaN there.
 template <bool kMasked, int kTilesM>
 FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* shift_log2, float scale_log2,
                                       const SeenRows& columns, int lane) {
@@ -62,7 +62,8 @@ FASTATTN_DEVICE void to_probabilities(float (&rS)[1][kTilesM][4], const float* s
     }
 }
 
-// Starts dPᵀ at -delta, to which V·dOᵀ is added, so that no instructions are needed after the products.
+// Initialises dPᵀ with -delta. The products add V·dOᵀ to it, so that no instructions are needed to subtract delta
+// later.
 template <int kTilesM>
 FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* minus_delta, int lane) {
 #pragma unroll
@@ -73,7 +74,8 @@ FASTATTN_DEVICE void start_with_delta(float (&rdP)[1][kTilesM][4], const float* 
     }
 }
 
-// Turns rdP = dPᵀ - delta into dSᵀ, with rP = Pᵀ. dP may be NaN where a row does not see a key.
+// Turns rdP = dPᵀ - delta into dSᵀ, with rP = Pᵀ. With kMasked, dS is 0 where a row does not see a key, even if dP is
+// NaN there.
 template <bool kMasked, int kTilesM>
 FASTATTN_DEVICE void to_score_gradients(float (&rdP)[1][kTilesM][4], const float (&rP)[1][kTilesM][4],
                                         const SeenRows& columns) {
@@ -87,7 +89,7 @@ FASTATTN_DEVICE void to_score_gradients(float (&rdP)[1][kTilesM][4], const float
     }
 }
 
-// Unpacks P, two neighbouring tiles, as another warpgroup has packed it with accumulators_to_a().
+// Unpacks two neighbouring tiles of P, which another warpgroup has packed with accumulators_to_a().
 template <DataType kDataType>
 FASTATTN_DEVICE void a_to_accumulators(float (&left)[4], float (&right)[4], const uint32_t (&a)[4]) {
 #pragma unroll

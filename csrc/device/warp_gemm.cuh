@@ -1,4 +1,5 @@
-// Computes the products of attention, by one warp.
+// Computes the products of attention, by one warp. In the comments, sX [rows, columns] at ldmatrix_lane means that the
+// SwizzledBlocks sX of such a tile were constructed with ldmatrix_lane() of the warp's lanes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace fastattn {
 
-// Loads a warp's rows of Q as operands A, for all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
+// Loads a warp's rows of Q as operands A, once for all tiles of keys. sQ [kTilesM * 16, kHeadDim] at ldmatrix_lane.
 template <int kTilesM, int kTilesK, int kHeadDim>
 FASTATTN_DEVICE void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4], const SwizzledBlocks<kHeadDim>& sQ) {
 #pragma unroll
@@ -19,9 +20,9 @@ FASTATTN_DEVICE void load_operands_a(uint32_t (&rQ)[kTilesM][kTilesK][4], const 
     }
 }
 
-// rC[*][n], rC[*][n + 1] += rA · rB, with the operands B of two neighbouring tiles as ldmatrix leaves them. Consecutive
-// MMAs share an operand, which need not be read from the register file again: B where the row of tiles changes, else A,
-// also from one pair of tiles to the next.
+// rC[*][n], rC[*][n + 1] += rA · rB, where rB holds the operands B of two neighbouring tiles as ldmatrix loads them.
+// The MMAs are ordered such that consecutive ones share an operand, which is then not read from the register file
+// again: B where m changes, else A, also from one pair of tiles to the next.
 template <DataType kDataType, int kTilesM, int kTilesN>
 FASTATTN_DEVICE void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint32_t (&rA)[kTilesM][4],
                                    const uint32_t (&rB)[4], int n) {
@@ -112,9 +113,10 @@ FASTATTN_DEVICE void gemm_pv(float (&rO)[kTilesM][kHeadDim / kMmaN][4], const fl
     }
 }
 
-// Multiplies operands in shared memory, for the backward pass, where a warp has only some of the columns: blocks of 16,
-// kColumnStep apart, from kFirstColumn on. rC += sA · sB, or with kTransposeA sAᵀ · sB. sA [kTilesM * 16, kSumK] at
-// ldmatrix_lane, or transposed [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB [kSumK, kTilesN * 8] at ldmatrix_lane.
+// rC += sA · sB, or with kTransposeA rC += sAᵀ · sB. Both operands are in shared memory. For the backward pass, where a
+// warp computes only some columns of sB: blocks of 16 columns, kColumnStep apart, from kFirstColumn on.
+// sA [kTilesM * 16, kSumK] at ldmatrix_lane, or with kTransposeA [kSumK, kTilesM * 16] at ldmatrix_lane_b. sB has kSumK
+// rows, at ldmatrix_lane.
 template <DataType kDataType, bool kTransposeA, int kSumK, int kColumnStep, int kFirstColumn = 0, int kTilesM,
           int kTilesN, int kColumnsA, int kColumnsB>
 FASTATTN_DEVICE void gemm_accumulate(float (&rC)[kTilesM][kTilesN][4], const SwizzledBlocks<kColumnsA>& sA,

@@ -1,5 +1,5 @@
-// Computes Pᵀ from Sᵀ = K·Qᵀ, and dSᵀ from Pᵀ and dPᵀ = V·dOᵀ, on the accumulators of a warp whose rows are keys. Pᵀ in
-// registers is then the operand A of dV = Pᵀ·dO. Scores are only scaled, and masked by a window.
+// Computes Pᵀ from Sᵀ = K·Qᵀ, and dSᵀ from Pᵀ and dPᵀ = V·dOᵀ, on the accumulators of a warp whose rows are keys. Pᵀ
+// can stay in registers as the operand A of dV = Pᵀ·dO. Scores are only scaled, and masked by a window.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,17 @@
 
 namespace fastattn {
 
-// The terms of kRows query rows of one head, in shared memory, as accumulators need them: the columns of a lane are
-// neighbouring rows, the same two in both halves.
+// The terms of kRows query rows of one head, in shared memory, in the order in which accumulators need them. Query rows
+// are the accumulators' columns, so a lane has two neighbouring query rows, the same two in its upper and lower half.
 template <int kRows>
 struct alignas(16) ColumnTerms {
-    float4 minus_delta[kRows / 2];  // of two rows, then of the same two again: the products start from it
+    float4 minus_delta[kRows / 2];  // of two rows, and of the same two again: initial values of dPᵀ
     float minus_shift_log2[kRows];
 };
 
-// Loads a thread's one number of these terms for each tile, into a register while the tile before is in use. A row that
-// does not exist has 0 throughout, as in Q and dO: its P is 1, its dS is 1 · (0 - 0), and it adds 0.
+// Loads the terms of one tile of query rows after the other. Each thread loads one number, into a register while the
+// previous tile is in use, and stores it later. A row that does not exist has 0 in all terms, in Q and in dO. So its P
+// is 1, its dS is 1 · (0 - 0), and it adds 0 to dK and dV.
 template <int kRows>
 struct ColumnTermsLoader {
     static constexpr int kThreads = 2 * kRows;
@@ -34,7 +35,7 @@ struct ColumnTermsLoader {
                                       int32_t first_row)
         : gNext(row_pointer(is_shift() ? params.shift : params.delta, batch, head) + first_row + own_row()) {}
 
-    // Moves the tile to load next so many numbers further on.
+    // Moves the tile to load next by `numbers` numbers.
     FASTATTN_DEVICE void skip(int64_t numbers) { gNext += numbers; }
 
     FASTATTN_DEVICE void load(int32_t num_rows) {
@@ -47,7 +48,7 @@ struct ColumnTermsLoader {
         if (is_shift()) {
             terms.minus_shift_log2[row] = -kLog2E * number;
         } else {
-            // Half of a warp writes the first copy first, so that the warp meets no bank conflict.
+            // Half of the warp writes the first copy first, the other half the second copy, to avoid bank conflicts.
             const int first = row % kWarpSize < kWarpSize / 2 ? 0 : 2;
             float* two_rows = reinterpret_cast<float*>(&terms.minus_delta[row / 2]) + row % 2;
             two_rows[first] = -number;
@@ -60,8 +61,8 @@ struct ColumnTermsLoader {
     FASTATTN_DEVICE static int own_row() { return threadIdx.x % kRows; }
 };
 
-// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. Rows that do not exist
-// may see any: they add 0.
+// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. r and k are counted from
+// the tile's first row and key. Rows that do not exist may see any key, because they add 0.
 struct KeyBand {
     static constexpr int32_t kNone = -(1 << 20);  // less than any distance in a tile
 
@@ -80,12 +81,13 @@ struct KeyBand {
     }
 };
 
-// The scores of a warp's tile, [kTilesM * 16 keys, kTilesN * 8 rows]. Row terms begin with the warp's first row.
+// Functions on the scores of a warp's tile, [kTilesM * 16 keys, kTilesN * 8 rows]. Pointers to row terms point to the
+// terms of the warp's first row.
 template <int kTilesM, int kTilesN>
 struct TransposedScores {
     using Accumulators = float[kTilesM][kTilesN][4];
 
-    // Starts rdPᵀ at -delta, so that adding V·dOᵀ to it gives dPᵀ - delta.
+    // Initialises rdP with -delta, so that adding V·dOᵀ to it gives dPᵀ - delta.
     FASTATTN_DEVICE static void init_gradients(Accumulators& rdP, const float4* minus_delta, int lane) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
@@ -100,7 +102,7 @@ struct TransposedScores {
         }
     }
 
-    // rSᵀ = K·Qᵀ -> Pᵀ.
+    // Turns rS = K·Qᵀ into Pᵀ.
     FASTATTN_DEVICE static void to_probabilities(Accumulators& rS, const float* minus_shift_log2, float scale_log2,
                                                  int lane) {
 #pragma unroll
@@ -118,7 +120,7 @@ struct TransposedScores {
         }
     }
 
-    // Sets both to 0 where a row does not see a key: there, either may be anything.
+    // Sets rP and rdP to 0 where a row does not see a key, even if they are NaN there.
     FASTATTN_DEVICE static void mask(Accumulators& rP, Accumulators& rdP, const KeyBand& seen, int lane) {
         const int32_t ahead = accumulator_row(lane) - accumulator_column(lane);
         const int32_t first = seen.first - ahead, keys_from_here = seen.num_keys - accumulator_row(lane);
@@ -139,7 +141,7 @@ struct TransposedScores {
         }
     }
 
-    // rdPᵀ = dPᵀ - delta -> dSᵀ.
+    // Turns rdP = dPᵀ - delta into dSᵀ, with rP = Pᵀ.
     FASTATTN_DEVICE static void to_score_gradients(Accumulators& rdP, const Accumulators& rP) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {

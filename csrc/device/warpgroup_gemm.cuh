@@ -1,4 +1,4 @@
-// Starts the products of attention, 64 rows to a warpgroup. They run asynchronously until wait_gemm().
+// Starts the products of attention, of 64 rows for each warpgroup. The products run asynchronously until wait_gemm().
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,22 @@ namespace fastattn {
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kWarpgroupM = 64;
 
-// Describes to wgmma where an operand lies in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides
+// Describes to wgmma where an operand is in a TmaTile: PTX ISA, "Shared Memory Matrix Layout". Addresses and strides
 // count 16 bytes.
 struct OperandDescriptor {
     uint32_t low;  // address, and from bit 16 on the stride between blocks
 
-    // K contiguous: a block holds 64 or 32 of K, and no product crosses blocks.
+    // For an operand with K contiguous. A block holds 64 or 32 elements along K, and no product crosses blocks.
     FASTATTN_DEVICE static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
 
-    // N contiguous: a block holds 64 or 32 of N, and the next block the next ones.
+    // For an operand with M or N contiguous. A block holds 64 or 32 elements along M or N, and the next block holds the
+    // elements that follow.
     FASTATTN_DEVICE static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
         return {shared >> 4 | block_bytes >> 4 << 16};
     }
 
-    // Describes what lies so many bytes further on, in a block whose rows have kRowBytes. The address has bits to
-    // spare, so that adding to it carries into no other field.
+    // Returns the descriptor of what is `bytes` bytes further on, in blocks whose rows have kRowBytes bytes. The
+    // address's field has spare bits, so that the addition carries into no other field.
     template <int kRowBytes = 128>
     FASTATTN_DEVICE uint64_t at(int bytes) const {
         static_assert(kRowBytes == 128 || kRowBytes == 64, "the swizzles that tiles have");
@@ -36,7 +37,8 @@ struct OperandDescriptor {
     }
 };
 
-// Waits until at most kInFlight groups of products are in flight. rC then has the sums of a group before those.
+// Waits until at most kInFlight groups of products are in flight. rC are the sums of a group that is then complete, and
+// can be read after the call.
 template <int kInFlight, typename Sums>
 FASTATTN_DEVICE void wait_gemm(Sums& rC) {
     ptx::wgmma_wait_group<kInFlight>();
@@ -48,14 +50,15 @@ template <int kTiles>
 FASTATTN_DEVICE float (&flat(float (&sums)[1][kTiles][4]))
     [kTiles * 4] { return reinterpret_cast<float (&)[kTiles * 4]>(sums); }
 
-// Describes the columns from `column` on of rows whose tile has K contiguous.
+// Returns the descriptor of the columns from `column` on, for rows of a tile with K contiguous.
 template <typename Tile>
 FASTATTN_DEVICE uint64_t at_column(OperandDescriptor rows, int column) {
     return rows.at<Tile::kRowBytes>(column / Tile::kBlockColumns * Tile::kBlockBytes +
                                     column % Tile::kBlockColumns * 2);
 }
 
-// rC = A · Bᵀ over kSumK columns. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a TileB.
+// rC = A · Bᵀ over kSumK columns, or with kAdds rC += A · Bᵀ. sA: 64 rows of a TileA, sB: the 8 * kTilesN rows of a
+// TileB.
 template <DataType kDataType, int kSumK, typename TileA, typename TileB, bool kAdds = false, int kTilesN>
 FASTATTN_DEVICE void start_gemm_rows(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
 #pragma unroll
@@ -72,7 +75,7 @@ FASTATTN_DEVICE void start_gemm_qk(float (&rS)[1][kTilesN][4], OperandDescriptor
                                                                                                              sK);
 }
 
-// rC = Aᵀ · B over kSumK rows. sA: 64 columns, a block of a TmaTile; sB: 8 * kTilesN columns of one.
+// rC = Aᵀ · B over kSumK rows. sA: 64 columns, one block of a TmaTile. sB: 8 * kTilesN columns of another TmaTile.
 template <DataType kDataType, int kSumK, int kTilesN>
 FASTATTN_DEVICE void start_gemm_columns(float (&rC)[1][kTilesN][4], OperandDescriptor sA, OperandDescriptor sB) {
     using TileB = TmaTile<kSumK, kTilesN * kMmaN>;

@@ -8,17 +8,17 @@
 
 namespace fastattn {
 
-// The format of a cache's elements: the queries' 16-bit dtype, int8, or fp8 (torch's float8_e4m3fn). An 8-bit element
-// stands for itself times its scale.
+// The format of a cache's elements: the queries' 16-bit dtype, int8, or fp8 (torch's float8_e4m3fn). The value of an
+// 8-bit element is the element times its scale.
 enum class CacheFormat : int32_t { k16Bit, kInt8, kFp8 };
 
 constexpr bool is_8bit(CacheFormat format) {
     return format != CacheFormat::k16Bit;
 }
 
-// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim]. A block is a page, or in a contiguous cache a
-// sequence. Rows are aligned as those of a HeadsView. Strides of blocks and rows have 32 bits, because every step needs
-// them: an address then takes two products.
+// Keys or values of a cache: [blocks, kv_heads, block_rows, head_dim]. A block is a page or, in a contiguous cache, a
+// sequence. Rows are aligned like the rows of a HeadsView. The strides of blocks and rows have 32 bits, so that an
+// address, which every step computes, takes only two products.
 struct CacheView {
     void* data;
     int32_t head_dim;
@@ -27,10 +27,10 @@ struct CacheView {
     float* scales;                      // [blocks, kv_heads, block_rows]; null where all are 1 or elements have 16 bits
     int64_t scale_head_stride;
     uint32_t scale_block_stride, scale_row_stride;
-    bool scales_are_given;  // true: read, one for all tokens of a head; false: written, one for each token
+    bool scales_are_given;  // true: kernels read one for all tokens of a head; false: they write one for each token
 };
 
-// Where the tokens of a sequence lie. Kernels trust neither lengths nor tables: see decode/cache_tokens.cuh.
+// Where the tokens of a sequence are in memory. Kernels trust neither lengths nor tables: see decode/cache_tokens.cuh.
 struct CacheLayout {
     int32_t num_blocks, block_rows;
     Divisor by_block_rows;
@@ -47,7 +47,7 @@ struct SequenceShape {
 };
 
 // The tree mask: [batch, queries, tokens] bytes, 1 where a query sees a token, over the last num_queries tokens of a
-// sequence. Null: the window alone decides.
+// sequence. Null: only the window decides.
 struct TreeMaskView {
     const uint8_t* data;
     int64_t batch_stride, query_stride, token_stride;
@@ -60,7 +60,7 @@ struct SplitSchedule {
     int32_t splits_per_tile;     // > 0: the most splits of a tile; 0: splits have a fixed size
     int32_t blocks_per_split;    // the size of a split where splits_per_tile is 0
     Divisor by_blocks_per_split;
-    int32_t min_splits_per_cta;  // but 1 where choose_splits_per_cta() says so
+    int32_t min_splits_per_cta;  // 1 instead if choose_splits_per_cta() says so
     int64_t num_tiles;           // of all sequences
     bool splits_are_partials;    // every split leaves a partial; else a CTA leaves one for all its splits of a tile
     int32_t slots_per_cta;       // workspace slots

@@ -7,7 +7,7 @@
 
 namespace fastattn {
 
-// With s = ceil(log2 d) and m = ceil(2^(31 + s) / d), which has 32 bits, n / d is n * m >> 31 + s (Granlund and
+// With s = ceil(log2 d) and m = ceil(2^(31 + s) / d), which has 32 bits, n / d is (n * m) >> (31 + s) (Granlund and
 // Montgomery, "Division by invariant integers using multiplication", 1994, theorem 4.2). The code multiplies 2n, so
 // that one instruction gives the upper word of the product.
 struct Divisor {

@@ -8,7 +8,8 @@
 namespace fastattn {
 namespace {
 
-// Tables are filled in no certain order while the library is loaded: the first one to be filled creates this list.
+// Static initialisers fill the tables while the library is loaded, in no certain order. The first of them creates this
+// list.
 std::vector<ListedKernel>& all_kernels() {
     static auto& list = *new std::vector<ListedKernel>;
     return list;

@@ -22,8 +22,8 @@ constexpr TileFacts tile_facts() {
     return {Tile::kBlockM, Tile::kBlockN, 0, Tile::kNumWarps, Tile::kMinCtasPerSm};
 }
 
-// The head dims of queries and keys, and of values: the largest that a kernel takes, or those of a call. For a matmul,
-// both are the rows of a tile. 0: the kernel has no size.
+// The head dim of queries and keys, and the head dim of values: the largest that a kernel takes, or those of a call.
+// For a matmul, both numbers are the rows of a tile. 0: the kernel has no size.
 struct KernelSize {
     int32_t head_dim, value_dim;
 
@@ -53,12 +53,13 @@ struct KernelKey {
     }
 };
 
-// A kernel of sm_80 runs on all later GPUs; sm_90a has instructions that no other GPU has.
+// A kernel for sm_80 runs on all later GPUs. A kernel for sm_90 runs only on sm_90, because it is compiled for sm_90a,
+// which has instructions that no other GPU has.
 inline bool runs_on(int32_t architecture, int32_t compute_capability) {
     return architecture == 90 ? compute_capability == 90 : compute_capability >= architecture;
 }
 
-// One argument in a kernel's name: a word, or a number with its unit, or "192, 128" where the head dim of values
+// One argument in a kernel's name: a word, a number with its unit, or two head dims ("192, 128") if that of the values
 // differs. An empty word is left out.
 struct NameArgument {
     const char* word = "";
@@ -105,8 +106,8 @@ class KernelTable {
         *place = new Row{key, tile, LaunchedKernel(name, key.architecture), launcher, *place};
     }
 
-    // Returns the first row that holds a call of this size on a GPU that gives a CTA shared_bytes of shared memory.
-    // Null if there is none.
+    // Returns the first row whose kernel takes a call of this size and runs on a GPU that gives a CTA shared_bytes of
+    // shared memory. Returns null if there is none.
     Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
                       int32_t shared_bytes = kAnySharedBytes) {
         for (Row* row = first_; row != nullptr; row = row->next) {
@@ -119,7 +120,7 @@ class KernelTable {
         return nullptr;
     }
 
-    // Does the same, and throws std::runtime_error if there is none.
+    // Does what find_or_null() does, but throws std::runtime_error if there is no such row.
     Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
               int32_t shared_bytes = kAnySharedBytes) {
         if (Row* row = find_or_null(compute_capability, size, dtype, variant, shared_bytes)) return *row;
@@ -165,8 +166,9 @@ struct Registration {
 template <auto... kValues>
 struct Values {};
 
-// Adds the rows of a source that one translation unit compiles for both dtypes, and for several values of one macro,
-// because its headers take seconds. Calls add(dtype) or add(dtype, value) for each, with std::integral_constants.
+// Adds the rows of a source that one translation unit compiles for both dtypes and, if given, for several values of one
+// macro. One translation unit compiles all of them because the headers take seconds to compile. Calls add(dtype) or
+// add(dtype, value) for each, with std::integral_constants.
 struct Registrations {
     template <typename Add>
     explicit Registrations(Add&& add) {

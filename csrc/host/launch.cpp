@@ -49,8 +49,8 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
     check(launch, cudaLaunchKernelExC(&config, function, arguments));
 }
 
-// Raises the kernel's limit of shared memory, once per device: a kernel needs the same at every launch. Threads that
-// come at the same time may both raise it.
+// Raises the kernel's limit of shared memory, once for each device, because a kernel needs the same at every launch.
+// Threads that launch at the same time may both raise it, which does no harm.
 void LaunchedKernel::allow_shared_memory(const void* function, const Launch& launch) {
     int device = 0;
     check(launch, cudaGetDevice(&device));
@@ -61,7 +61,8 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
     }
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(launch.shared_bytes)));
-    // Gives shared memory as much of L1 as possible, for all CTAs of an SM. Such kernels copy past L1.
+    // Gives shared memory as much of L1 as possible, so that several CTAs fit on an SM. These kernels' copies bypass
+    // L1.
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                        cudaSharedmemCarveoutMaxShared));
     if (is_remembered) {

@@ -17,14 +17,14 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
-    // Lets CTAs begin when the CTAs of the previous launch end, before its last write is done. Every thread must call
-    // ptx::griddepcontrol_wait() before it reads what that launch writes, or writes what that launch reads or writes.
-    // Kernels for architectures before sm_90 ignore it.
+    // Programmatic dependent launch: lets CTAs begin when the CTAs of the previous launch have ended, before its last
+    // write is visible. Every thread must call ptx::griddepcontrol_wait() before it reads what that launch writes, or
+    // writes what that launch reads or writes. Kernels for architectures before sm_90 ignore it.
     bool is_dependent = false;
 };
 
-// One kernel with its template arguments, for the life of the process. Knows the name for error messages, and on which
-// devices the kernel may already use its shared memory.
+// One kernel with its template arguments, for the life of the process. Keeps the name for error messages, and remembers
+// on which devices the kernel's limit of shared memory has been raised.
 class LaunchedKernel {
   public:
     LaunchedKernel(const char* name, int32_t compute_capability)

@@ -49,22 +49,24 @@ struct BiasView {
     }
 };
 
-// Packed sequences. The batch of views is then the number of sequences, their batch stride is 0, and their rows are the
-// bound of all lengths. Kernels do not trust the numbers in cu_seqlens: see device/sequence.cuh.
+// Packed sequences. With them, the batch of views is the number of sequences, the views' batch stride is 0, and their
+// number of rows is an upper bound of all lengths. Kernels do not trust the numbers in cu_seqlens: see
+// device/sequence.cuh.
 struct PackedParams {
     const int32_t* cu_seqlens_q;  // [batch + 1], or null: dense
     const int32_t* cu_seqlens_k;
     int32_t total_q, total_k;
 };
 
-// Strides of pages, and of rows in a page, in chunks of 16 bytes. They have 32 bits: an address takes two products.
+// Strides of pages, and of rows in a page, in chunks of 16 bytes. They have 32 bits, so that an address takes only two
+// products.
 struct PageStrides {
     uint32_t page, row;
 };
 
-// Packed queries over keys in pages. The batch of the views of keys and values is then the number of pages, and their
-// rows are the bound of all lengths. The lengths are differences of cu_seqlens_k. Kernels trust neither these nor the
-// table: see device/paged_rows.cuh.
+// Packed queries over keys in pages. With pages, the batch of the views of keys and values is the number of pages, and
+// their number of rows is an upper bound of all lengths. The lengths are differences of cu_seqlens_k. Kernels trust
+// neither the lengths nor the block table: see device/paged_rows.cuh.
 struct PagedParams {
     const int32_t* block_table;  // [batch, max_pages]; null where keys are not in pages, or there are no pages
     int32_t max_pages, page_size;
@@ -92,15 +94,16 @@ struct KeyRangesView {
 };
 
 // Returns the index of the first tile of sequence `batch`, which starts at row `begin`, among the tiles of all packed
-// sequences. Where a sequence after the last would start, it is the number of all tiles. Each sequence has a spare
-// tile, so that its tiles suffice whatever its length: nobody has to know the lengths.
+// sequences. With the batch size and the total number of rows as arguments, returns the number of all tiles. Each
+// sequence gets a spare tile, so that its tiles suffice for any length. So the index does not depend on the lengths of
+// the sequences before, only on their sum.
 template <typename Number>
 FASTATTN_HOST_DEVICE constexpr Number first_packed_tile(Number batch, Number begin, int32_t block_m) {
     return begin / block_m + batch;
 }
 
 // Which tiles of keys each tile of rows sees through its ranges, as `pitch` entries. The kernel that writes the entries
-// defines them (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). Strides count entries.
+// defines their format (attention/key_ranges_sm80.cuh, attention/backward_ranges_sm80.cuh). Strides count entries.
 struct SeenTiles {
     int32_t* data;
     int32_t block_m, block_n, num_key_tiles, pitch;
@@ -110,16 +113,16 @@ struct SeenTiles {
     // Returns the pitch for attention/backward_ranges_sm80.cuh: two words for every 32 tiles of keys, and two more.
     static int32_t pitch_of_bits(int32_t num_key_tiles) { return 2 * (num_key_tiles / 32 + 1); }
 
-    // Returns the first entry of a tile of rows. `tile` counts in its sequence, which starts at first_row of the
-    // packed tensor.
+    // Returns the first entry of a tile of rows. `tile` is the tile's number in its sequence, which starts at first_row
+    // of the packed tensor.
     FASTATTN_HOST_DEVICE int32_t* of(int32_t batch, int32_t head, int32_t tile, int32_t first_row) const {
         const int64_t idx = tile + (is_packed ? first_packed_tile(batch, first_row, block_m) : 0);
         return data + batch * batch_stride + head * head_stride + idx * pitch;
     }
 };
 
-// The position of a call's first row, key and head in a larger call, of which this one computes a block. Dropout draws
-// by positions in the larger call.
+// The position of this call's first row, key and head in a larger call, if this call computes a block of it. Dropout
+// depends on positions in the larger call.
 struct DropoutOrigin {
     uint32_t row, key, head;  // key % 4 == 0
 };
@@ -132,7 +135,7 @@ struct ScoreParams {
     float scale_over_softcap;
     // How many keys a row sees before and after its position; kUnbounded: all. A causal mask is window_right = 0.
     int32_t window_left, window_right;
-    // Row i stands at key i + query_offset.
+    // Row i has the position of key i + query_offset. kLastRowAtLastKey: the last row has the position of the last key.
     int32_t query_offset = kLastRowAtLastKey;
     BiasView bias;
     KeyRangesView ranges;
@@ -140,7 +143,7 @@ struct ScoreParams {
     int64_t alibi_batch_stride;
     const float* sinks;           // [heads], or null
     const int64_t* dropout_seed;  // [1], or null: no dropout
-    uint32_t dropout_threshold;   // words below it drop
+    uint32_t dropout_threshold;   // a probability is dropped if its word is below
     float dropout_factor = 1.0f;  // of the probabilities that are kept; 1 without dropout
     DropoutOrigin dropout_origin;
 
@@ -229,10 +232,10 @@ struct AttentionBackwardParams {
     WorkspaceMemory to_zero;
     float* query_sums;  // sums of dQ: see attention/query_sums.h
     // semaphores: one for each tile of rows of a head (scheduler/semaphore.cuh); null: dQ is added up in any order.
-    // num_claimed: how many work tiles (tiles of keys, or splits of them) CTAs have claimed. Hopper's kernels use it
-    // always, others with semaphores.
+    // num_claimed: how many work tiles (tiles of keys, or splits of them) CTAs have claimed. Hopper's kernels always
+    // use it, others only with semaphores.
     int32_t *semaphores, *num_claimed;
-    RowTermsView row_terms;  // Hopper's kernels alone use the fields from here to `packed`
+    RowTermsView row_terms;  // only Hopper's kernels use the fields from here to `packed`
     // Sums of dK and dV of split tiles (attention/query_sums.h), and their semaphores.
     RowSplits row_splits;
     float* key_sums;

@@ -27,8 +27,8 @@ auto* encode_tiled_function() {
     return function;
 }
 
-// Returns the stride of a dimension for the driver. With one element the stride has no effect, but the driver may
-// demand that it spans the dimensions inside: inner_bytes, a multiple of 16.
+// Returns the stride of a dimension for the driver. The stride of a dimension of size 1 has no effect, but the driver
+// may demand that it is not smaller than the inner dimensions. So inner_bytes, a multiple of 16, replaces it.
 cuuint64_t map_stride(cuuint64_t size, int64_t bytes, int64_t inner_bytes) {
     constexpr int64_t kMostBytes = (int64_t{1} << 40) - 16;
     return static_cast<cuuint64_t>(size > 1 ? bytes : std::min(inner_bytes, kMostBytes));

@@ -10,10 +10,11 @@
 namespace fastattn {
 
 // Maps a HeadsView as [batch, heads / group, rows, group, head_dim]. A box has 64 or 32 columns of some rows of all
-// heads of a group. In a box, the group's heads of one row are adjacent; the 128 or 64 bytes of each are swizzled.
+// heads of a group. In a box, the lines of a row's heads are adjacent. Each line has 128 or 64 bytes, and is swizzled.
 struct TensorMap {
     CUtensorMap encoded;  // aligned to 64 bytes
-    // False where there is only one group (one batch), or where all share memory: then the coordinate is always 0.
+    // has_groups is false if there is only one group, or if all groups share memory; has_batch is the same for the
+    // batch. The coordinate of such a dimension is always 0.
     bool has_groups, has_batch;
 };
 
@@ -27,8 +28,8 @@ struct MatrixMap {
 MatrixMap matrix_map(const void* data, int32_t element_bytes, int32_t rows, int32_t columns, int64_t row_bytes,
                      int32_t box_rows, int32_t box_columns);
 
-// Encodes a view's map. `rows` counts the rows of all packed sequences. Rows do not overlap, and the heads of a group
-// do not share memory: no document says that the driver takes a stride of 0.
+// Encodes a view's map. `rows` counts the rows of all packed sequences. Rows must not overlap, and the heads of a group
+// must not share memory, because no document says that the driver takes a stride of 0.
 TensorMap tensor_map(const HeadsView<const uint16_t>& view, int32_t rows, int32_t group, int32_t box_rows,
                      int32_t box_columns, DataType dtype);
 

@@ -1,7 +1,8 @@
-// Chooses the tile and the schedule of an int8 matmul (stream_k.h), by a formula for how long each takes. So a tile is
-// not a function of the tokens alone: on an A100, 48 tokens in 16 bits with K = 4096 take the tile of 48 rows from
-// N = 4096 on, and the tile of 32 with N = 1024. int8_kernel() in api/kernel_choice.h asks, and may choose cuBLAS
-// instead. instances.json lists the tiles; for tokens in int8 there are fewer.
+// Chooses the tile and the schedule (stream_k.h) of an int8 matmul, with a formula that predicts how long each choice
+// takes. The tile depends on the whole shape, not only on the number of tokens: on an A100, 48 tokens in 16 bits with K
+// = 4096 take the tile of 48 rows if N >= 4096, but the tile of 32 rows if N = 1024. int8_kernel() in
+// api/kernel_choice.h calls fastest_tile(), and may choose cuBLAS instead. instances.json lists the tiles. There are
+// fewer tiles for int8 tokens.
 #pragma once
 
 #include <algorithm>
@@ -13,39 +14,40 @@
 
 namespace fastattn {
 
-// The costs of a schedule, in clocks of an SM: a formula for choosing between schedules and tiles, not a measurement.
-// It counts what happens one after the other from a CTA's first instruction to its last store. A work tile costs
-// addresses, the first trip to memory, sums through shared memory, and trips for scale, bias and residual. A split tile
-// also costs its partial's way into L2, the arrival, and a trip for each batch of partials; each partial costs its
-// bytes. The arrival counter is opened during the first trip (scheduler/arrivals.cuh).
+// The costs of a schedule, in clocks of an SM. The costs are predictions for comparing schedules and tiles, not
+// measurements. They add up what happens one after the other from a CTA's first instruction to its last store. A work
+// tile costs the computation of addresses, the first trip to memory, the sums' way through shared memory, and trips for
+// scale, bias and residual. A split tile also costs the way of its partial into L2, the arrival, one trip for each
+// batch of partials, and the bytes of each partial. Opening the arrival counter costs nothing, because it overlaps the
+// first trip (scheduler/arrivals.cuh).
 struct MatmulClocks {
     double alone;            // a step's instructions, for a cluster that has its SMs to itself
-    double together;         // likewise, for a cluster that shares them
+    double together;         // likewise, for a cluster that shares its SMs
     double loaded;           // a step's bytes, at the rate of one SM
     double from_memory;      // a step's bytes, at the rate of the whole GPU's memory or L2
     double work_tile;        // a work tile, in addition to its steps
-    double collect;          // to add up a split tile's partials: once,
-    double trip;             // for each partials_at_once partials,
-    double partial;          // and for each partial
+    double collect;          // to add up the partials of a split tile, once for the tile
+    double trip;             // likewise, for each batch of partials_at_once partials
+    double partial;          // likewise, for each partial
     int64_t clusters_apart;  // the most clusters that have SMs to themselves
     int64_t partials_at_once;
 
-    // Returns the clocks of a step while so many clusters run and share the memory.
+    // Returns the clocks of a step while `clusters` clusters run and share the memory.
     double step(int64_t clusters) const {
         return std::max(
             {clusters > clusters_apart ? together : alone, loaded, static_cast<double>(clusters) * from_memory});
     }
 };
 
-// Assumes that the weights of a second tile of M come no faster from L2 than from DRAM. A cluster loads its rows of the
-// input once, for all its CTAs.
+// Returns the costs of a tile. Assumes that a second tile along M gets its weights from L2 no faster than the first
+// gets them from DRAM. A cluster loads its rows of the input once, for all its CTAs.
 inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRates& rates, int32_t resident_clusters) {
-    // Assumes that mma.sync hides nothing of dequantising, and wgmma all but its use of the register file's ports.
-    // Scaling the sums of groups adds to a step in proportion to its products.
+    // Assumes that dequantising never overlaps mma.sync, and that it overlaps wgmma except for its use of the register
+    // file's ports. Scaling the sums of groups takes time in proportion to a step's products.
     const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
     constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
-    constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, as each hides waits of the other: an assumption
+    constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, each hiding the other's waits: an assumption
     const double weights = static_cast<double>(tile.block_n) / tile.cluster_size * tile.block_k;  // of a CTA in a step
     const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
                                         : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
@@ -105,8 +107,9 @@ inline bool can_split(const MatmulSchedule& schedule, const MatmulTile& tile) {
            steps * schedule.num_splits <= INT64_C(0xffffffff);
 }
 
-// Returns the cheapest of these schedules: all tiles are whole; the tiles beyond the last full wave have equally many
-// splits each; those tiles, or those and one wave more, are cut into one split for each resident CTA.
+// Returns the cheapest of these schedules: all tiles are whole; the tiles beyond the last full wave are split, each
+// into the same number of splits; the tiles beyond the last full wave, with or without those of one full wave, are cut
+// into one split for each resident CTA.
 inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const MatmulTile& tile, const SmRates& rates,
                                       int32_t resident_ctas) {
     MatmulSchedule best{ceil_div(M, tile.block_m), ceil_div(N, tile.block_n), ceil_div(K, tile.block_k), 0, 0};
@@ -140,12 +143,13 @@ struct MatmulChoice {
     double clocks;
 };
 
-// Returns the tile with the cheapest schedule. Tiles of one kind are in ascending order of block_m, and those after the
-// first that holds all of M are skipped: larger ones are hardly ever cheaper.
+// Returns the tile with the cheapest schedule. Tiles of one kind (with or without wgmma) must be in ascending order of
+// block_m. Of each kind, tiles after the first one that holds all of M are skipped, because larger tiles are hardly
+// ever cheaper.
 template <typename Tiles>
 MatmulChoice fastest_tile(int32_t M, int32_t N, int32_t K, const Tiles& tiles, const SmRates& rates, int32_t num_sms) {
     MatmulChoice best{tiles.size(), {}, {}, std::numeric_limits<double>::infinity()};
-    bool holds_all[2] = {};  // whether a tile without wgmma, or with it, has held all of M
+    bool holds_all[2] = {};  // [uses_wgmma]: whether a tile of this kind has held all of M
     for (size_t index = 0; index < tiles.size(); ++index) {
         const MatmulTile& tile = tiles[index];
         const int32_t clusters = resident_clusters(tile, num_sms);

@@ -17,27 +17,28 @@
 
 namespace fastattn {
 
-// The bits of deterministic gradients must not depend on the GPU, so tiles are claimed and split as on an H100. (The
-// first split tile is given by its number in the order of claims.)
+// The bits of deterministic gradients must not depend on the GPU, so their tiles are claimed and split as on an H100.
+// (The order of claims matters too, because RowSplits::first_tile is a number in this order.)
 inline constexpr int32_t kSmsOfDeterministicSplits = 132;
 inline constexpr int64_t kL2BytesOfDeterministicSplits = 50 << 20;
 
-// The cost of a work tile in addition to its steps, in steps. A CTA loads K and V, and stores dK and dV; for a split
-// tile it adds them to sums, which takes twice the bytes.
+// The cost of a work tile in addition to its steps, in steps. A CTA loads K and V, and stores dK and dV. For a split
+// tile it adds dK and dV to sums instead, which takes twice the bytes.
 inline constexpr double kStepsPerTile = 0.75, kStepsPerSplit = 1.5;
 
 // The fraction of the time that splitting must save, because the sums are zeroed before the kernel and read after it.
 inline constexpr double kLeastGain = 0.05;
 
-// All that the splits depend on: equal problems have equal splits.
+// Everything that the splits depend on: equal problems have equal splits.
 struct RowSplitProblem {
     int32_t query_rows, key_rows, group, heads, heads_per_group, window_left, window_right, query_offset, block_m,
         block_n, num_sms, is_masked, is_deterministic;
 
     bool operator==(const RowSplitProblem&) const = default;
 
-    // Returns whether a tile may have num_splits splits. CTAs that add in a fixed order must not reach the same rows at
-    // a time. Under a mask tiles differ in length, and only splits by whole query heads avoid that.
+    // Returns whether a tile may have num_splits splits. With deterministic gradients, CTAs add dQ in a fixed order,
+    // and should not reach the same query rows at the same time. Under a mask, tiles differ in length, and only splits
+    // by whole query heads avoid such collisions.
     bool can_split_into(int64_t num_splits) const {
         return group % num_splits == 0 || is_deterministic == 0 || is_masked == 0;
     }
@@ -48,7 +49,7 @@ struct RowSplitProblem {
     }
 };
 
-// Returns after how many steps the last CTA is done, if all begin with the first tile that is split. row_tiles[i]: how
+// Returns after how many steps the last CTA is done, if all CTAs begin with the first split tile. row_tiles[i]: how
 // many tiles of rows see tile i of keys.
 inline double steps_until_done(const RowSplitProblem& problem, const std::vector<int32_t>& row_tiles,
                                const RowSplits& row_splits) {
@@ -77,7 +78,7 @@ inline double steps_until_done(const RowSplitProblem& problem, const std::vector
 inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window& window) {
     const int64_t positions = ceil_div(problem.key_rows, problem.block_n), num_tiles = positions * problem.heads;
     const RowSplits whole{0, 1, 1};
-    // Under a mask, four rounds of tiles leave few CTAs idle: short tiles come last.
+    // Under a mask, four rounds of tiles leave few CTAs idle, because short tiles come last.
     if (num_tiles == 0 || (problem.is_masked != 0 && num_tiles >= 4 * int64_t{problem.num_sms})) return whole;
     std::vector<int32_t> row_tiles(static_cast<size_t>(positions));
     for (int64_t i = 0; i < positions; ++i) {
@@ -88,7 +89,7 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
         const int32_t end = ceil_div(window.rows_of(last_key, problem.query_rows).end, problem.block_m);
         row_tiles[static_cast<size_t>(i)] = std::max(end - begin, 0);
     }
-    // Without a mask, all rounds but the last two take every CTA the same time.
+    // Without a mask, every CTA needs the same time for all rounds but the last two.
     const int64_t full_rounds = problem.is_masked != 0 ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
     const auto first_tile = static_cast<uint32_t>(full_rounds * problem.num_sms);
     const int64_t num_tiles_to_split = num_tiles - first_tile;
@@ -107,8 +108,9 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
     return best;
 }
 
-// The host does not know the lengths of packed sequences. It splits no tile, or all, into about twelve splits for each
-// SM. There are at least `fewest` tiles, and at most one more for each sequence and head.
+// Returns the splits for packed sequences, whose lengths the host does not know. Splits either no tile or all tiles. If
+// tiles are split, there are about twelve splits for each SM. There are at least `fewest` tiles, and at most one more
+// for each sequence and head.
 inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total_keys, int32_t key_heads) {
     constexpr int64_t kSplitsPerSm = 12, kMostSplits = 12, kMostTilesPerSm = 6;
     const int64_t fewest = int64_t{total_keys / problem.block_n} * key_heads;
@@ -121,7 +123,8 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
     return problem.split_into(0, num_splits);
 }
 
-// Splits no tile where whole tiles fill the GPU well, else the tiles of the last rounds. Reads params.heads_per_group.
+// Splits no tile if whole tiles fill the GPU well. Otherwise splits the tiles of the last rounds. Reads
+// params.heads_per_group.
 inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                    int32_t num_sms, bool is_deterministic) {
     const ScoreParams& scores = params.scores;
@@ -140,7 +143,7 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
                                   is_deterministic};
     if (params.packed.cu_seqlens_k != nullptr)
         return packed_row_splits(problem, params.packed.total_k, params.key.heads);
-    // Every layer of a model asks the same, and the search may take as long as a launch.
+    // Keeps the last answers: every layer of a model has the same problem, and the search may take as long as a launch.
     constexpr size_t kRemembered = 8;
     struct Answer {
         RowSplitProblem problem;
@@ -156,14 +159,14 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
     return answer.splits;
 }
 
-// Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and how these are split.
+// Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and how these tiles are split.
 inline void schedule_key_tiles(AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                const DeviceFacts& facts, bool is_deterministic) {
     const int64_t l2_bytes = is_deterministic ? kL2BytesOfDeterministicSplits : facts.l2_bytes;
     const int32_t num_sms = is_deterministic ? kSmsOfDeterministicSplits : facts.num_sms;
     params.heads_per_group = std::max(
         1, claimed_key_heads_per_group(params.query, params.key, l2_bytes, block_n, num_sms, is_deterministic));
-    // With ranges of keys, the position of a tile does not tell how much work it is.
+    // With ranges of keys, no tile is split, because the position of a tile does not tell how much work it is.
     params.row_splits = params.scores.ranges.data != nullptr
                             ? RowSplits{0, 1, 1}
                             : choose_row_splits(params, block_m, block_n, num_sms, is_deterministic);

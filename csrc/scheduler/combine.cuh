@@ -1,11 +1,11 @@
-// Combines the partials of a work tile whose keys several CTAs have split, in the launch that made them and in the
-// order of partial_tree.h.
+// Combines the partials of a work tile whose keys several CTAs have split. The partials are combined in the launch that
+// made them, and in the order of partial_tree.h.
 //
-// In each round, 2^kLog2Nodes adjacent nodes have one parent. The CTA whose node is the last of them to be stored
-// combines them, and goes on to the next round with the parent, until one node is left: the tile's result. A second
-// kernel would cost its launch even where a batch fills the GPU and hardly a tile is split. A single CTA would have to
-// read everything: 2 MB where one sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512 bytes), 8 MB
-// for 132 partials of attention's tiles.
+// In each round, 2^kLog2Nodes adjacent nodes have one parent. The CTA that stores the last of these nodes combines all
+// of them, and goes on to the next round with the parent, until one node is left: the tile's result. A second kernel
+// would cost its launch even if a batch fills the GPU and hardly a tile is split. A single CTA that combined all
+// partials would have to read 2 MB if one sequence of flash-decoding fills an H200 (264 partials of 16 rows by 512
+// bytes), and 8 MB for 132 partials of attention's tiles.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@ namespace fastattn {
 
 // Rows, the rows of a tile and where they go, has:
 //   kBlockM, kValueDim        the number of rows, and of their columns
-//   kLog2Nodes                4, 16 or 32 nodes are combined at once. With more there are fewer rounds, of three trips
-//                             to L2 each (arrival, sums, values). But one CTA computes each node of a round, and with
-//                             more rounds more CTAs work at a time
-//   kQuadsAtOnce              with 4 nodes: how many times four columns a thread loads at once
+//   kLog2Nodes                log2 of how many nodes are combined at once: 4, 16 or 32. With more nodes there are fewer
+//                             rounds, each of three trips to L2 (arrival, sums, values). With fewer nodes, more CTAs
+//                             work at the same time, because one CTA computes each parent
+//   kQuadsAtOnce              only with 4 nodes: how many quads (four columns of a row) a thread loads at once
 //   num_rows()                how many rows exist
 //   slots()                   the workspace slots
 //   slots_per_cta()           how many slots each CTA has
 //   store_result(row, column, partial)   stores four columns of the combined row
 //
-// Threads, the threads of the CTA that combine, has functions that all of them call:
+// Threads stands for the threads of the CTA that combine. All of these threads call its functions:
 //   kCount, index(), sync(), sync_or(predicate)
 struct AllThreadsOfCta {
     FASTATTN_DEVICE static int index() { return threadIdx.x; }
@@ -40,16 +40,16 @@ struct AllThreadsOfCta {
 template <int kLog2Nodes, int kBlockM, int kThreads>
 struct CombineStorage {
     static constexpr int kNodes = 1 << kLog2Nodes;
-    static constexpr bool kHoldsValues = kNodes > 4;  // registers have no room for more loads in flight
-    // Each thread's values, of the nodes that are in flight together.
+    static constexpr bool kHoldsValues = kNodes > 4;  // more values in flight do not fit in registers
+    // The values that each thread has in flight: one quad of each node.
     float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
-    float2 sums[kNodes][kBlockM];    // the reference of a row's exponentials, and their sum
+    float2 sums[kNodes][kBlockM];    // the maximum of a row, and its sum of exponentials
     int64_t slot[kNodes];            // of the node that begins at this position
     const float* first_row[kNodes];  // of that node's values in the workspace
     uint32_t present;                // bit i: a node begins at position i
 };
 
-// Combines one tile. A CTA runs it when it has left its last partial of the tile.
+// Combines one tile. A CTA calls run() when it has left its last partial of the tile.
 template <typename Rows, typename Threads>
 struct Combiner {
     using Storage = CombineStorage<Rows::kLog2Nodes, Rows::kBlockM, Threads::kCount>;
@@ -70,10 +70,10 @@ struct Combiner {
         int32_t num_nodes = partials.count;
         for (int round = 0;; ++round) {
             const int32_t first = nodes.begin / kNodes, last = (nodes.end - 1) / kNodes;
-            PartialRange complete{first + 1, last};  // its nodes of the next round: all between the ends, so far
+            PartialRange complete{first + 1, last};  // its next nodes: so far, the parents between first and last
 #pragma unroll 1
             for (int32_t parent = first; parent <= last; parent = parent == last ? last + 1 : last) {
-                // Only the first parent and the last may have nodes of other CTAs: those between are skipped.
+                // Only the first and the last parent may have nodes of other CTAs, so the parents between are skipped.
                 if (!arrive_and_combine(round, parent, nodes, num_nodes)) continue;
                 complete = {min(complete.begin, parent), max(complete.end, parent + 1)};
             }
@@ -85,8 +85,8 @@ struct Combiner {
     }
 
   private:
-    // Counts this CTA's nodes among a parent's kNodes as arrived, and combines them all if it comes last. Returns
-    // whether this CTA then has the parent.
+    // Counts this CTA's nodes of a parent as arrived. If they are the last to arrive, combines all nodes of the parent.
+    // Returns whether this CTA then has the parent.
     FASTATTN_DEVICE bool arrive_and_combine(int round, int32_t parent, PartialRange nodes, int32_t num_nodes) const {
         const int32_t first_node = parent * kNodes, end_node = min(first_node + kNodes, num_nodes);
         const int32_t count = end_node - first_node;
@@ -96,8 +96,8 @@ struct Combiner {
         if (count == 1 || (own.begin <= first_partial && end_partial <= own.end)) {
             return true;  // the parent is one node already
         }
-        // In each round, at most one parent begins in a CTA's partials and ends beyond them: CTA and round identify its
-        // counter.
+        // In each round, at most one parent begins in a CTA's partials and ends beyond them, so the CTA and the round
+        // identify the parent's counter.
         uint64_t* counter =
             rows.slots().workspace.arrivals + int64_t{partials.cta_of(first_partial)} * kCombineRounds + round;
         const bool counts = Threads::index() == 0 && num_arriving < count;
@@ -110,7 +110,8 @@ struct Combiner {
         return true;
     }
 
-    // Finds at which of `count` adjacent positions a node begins (a node may cover several), its slot, and its sums.
+    // Finds at which of `count` adjacent positions a node begins; a node may cover several positions. Finds the slot of
+    // each node, and loads its sums.
     FASTATTN_DEVICE void find_nodes(int32_t first_partial, int shift, int32_t count) const {
         if (Threads::index() < kWarpSize) {
             bool begins = false;
@@ -119,7 +120,7 @@ struct Combiner {
                 const int32_t cta = partials.cta_of(partial);
                 const PartialNode node = largest_node(partial, partials.made_by(cta), partials.count);
                 begins = node.first_partial() == partial;
-                // A node that several CTAs made lies in the slot of the first node that was combined into it.
+                // A node that several CTAs made is in the slot of the first node that was combined into it.
                 const int64_t slot = slot_of(rows.slots_per_cta(), cta, node);
                 shared.slot[Threads::index()] = slot;
                 shared.first_row[Threads::index()] = rows.slots().values_of(slot, 0);
@@ -142,8 +143,9 @@ struct Combiner {
             for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
             for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
         }
-        // Waits until all sums are in shared memory: the result may be stored in the first node's slot (combine()), and
-        // overwrites its sums. Each thread overwrites only values that it has read itself.
+        // Waits until all sums are in shared memory, because combine() may store the result in the first node's slot,
+        // where it overwrites this node's sums. Values need no barrier: each thread overwrites only values that it has
+        // read itself.
         Threads::sync();
     }
 
@@ -174,14 +176,14 @@ struct Combiner {
 
     FASTATTN_DEVICE bool begins_at(int position) const { return (shared.present >> position & 1) != 0; }
 
-    // Combines the nodes of four columns of a row, the index-th. If threads copy ahead, the first nodes' values are
-    // already in flight.
+    // Combines all nodes in one quad, the index-th. With kCopiesAhead, the values of the first kNodesOfOneTrip nodes
+    // are already in flight.
     FASTATTN_DEVICE RowPartial combined_nodes(int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if constexpr (kNodes == 4) {
             return combined_four(0, row, column);
         } else {
-            static_assert(kNodesOfOneTrip == 16, "a trip brings two pairs of four nodes");
+            static_assert(kNodesOfOneTrip == 16, "a trip brings eight nodes twice");
             RowPartial before, trip;  // of the earlier trips' nodes, and of this trip's
 #pragma unroll 1
             for (int first = 0; first < kNodes; first += 8) {
@@ -199,14 +201,14 @@ struct Combiner {
         }
     }
 
-    // Starts to copy four columns of nodes [first, first + kNodesOfOneTrip) to shared memory, where no other thread
-    // reads them. Copies nothing past the last row.
+    // Starts to copy the index-th quad of nodes [first, first + kNodesOfOneTrip) to this thread's part of
+    // shared.values, which no other thread reads. Copies nothing if the quad is past the last row.
     FASTATTN_DEVICE void start_to_copy(int first, int index) const {
         const int row = index / kQuads, column = index % kQuads * 4;
         if (row >= rows.num_rows()) return;
         const int32_t value_dim = rows.slots().value_dim;
         const uint32_t present = shared.present >> first;
-        constexpr int kUnrolled = kCopiesAhead ? 4 : kNodesOfOneTrip;  // with copies ahead, three calls are inlined
+        constexpr int kUnrolled = kCopiesAhead ? 4 : kNodesOfOneTrip;  // with copies ahead, it is inlined three times
 #pragma unroll kUnrolled
         for (int node = 0; node < kNodesOfOneTrip; ++node) {
             if ((present >> node & 1) == 0) continue;
@@ -222,7 +224,7 @@ struct Combiner {
         return rows.slots().load_values(shared.slot[node], row, column);
     }
 
-    // Combines nodes [first, first + 4), whose loads are in flight together. A node begins at `first`.
+    // Combines nodes [first, first + 4), whose loads are in flight together. A node must begin at `first`.
     FASTATTN_DEVICE RowPartial combined_four(int first, int row, int column) const {
         const uint32_t present = shared.present >> first;
         RowPartial nodes[4];

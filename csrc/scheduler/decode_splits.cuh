@@ -17,11 +17,11 @@ struct ScheduledSequence {
     TileSplits splits;
 };
 
-// Where each lane's sequences lie on the line. In shared memory, because the loop of steps has no registers for it.
+// Where each lane's sequences are on the line. In shared memory, because the main loop has no registers left for it.
 struct SplitLine {
     int64_t first_split[kWarpSize], end_split[kWarpSize];
     int64_t splits_per_cta, num_splits;
-    int64_t next_split;  // the first one that the CTA has yet to take
+    int64_t next_split;  // the first split that the CTA has not yet taken
 };
 
 // Finds the splits of a CTA. Each lane counts the splits of adjacent sequences.
@@ -64,7 +64,7 @@ class SplitScheduler {
     // Marks splits as taken. Called by one thread, between two barriers.
     FASTATTN_DEVICE void advance(int32_t num_splits) { shared_.next_split += num_splits; }
 
-    // Returns the sequence that has this split of the line. Called by all lanes of a warp, which get the same.
+    // Returns the sequence that has this split of the line, to all lanes alike. Called by all lanes of a warp.
     FASTATTN_DEVICE ScheduledSequence sequence_with(int64_t split) const {
         ScheduledSequence found{first_batch(), shared_.first_split[lane_], {}, {}};
         const bool is_owner = found.first_split <= split && split < shared_.end_split[lane_];

@@ -1,20 +1,20 @@
-// Chooses which keys each CTA of flash-decoding takes: a pure function of lengths, heads and the size of the GPU, which
-// CTAs compute from the lengths in device memory.
+// Chooses which keys each CTA of flash-decoding takes. The choice is a pure function of lengths, heads and the size of
+// the GPU. CTAs compute it from the lengths in device memory.
 //
 // A work tile is up to 16 or 32 query rows of one KV head of a sequence. Its keys are cut into splits of whole blocks.
 // The splits of all work tiles form a line, ordered by sequence, then tile, then key. CTA c takes splits [c *
 // splits_per_cta, (c + 1) * splits_per_cta): the end of one tile, whole tiles, and the beginning of another. So the
-// work of CTAs differs by at most a split, however ragged the lengths are, and whatever they become in the replay of a
+// work of CTAs differs by at most a split, however ragged the lengths are, and also if they change between replays of a
 // CUDA graph. There are three modes:
-//   balanced        a split is a block, and a CTA takes as many as cover the line.
+//   balanced        a split is a block. Each CTA takes the same number, just enough to cover the line.
 //   num_splits      a tile has at most so many splits of equal size, and a CTA takes one.
-//   batch_invariant a split is 1024 keys, counted from the first, and a CTA takes as many as cover the line.
+//   batch_invariant a split is 1024 keys, counted from the first. CTAs take splits as in `balanced`.
 //
-// A CTA leaves a partial of each tile of which other CTAs have splits too. Partials are combined in the order of
-// scheduler/partial_tree.h. As a rule all splits that a CTA has of a tile make one partial. With batch_invariant each
-// split makes one: the partials of a sequence, and the tree that combines them, then depend on this sequence alone. The
-// batch, the capacity and the size of the GPU only decide which CTA does which step. A CTA combines its own partials as
-// it goes, so that few of them are ever in memory: see slots_per_cta.
+// A CTA leaves a partial of each tile that it shares with other CTAs. Partials are combined in the order of
+// scheduler/partial_tree.h. Usually all splits that a CTA has of a tile make one partial. With batch_invariant each
+// split makes its own partial, so that the partials of a sequence, and the tree that combines them, depend only on this
+// sequence. The batch, the capacity and the size of the GPU only decide which CTA does which step. A CTA combines its
+// own partials as soon as possible, so that only few of them are in memory at any time: see slots_per_cta.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,14 @@
 
 namespace fastattn {
 
-// Returns the logarithm of how many nodes are combined at once, in one round instead of one for each level of the tree.
-// Registers are too few for more than 16 with 64 dims, of which an SM holds three CTAs, and with 256.
+// Returns log2 of how many nodes are combined at once: the number of levels of the tree that one round covers. With 64
+// dims (three CTAs fit on an SM) and with 256 dims, registers do not suffice for more than 16 nodes.
 FASTATTN_HOST_DEVICE constexpr int log2_combined_nodes(int head_dim) {
     return head_dim == 128 ? 5 : 4;
 }
 
-// A sequence's tokens before and after the append, and the first key on which anything depends.
+// A sequence's number of tokens before and after the append, and the first key that a query sees or that the append
+// writes.
 struct CachedSequence {
     int32_t before, total, first_key;
 };
@@ -44,7 +45,7 @@ FASTATTN_HOST_DEVICE CachedSequence cached_sequence(const SequenceShape& shape, 
     sequence.total = sequence.before + (shape.num_new < room ? shape.num_new : room);
     const int64_t first = int64_t{sequence.total} - shape.num_queries - shape.window_left;
     sequence.first_key = first < 0 ? 0 : static_cast<int32_t>(first);
-    // New tokens are written even where no query sees them.
+    // New tokens are written even if no query sees them.
     if (shape.num_new > 0 && sequence.before < sequence.first_key) sequence.first_key = sequence.before;
     return sequence;
 }
@@ -70,8 +71,8 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
 }
 
 // Returns how many splits each CTA takes. One split instead of two halves the steps of a CTA and doubles the partials.
-// That pays where tiles have one split, because nothing is combined. It also pays where they have more than
-// min_splits_per_cta, but no more than are combined in one trip.
+// That pays if each tile has one split, because nothing is combined then. It also pays if tiles have, on average, more
+// than min_splits_per_cta splits, but no more than one trip combines.
 FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
     const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
@@ -80,14 +81,15 @@ FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule
     return balanced > least ? balanced : least;
 }
 
-// The adjacent splits [first, first + count) of one tile that a CTA attends to in one loop, and the keys of theirs that
-// exist. They make one partial.
+// The adjacent splits [first, first + count) of one tile that a CTA processes in one loop, and the keys [begin_key,
+// end_key) of these splits. They make one partial.
 struct SplitRun {
     int32_t tile_idx, first, count;
     int32_t begin_key, end_key;
 };
 
-// Returns the run from `split` on. The sequence's tiles start at first_split on the line. The CTA ends at end_split.
+// Returns the run that begins with `split`. The sequence's tiles begin at first_split on the line. The CTA's splits end
+// at end_split.
 FASTATTN_HOST_DEVICE SplitRun split_run(const SplitSchedule& schedule, const TileSplits& splits,
                                         const CachedSequence& sequence, int32_t block_keys, int64_t first_split,
                                         int64_t split, int64_t end_split) {
@@ -104,7 +106,7 @@ FASTATTN_HOST_DEVICE SplitRun split_run(const SplitSchedule& schedule, const Til
     return run;
 }
 
-// Returns the partials of a tile. The sequence's tiles start at first_split on the line.
+// Returns the partials of a tile. The sequence's tiles begin at first_split on the line.
 FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, const TileSplits& splits,
                                                 int64_t first_split, int32_t tile_idx, int64_t splits_per_cta) {
     const int64_t first = first_split + int64_t{tile_idx} * splits.num_splits;
@@ -113,15 +115,16 @@ FASTATTN_HOST_DEVICE TilePartials tile_partials(const SplitSchedule& schedule, c
     return {static_cast<int32_t>(last_cta - first_cta) + 1, first_cta, 1};
 }
 
-// Returns the most blocks of keys that a tile of any length can have.
+// Returns the largest number of blocks of keys that a tile can have, whatever the lengths are.
 inline int32_t most_blocks(const SequenceShape& shape, int32_t block_keys) {
     const int32_t all = ceil_div(shape.capacity, block_keys);
-    // Keys that are seen or new are the last ones. If they begin inside a block, they touch one more than they fill.
+    // Keys that are seen or new are the last keys of a sequence. If they begin inside a block, they touch one block
+    // more than they fill.
     const int64_t keys = std::max<int64_t>(int64_t{shape.window_left} + shape.num_queries, shape.num_new);
     return static_cast<int32_t>(std::min<int64_t>(all, (keys + block_keys - 2) / block_keys + 1));
 }
 
-// Returns the slots for a tree of so many partials: two for each level below the root.
+// Returns the number of slots that a CTA needs for a tree of most_partials partials: two for each level below the root.
 inline int32_t slots_for_partials(int32_t most_partials) {
     int32_t levels = 1;
     while (int64_t{1} << levels < most_partials) ++levels;
@@ -137,11 +140,12 @@ inline int64_t num_counters(const SplitSchedule& schedule) {
     return int64_t{schedule.num_ctas} * kCombineRounds;
 }
 
-// resident_ctas: how many CTAs run on the GPU at a time. num_splits = 0: as many as balance the work.
+// Returns the schedule of a call. resident_ctas: how many CTAs run on the GPU at a time. num_splits = 0: as many splits
+// as balance the work.
 inline SplitSchedule split_schedule(const SequenceShape& shape, int32_t batch, int32_t kv_heads, int32_t row_tiles,
                                     int32_t block_keys, int64_t num_splits, bool batch_invariant,
                                     int32_t resident_ctas) {
-    constexpr int32_t kInvariantKeys = 1024;  // 512 KB of 128 + 128 dims; a partial of 16 rows adds 3 % to that
+    constexpr int32_t kInvariantKeys = 1024;  // 512 KB of K and V with 128 dims; a partial of 16 rows adds 3 %
     constexpr int32_t kMinBlocks = 2;         // both are in flight before the first is used
     const int32_t blocks = std::max(1, most_blocks(shape, block_keys));
     SplitSchedule schedule{};

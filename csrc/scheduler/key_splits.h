@@ -1,14 +1,15 @@
-// Splits the keys of attention's work tiles in the forward pass where whole tiles would leave CTAs idle: with 17 to 512
-// queries over a long cache, or packed sequences of unlike lengths.
+// Splits the keys of work tiles in attention's forward pass if whole tiles would leave CTAs idle: with 17 to 512
+// queries over a long cache, or with packed sequences of different lengths.
 //
-// A work tile is a tile of query rows. (On Hopper a cluster takes it, and "CTA" means a cluster in this file.) Its
-// steps are the tiles of keys that its rows see. The steps of all work tiles form a line, ordered by sequence, then
-// rows, then head. CTA c takes steps [c * per_cta, (c + 1) * per_cta): the end of one work tile, whole ones, and the
-// beginning of another. So the work of CTAs differs by at most a step. On sm_80 a CTA has a single work tile, and takes
-// all of it or one of its equal splits. Each split leaves a partial, and scheduler/combine.cuh combines the partials of
-// a work tile.
+// A work tile is a tile of query rows. (On Hopper a cluster computes a work tile, and "CTA" means a cluster in this
+// file.) The steps of a work tile are the tiles of keys that its rows see. The steps of all work tiles form a line,
+// ordered by sequence, then rows, then head. On Hopper, persistent CTA c takes steps [c * per_cta, (c + 1) * per_cta):
+// the end of one work tile, whole ones, and the beginning of another. So the work of CTAs differs by at most a step. On
+// sm_80 a CTA has a single work tile, and takes all of it or one of its equal splits. Each split leaves a partial, and
+// scheduler/combine.cuh combines the partials of a work tile.
 //
-// Each CTA computes its split from the lengths in device memory, so that each replay of a CUDA graph splits anew.
+// Each CTA computes its split from the lengths in device memory, so that each replay of a CUDA graph uses the lengths
+// of that time.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +27,16 @@
 namespace fastattn {
 
 // The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. A split has
-// at least so many steps, and splitting must save more than that.
+// at least kCombineCost steps, and splitting must save more than kCombineCost steps.
 inline constexpr int32_t kCombineCost = 4;
-// Nothing is split where CTAs have more whole work tiles than this: they are balanced already, and whole tiles keep
-// keys in the L2 cache.
+// Nothing is split if there are more whole work tiles than this for each CTA: the work is balanced already, and whole
+// tiles keep keys in the L2 cache.
 inline constexpr uint32_t kTilesOfSplitCta = 2;
 // The most entries (sequences times tiles of rows) that a warp counts: 32 in each lane.
 inline constexpr uint32_t kMostEntries = 1024;
-// Workspace slots for each CTA that runs at a time. A persistent CTA needs 2, as it leaves one partial of each work
-// tile (see partial_tree.h). A CTA that ends with its split needs 1, and up to three times as many are launched.
+// Workspace slots for each CTA that runs at a time. A persistent CTA needs 2, because it leaves one partial of each
+// work tile (see partial_tree.h). A CTA that exits after its split needs 1, but up to three times as many CTAs are
+// launched as run at a time.
 inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesOfSplitCta;
 
 // Returns the most steps that a work tile of block_m rows has, as far as the host knows.
@@ -44,9 +46,9 @@ inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m,
     return std::min(all_steps, (seen + block_m) / block_n + 2);
 }
 
-// Returns whether CTAs may find that splitting pays. The host does not know the lengths of packed sequences; it knows
-// that there are at least as many work tiles as all rows together fill. num_entries counts the work tiles of adjacent
-// heads as one.
+// Returns whether CTAs may find that splitting pays. For packed sequences, the host does not know the lengths, but
+// knows that there are at least as many work tiles as the total number of rows fills. num_entries: the number of work
+// tiles if those of adjacent heads count as one.
 inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                               int64_t num_work_tiles, int64_t num_entries, int64_t num_ctas) {
     if (most_steps(params, block_m, block_n) <= kCombineCost) return false;
@@ -57,9 +59,9 @@ inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t bloc
     return num_entries <= kMostEntries && filled <= most_work_tiles;
 }
 
-// Returns how many rows of workspace a launch of num_ctas CTAs may need, each of value_dim values and two sums; 0:
-// none. Counts as few work tiles for each CTA as any kernel: packed heads make the fewest tiles, and two CTAs of a
-// cluster have one together.
+// Returns how many rows of workspace a launch of num_ctas CTAs may need; each row has value_dim values and two sums.
+// Returns 0 if nothing can be split. Assumes the fewest work tiles that any kernel has, because splitting then pays
+// most easily: kernels that pack heads make the fewest tiles, and the two CTAs of a cluster share one work tile.
 inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
                               int64_t num_ctas) {
     const int64_t group = params.query.heads / params.key.heads;
@@ -71,7 +73,7 @@ inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t bloc
     }
     const int64_t tiles = int64_t{ceil_div(params.query.rows, block_m)} * params.query.heads * params.query.batch;
     const int64_t splits = ceil_div(tiles * most_steps(params, block_m, block_n), kCombineCost);
-    // Where tiles fill the GPU, CTAs may come in pairs, which are numbered differently: every CTA gets slots then.
+    // If tiles fill the GPU, CTAs may come in pairs, which are numbered differently, so every CTA gets slots.
     const int64_t ctas_with_partials = tiles >= num_ctas ? num_ctas : std::min(num_ctas, splits);
     return ctas_with_partials * kMostSlotsPerCta * block_m;
 }
@@ -93,8 +95,8 @@ struct KeySplit {
 };
 
 #ifdef __CUDACC__
-// Sums count_of(entry) over all entries in one warp: each lane sums adjacent entries. An entry is one tile of rows of
-// one sequence in all heads, whose work tiles have equally many steps.
+// Sums count_of(entry) over all entries with one warp, in which each lane sums adjacent entries. An entry is one tile
+// of rows of one sequence, in all heads. Its work tiles, one for each head, have the same number of steps.
 struct EntryScan {
     uint32_t first;     // entry of this lane
     int64_t own, upto;  // the sum of this lane's entries, and of all up to its last
@@ -110,7 +112,8 @@ struct EntryScan {
         all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
     }
 
-    // The entry that has number `index` of the count, 0 <= index < all, and how many of its numbers come before that.
+    // If count_of() counts items: the entry of item `index`, 0 <= index < all, and how many items of this entry come
+    // before it.
     struct Position {
         uint32_t entry;
         int64_t before;
@@ -180,8 +183,8 @@ FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_
     return own;
 }
 
-// Returns the split of a CTA that takes only one. Called by one warp. A work tile has splits in proportion to its
-// steps, rounded down, so that num_ctas CTAs run all splits at a time, but at least one.
+// Returns the split of a CTA that takes only one split. Called by one warp. The number of splits of a work tile is
+// proportional to its steps. It is rounded down, so that num_ctas CTAs run all splits at a time, but is at least one.
 template <typename StepsOf>
 FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
@@ -235,7 +238,8 @@ struct WorkTileWalk {
         }
     }
 
-    // Returns the partials of this work tile. Its begin and end count from the first step of CTA `cta`.
+    // Returns the partials of this work tile. `first` and `last` are the tile's steps, counted from the first step of
+    // CTA `cta`.
     FASTATTN_DEVICE TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
         const int32_t first = own.count - left - step, last = first + max(num_tiles, 1) - 1;
         const int32_t ctas_before = first < 0 ? ceil_div(-first, own.per_cta) : 0;

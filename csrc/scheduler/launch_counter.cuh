@@ -1,14 +1,15 @@
-// Counts within one launch, in memory that nobody has to zero, as arrivals.cuh does. It is for CTAs that count as soon
-// as they start: opening a counter before would be one more trip. A CTA adds, and sees whether the number was this
-// launch's.
+// Counts within one launch, in memory that nobody has to zero, as arrivals.cuh does. This counter is for CTAs that
+// count as soon as they start, for which opening the counter first would be one more trip. Instead, a thread adds one,
+// and sees from the value before whether the counter already had this launch's ID.
 //
-// All that arrivals.cuh says of launch IDs, replays and streams holds here too. Beyond that:
-// - Resetting. The count alone does not say that it is complete. Its users agree on a last one, which has seen all
-//   others count for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and which stores 0. No
-//   thread is within count() then, so none can put the launch's number back.
-// - Old contents. An addition to old contents is lost when they are replaced. A thread that added to them counts again,
-//   unless it replaces them itself. Additions may carry the old number up into this launch's. The count there is then
-//   0, or that of the threads that found the launch's number: each thread that did not find it counts again here too.
+// What arrivals.cuh says of launch IDs, replays and streams holds here too. In addition:
+// - Resetting. The count does not show that it is complete. The users of a counter agree on a last thread, which knows
+//   that all others have counted for the last time (see leave_queue() in int8_matmul/quantize_tokens.cuh), and which
+//   stores 0. No thread is within count() then, so none can put the launch ID back.
+// - Old contents. An addition to old contents is lost when the launch ID replaces them. The thread that made this
+//   addition counts again, unless it replaces the old contents itself. Additions may also carry the old contents up to
+//   this launch's ID with a count of 0. Threads that then find the launch ID count from there. A thread whose addition
+//   did not find the launch ID counts again in this case too.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +29,9 @@ struct LaunchCounter {
 
     FASTATTN_DEVICE bool is_ours(uint64_t found) const { return (found & ~kLaunchCountMask) == launch_id; }
 
-    // Counts one more, and returns how many there were before. kOrdered: a thread that later waits, or counts with
-    // kOrdered, sees all that this thread has done, or has seen done. Otherwise this thread only gets a number that no
-    // other gets.
+    // Adds one, and returns the count before, which no other thread gets. kOrdered: a thread that later waits, or
+    // counts with kOrdered, sees all writes that this thread has made or has seen. Otherwise no other accesses are
+    // ordered.
     template <bool kOrdered = true>
     FASTATTN_DEVICE uint32_t count() const {
         for (;;) {
@@ -45,7 +46,8 @@ struct LaunchCounter {
         }
     }
 
-    // Waits until `expected` threads have counted. No more may count afterwards, as it waits for equality.
+    // Waits until exactly `expected` threads have counted. No more threads may count afterwards, because the wait would
+    // miss the number.
     FASTATTN_DEVICE void wait(uint32_t expected) const {
         while (ptx::ld_acquire_b64(value) != launch_id + expected) {
         }

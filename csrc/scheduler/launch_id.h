@@ -1,5 +1,5 @@
-// IDs by which a launch recognises what it has itself left in memory. scheduler/arrivals.cuh and
-// scheduler/launch_counter.cuh say why no other launch takes that for its own.
+// IDs by which a launch recognises values in memory that it has written itself. scheduler/arrivals.cuh and
+// scheduler/launch_counter.cuh say why no other launch mistakes such a value for its own.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace fastattn {
 inline constexpr int kLaunchCountBits = 24;
 inline constexpr uint64_t kLaunchCountMask = (uint64_t{1} << kLaunchCountBits) - 1;
 
-// Returns a new ID for each launch of this process, never zero. IDs start at random, so that memory of another program
-// or kernel holds one with a probability of 2^-40. After 2^40 launches IDs repeat, which is harmless: a launch that is
-// over leaves its ID nowhere.
+// Returns a new ID for each launch of this process, never zero. IDs start at a random number, so that memory of another
+// program or kernel holds a given ID with a probability of 2^-40. IDs repeat after 2^40 launches, which is harmless,
+// because a launch that has ended leaves its ID nowhere.
 uint64_t launch_id();
 
 }  // namespace fastattn

@@ -1,19 +1,20 @@
 // The binary tree in which the partials of a work tile become its result.
 //
-// A partial is what one CTA made of some keys of a tile: for each row a maximum, a sum and a vector, in fp32. The
-// partials of a tile are numbered in the order of their keys. Node (level, index) of the tree holds those partials
-// [index << level, (index + 1) << level) that exist. It is combined(node (level - 1, 2 * index), node (level - 1, 2 *
-// index + 1)), or the left one unchanged where the right one holds no partial. The result is the node that holds all.
+// A partial is what one CTA has computed from some keys of a tile: for each row a maximum, a sum of exponentials and a
+// vector of sums of P·V, in fp32. The partials of a tile are numbered in the order of their keys. Node (level, index)
+// of the tree holds those partials [index << level, (index + 1) << level) that exist. The node is combined(left, right)
+// of its children (level - 1, 2 * index) and (level - 1, 2 * index + 1). If the right child holds no partial, the node
+// is the left child unchanged. The result is the node that holds all partials.
 //
 //   partials  0   1   2   3   4      a CTA that has partials 1 … 4 makes nodes 1, (2 3) and (4);
-//              \ /     \ /    |      the CTA that comes last combines 0 with 1, that with (2 3), and that with (4)
+//              \ /     \ /    |      the CTA that comes last makes (0 1), then ((0 1) (2 3)), then the result with (4)
 //               \_______/     |
 //                    \________/
 //
-// So num_partials alone decides which values are combined, and in which order. A CTA may make the nodes that hold only
-// its own partials, and any other CTA the rest. All execute the same operations, with roundings that the source fixes
-// (finish_row.cuh), on the same fp32 numbers. The bits of the result therefore depend neither on which partials one CTA
-// makes, nor on which CTA comes last.
+// So the number of partials decides which values are combined, and in which order; nothing else does. A CTA may make
+// the nodes that hold only its own partials, and any other CTA the remaining nodes. All CTAs execute the same
+// operations on the same fp32 numbers, and the source code fixes every rounding (finish_row.cuh). The bits of the
+// result therefore depend neither on which partials one CTA makes, nor on which CTA comes last.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ struct PartialNode {
     FASTATTN_HOST_DEVICE bool holds_all(int32_t num_partials) const { return index == 0 && num_partials <= 1 << level; }
 };
 
-// Returns the largest node that holds `partial`, and no partials but `own`.
+// Returns the largest node that holds `partial`, and holds only partials of `own`.
 FASTATTN_HOST_DEVICE PartialNode largest_node(int32_t partial, PartialRange own, int32_t num_partials) {
     PartialNode node{0, partial};
     while (!node.holds_all(num_partials)) {
@@ -45,8 +46,8 @@ FASTATTN_HOST_DEVICE PartialNode largest_node(int32_t partial, PartialRange own,
     return node;
 }
 
-// The partials of a tile. Partial 0 has number `first` on the line of all partials, and CTA c makes numbers
-// [c * per_cta, (c + 1) * per_cta).
+// The partials of a tile. The partials of all tiles are numbered along one line, on which partial 0 of this tile has
+// number `first`. CTA c makes the partials with numbers [c * per_cta, (c + 1) * per_cta).
 struct TilePartials {
     int32_t count;
     int64_t first, per_cta;
@@ -63,22 +64,23 @@ struct TilePartials {
 
 // Returns the workspace slot where a CTA leaves a node of its own partials until the node is combined.
 //
-// A CTA has at most two split tiles: one in which its splits begin, and one in which they end. In the first tile's
-// tree, the nodes that it leaves to others are right children: where it makes a left child, it makes the right sibling
-// too, unless that holds no partial. In the second tile's tree they are left children, because the CTA has that tile
-// from its beginning on. Nodes that wait for a right sibling of the same CTA are left children too, in any tile. In a
-// tile of which other CTAs have both ends, it leaves children of both kinds. No two nodes of one level and kind ever
-// wait at the same time. So two slots for each level are enough, and what a CTA does next never touches what others
-// still have to read. Where it has only one partial of each tile, at most two nodes wait: the left child of level 0,
-// and any other.
+// A CTA has at most two split tiles: the tile in which its splits begin, and the tile in which they end. In the tree of
+// the first tile, the nodes that the CTA leaves to others are right children: if the CTA makes a left child, it also
+// makes the right sibling, unless this sibling holds no partial. In the tree of the second tile, the nodes that it
+// leaves are left children, because the CTA has this tile from its beginning on. Nodes that wait for a right sibling of
+// the same CTA are left children in any tile. If other CTAs have both ends of a tile, the CTA leaves children of both
+// kinds. No two nodes of the same level and kind ever wait at the same time. So two slots for each level are enough,
+// and a CTA never overwrites a node that others still have to read. If a CTA has only one partial of each tile, at most
+// two nodes wait: the left child of level 0, and one other node.
 FASTATTN_HOST_DEVICE int64_t slot_of(int32_t slots_per_cta, int32_t cta, PartialNode node) {
     const int32_t own = 2 * node.level + node.index % 2, last = slots_per_cta - 1;
     return int64_t{cta} * slots_per_cta + (own < last ? own : last);
 }
 
-// The most rounds in which the partials of a tile become one; in each, CTAs combine several nodes at once. Six suffice
-// for 32^6 partials with 32 nodes at once (flash-decoding), more than a capacity below 2^30 has blocks of 64 keys. They
-// suffice for the partials of 4^6 CTAs with 4 nodes (attention), more than any GPU runs at a time.
+// The largest number of rounds that it takes to combine the partials of a tile. In each round, CTAs combine several
+// nodes at once. Six rounds of 16 nodes (flash-decoding; some kernels combine 32) suffice for 16^6 partials, as many as
+// the largest capacity, 2^30 keys, has blocks of 64 keys. Six rounds of 4 nodes (attention) suffice for the partials of
+// 4^6 CTAs, more than any GPU runs at a time.
 inline constexpr int kCombineRounds = 6;
 
 // The number of nodes whose values a thread loads at a time, in one trip to L2.

@@ -1,9 +1,10 @@
-// Splits the query rows of a tile of keys in the backward pass where whole tiles would leave CTAs idle: with few key
-// heads (MQA, GQA), few sequences, or a last round with fewer tiles than CTAs.
+// Splits the query rows of a tile of keys in the backward pass if whole tiles would leave CTAs idle: with few key heads
+// (MQA, GQA), few sequences, or a last round with fewer tiles than CTAs.
 //
-// The steps of a tile of keys are the tiles of query rows that see it, last rows first, and for each of these the query
-// heads of the key head. Splits divide the query heads and, where these are too few, the tiles of rows. The CTAs add
-// their partial dK and dV up in fp32.
+// A step of a tile of keys is one tile of query rows in one query head. The steps go through the tiles of rows that see
+// the tile of keys, last rows first, and for each tile of rows through the query heads of the key head. Splits divide
+// the query heads and, if there are too few query heads, also the tiles of rows. The CTAs of a split tile add their dK
+// and dV to sums in fp32.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 namespace fastattn {
 
 inline constexpr int32_t kMinStepsOfSplit = 4;
-inline constexpr int32_t kMostConsumersOfTile = 3;  // each waits for its own semaphore to add its dK and dV
+inline constexpr int32_t kMostConsumersOfTile = 3;  // each orders its additions of dK and dV by its own semaphore
 struct RowSplit {
     uint32_t tile;
     int32_t idx;
@@ -46,20 +47,20 @@ struct TileRowSplits {
     FASTATTN_HOST_DEVICE int32_t num() const { return over_heads * over_rows; }
 };
 
-// Returns where a split begins when `count` is divided by num_splits. The first splits are longer by one.
+// Returns where split `split` begins if `count` is divided into num_splits splits. The first splits are longer by one.
 FASTATTN_HOST_DEVICE int32_t split_begin(int32_t count, int32_t split, int32_t num_splits) {
     const int32_t longer = count % num_splits;
     return count / num_splits * split + (split < longer ? split : longer);
 }
 
-// Returns how many tiles of keys all heads have; for packed sequences, an upper bound.
+// Returns how many tiles of keys all heads have. For packed sequences, this is an upper bound.
 FASTATTN_HOST_DEVICE int64_t num_key_tiles(const AttentionBackwardParams& params, int32_t block_n) {
     const bool is_packed = params.packed.cu_seqlens_k != nullptr;
     return int64_t{params.key.heads} *
            num_query_tiles(params.key.batch, params.key.rows, is_packed, params.packed.total_k, block_n);
 }
 
-// Returns how many of these tiles are split, and have sums in the workspace.
+// Returns how many of the num_key_tiles() tiles are split, and so have sums in the workspace.
 inline int64_t num_split_tiles(const AttentionBackwardParams& params, int32_t block_n) {
     return params.row_splits.over_heads * params.row_splits.over_rows > 1
                ? num_key_tiles(params, block_n) - params.row_splits.first_tile

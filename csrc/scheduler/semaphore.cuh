@@ -1,7 +1,8 @@
-// Orders the additions of several CTAs to the same sums, so that their bits repeat. A semaphore is a number in global
-// memory, zero before the launch, that counts the CTAs that have added. CTAs claim their work in the order of addition,
-// so that each waits only for CTAs that already run. For deterministic gradients, the sm_80 kernels (small and large
-// tiles of keys) add dQ this way, and attention/backward_panels_sm90.cuh dQ, and dK and dV of split tiles.
+// Orders the additions of several CTAs to the same sums, so that the bits of the sums repeat from run to run. A
+// semaphore is a number in global memory, zero before the launch, that counts the CTAs that have added. CTAs claim
+// their work in the order of addition, so that each CTA waits only for CTAs that already run. With deterministic
+// gradients, the sm_80 kernels (for small and large tiles of keys) add dQ in this way. On Hopper,
+// attention/backward_panels_sm90.cuh adds dQ in this way, and dK and dV of split tiles.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +15,13 @@
 
 namespace fastattn {
 
-// The semaphore of threads that add by themselves: all threads of a CTA, or some with thread 0. They wait for each
-// other in barrier(). With a null address, additions come in any order.
+// A semaphore for threads that add by their own instructions: all threads of a CTA, or some that include thread 0.
+// barrier() must make these threads wait for each other. With a null address, CTAs add in any order.
 struct Semaphore {
     int32_t* address;
 
-    // Waits until at least num_before CTAs have added: more may have, because sequences that overlap share tiles.
+    // Waits until at least num_before CTAs have added. More may have added, because packed sequences that overlap share
+    // tiles.
     template <typename Barrier>
     FASTATTN_DEVICE void wait(int32_t num_before, Barrier&& barrier) const {
         if (address == nullptr) return;
@@ -38,14 +40,14 @@ struct Semaphore {
     }
 };
 
-// Waits until num_before others have added. Called by one thread, which then adds by bulk copies.
+// Waits until num_before others have added. Called by one thread, which then adds with bulk copies.
 FASTATTN_DEVICE void semaphore_wait(const int32_t* semaphore, int32_t num_before) {
     while (ptx::ld_acquire_s32(semaphore) < num_before) {
     }
     ptx::fence_proxy_async();
 }
 
-// Waits until all that this thread has added is in memory, and lets the next CTA add.
+// Waits until everything that this thread has added is in memory, and lets the next CTA add.
 FASTATTN_DEVICE void semaphore_release(int32_t* semaphore) {
     ptx::cp_async_bulk_wait_group();
     ptx::fence_proxy_async();

@@ -1,19 +1,19 @@
-// The work tiles of each CTA of a matmul: whole tiles of the result, and stream-K (Osama et al., 2023) for the tiles
-// that would not fill the GPU.
+// Assigns work tiles to the CTAs of a matmul: whole tiles of the result, and splits of the tiles that would not fill
+// the GPU (stream-K, Osama et al., 2023).
 //
-// A tile's sum over K takes a number of steps, and as many CTAs as are resident run at a time. The first tiles are
-// split: their steps form a line, ordered by tile and then by step, which is cut into splits that differ by at most a
-// step. A CTA takes one split: the end of one tile, a whole one, and the beginning of another. Each other tile is taken
-// whole, by one CTA and without partials; these tiles fill the GPU a whole number of times. With 10 tiles and 4
-// resident CTAs:
+// A tile's sum over K takes a number of steps. The first tiles are split: their steps form a line, ordered by tile and
+// then by step, which is cut into splits that differ by at most a step. A CTA takes one split: the end of one tile, a
+// whole one, and the beginning of another. Each other tile is taken whole by one CTA, without partials. The number of
+// these whole tiles is a multiple of the number of CTAs that are resident on the GPU. With 10 tiles and 4 resident
+// CTAs:
 //
 //   split tiles    | 0      | 1      | 2      | 3      | 4      | 5      |   whole tiles   6, 7, 8, 9
 //   CTAs           | 0          | 1          | 2          | 3            |   CTAs          4, 5, 6, 7
 //
-// Splits are longer than tiles here, so that a tile has at most two partials. With fewer tiles than resident CTAs, a
-// tile has many. Splits that end with tiles are then often better than one split for each resident CTA, because each
-// work tile starts a pipeline anew, and each partial goes through L2. Where a cluster computes a tile, "CTA" means a
-// cluster.
+// In this example splits are longer than tiles, so that a tile has at most two partials. With fewer tiles than resident
+// CTAs, a tile has many partials. Splits that end where tiles end are then often better than one split for each
+// resident CTA, because each work tile fills the pipeline again, and each partial goes through L2. If a cluster
+// computes a tile, "CTA" means a cluster in this file.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,8 @@ FASTATTN_HOST_DEVICE uint32_t split_steps(const MatmulSchedule& schedule) {
     return static_cast<uint32_t>(schedule.split_tiles) * schedule.steps;
 }
 
-// Returns a split's first step on the line. matmul_schedule() makes only schedules whose products here fit in 32 bits.
+// Returns a split's first step on the line. Its products fit in 32 bits, because matmul_schedule() makes only such
+// schedules.
 FASTATTN_HOST_DEVICE uint32_t split_begin(const MatmulSchedule& schedule, uint32_t split) {
     return split * split_steps(schedule) / schedule.num_splits;
 }
@@ -60,7 +61,8 @@ struct TilePosition {
     int32_t m_tile, n_tile;
 };
 
-// Orders tiles: all of M over kGroup tiles of N, whose weights stay in L2 meanwhile, then all of M over the next ones.
+// Returns the position of a tile in the order of tiles: all of M over kGroup tiles of N, whose weights stay in L2
+// meanwhile, then all of M over the next kGroup tiles of N.
 FASTATTN_HOST_DEVICE TilePosition tile_position(const MatmulSchedule& schedule, int32_t tile) {
     constexpr int32_t kGroup = 8;  // of 128 columns or more each
     const int32_t first_n_tile = tile / (kGroup * schedule.m_tiles) * kGroup;
@@ -101,7 +103,8 @@ FASTATTN_HOST_DEVICE bool is_whole(const MatmulSchedule& schedule, const MatmulW
 }
 
 // The partials of a split tile's sum, in the order of its steps: CTA first_cta + i leaves partial i in workspace slot
-// slot(i). A CTA has two slots at most: for the tile in which its split begins, and for that in which it ends.
+// slot(i). A CTA has at most two slots: one for the tile in which its split begins, and one for the tile in which it
+// ends.
 struct SumPartials {
     int32_t first_cta, count;
     int32_t first_slot;

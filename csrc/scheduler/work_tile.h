@@ -29,9 +29,9 @@ FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t h
             static_cast<int32_t>(cta_in_group / heads_here)};
 }
 
-// Returns whether persistent CTAs should claim the forward pass's work tiles. That pays where there are more than CTAs,
-// and a mask or packing makes their lengths unlike. At least half of the tiles must exist in packed sequences: claiming
-// one that does not exist takes a trip to L2 too.
+// Returns whether persistent CTAs should claim the forward pass's work tiles from a counter. Claiming pays if there are
+// more work tiles than CTAs, and a mask or packing makes the tiles' lengths differ. With packed sequences, at least
+// half of the counted tiles must exist, because claiming a tile that does not exist takes a trip to L2 too.
 inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m, int64_t num_ctas) {
     const int64_t heads = int64_t{params.query.heads} * params.query.batch;
     const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
@@ -42,14 +42,15 @@ inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m,
     return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
 }
 
-// Returns the bytes that a group of heads may read again and again. The L2 cache of an A100 and of an H100 has two
-// partitions, each of which holds what its SMs read, so that only half of its bytes can differ. A fifth of that half is
-// left for data that passes through: 16 MB of 40 remain.
+// Returns how many bytes of data a group of heads may read repeatedly from L2. The L2 cache of an A100 or an H100 has
+// two partitions, and each partition holds the data that its SMs read. So data that all SMs read fills both partitions,
+// and only half of the cache's bytes count. A fifth of this half is left for data that passes through: 16 MB of 40
+// remain.
 inline int64_t l2_budget(int64_t l2_bytes) {
     return l2_bytes * 2 / 5;
 }
 
-// Returns the query heads of a group, counted over batch and heads.
+// Returns how many query heads a group has, counted over batch and heads.
 inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                int64_t l2_bytes) {
     const int64_t key_value_bytes = std::max<int64_t>(1, int64_t{4} * key.rows * key.head_dim);
@@ -58,7 +59,8 @@ inline int32_t heads_per_group(const HeadsView<const uint16_t>& query, const Hea
     return static_cast<int32_t>(std::min(all_heads, key_heads * (query.heads / key.heads)));
 }
 
-// Returns the key heads of a group in the backward pass, where a tile of keys goes through Q, dO and dQ's sums.
+// Returns how many key heads a group has in the backward pass, where a tile of keys goes through Q, dO and the sums of
+// dQ.
 inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                    int64_t l2_bytes) {
     const int64_t group_size = query.heads / std::max(key.heads, 1);
@@ -67,15 +69,16 @@ inline int32_t key_heads_per_group(const HeadsView<const uint16_t>& query, const
     return static_cast<int32_t>(std::max<int64_t>(1, std::min<int64_t>(l2_budget(l2_bytes) / walked_bytes, all_heads)));
 }
 
-// With ordered addition, at least so many CTAs work on one head, each a step behind the one before: a byte from HBM
-// then serves all of them. Fewer do if L2 holds the data of all heads of the group. With 128 dims, 132 CTAs read and
-// add about 6 TB/s.
+// With ordered addition, at least this many CTAs work on one head, each a step behind the one before, so that a byte
+// from HBM serves all of them. Fewer CTAs work on a head if L2 holds the data of all heads of the group. (With 128
+// dims, 132 CTAs read and add about 6 TB/s, more than HBM delivers.)
 inline constexpr int32_t kCtasOfOrderedHead = 4;
 
-// Returns how many key heads form a group (work_tile()) where num_sms persistent CTAs claim tiles of block_n keys. A
-// group has about two tiles for each CTA, or more if L2 holds more heads. All its long tiles come first, so that only
-// short ones are left when CTAs run out of work. With ordered addition, CTAs wait less for each other the more heads
-// they work on.
+// Returns how many key heads form a group (work_tile()) if num_sms persistent CTAs claim tiles of block_n keys. Without
+// ordered addition, a group has about two tiles for each CTA, or more if L2 holds more heads. All long tiles of a group
+// come first, so that only short tiles are left when CTAs run out of work. With ordered addition, a group has a head
+// for every kCtasOfOrderedHead CTAs, or more heads if L2 holds them, because CTAs wait less for each other if they work
+// on more heads.
 inline int32_t claimed_key_heads_per_group(const HeadsView<const uint16_t>& query, const HeadsView<const uint16_t>& key,
                                            int64_t l2_bytes, int32_t block_n, int32_t num_sms, bool is_ordered) {
     const int64_t all_heads = int64_t{key.batch} * key.heads;

@@ -1,4 +1,4 @@
-// The workspace slots in which CTAs leave partials for each other: four columns of a row at a time.
+// Loads and stores the workspace slots in which CTAs leave partials for each other, four columns of a row at a time.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 
 namespace fastattn::ptx {
 
-// Starts to copy into shared memory. The bytes arrive at the barrier.
+// Starts to copy `bytes` bytes into shared memory. The mbarrier counts the bytes that have landed.
 __device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t destination, const void* global, uint32_t bytes,
                                                             uint32_t barrier) {
     asm volatile(
@@ -15,7 +15,8 @@ __device__ __forceinline__ void cp_async_bulk_shared_global(uint32_t destination
         : "memory");
 }
 
-// Starts to add floats in shared memory to as many in global memory, in this thread's next bulk group.
+// Starts to add `bytes` bytes of floats in shared memory to floats in global memory. The operation joins this thread's
+// next bulk group.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* global, uint32_t source, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
                  "r"(source), "r"(bytes)

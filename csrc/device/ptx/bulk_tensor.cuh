@@ -6,7 +6,8 @@
 
 namespace fastattn::ptx {
 
-// Starts to copy the box at these coordinates, the contiguous dimension first. Its bytes arrive at the barrier.
+// Starts to copy the box at these coordinates, the contiguous dimension first. The mbarrier counts the bytes that have
+// landed.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t destination, const void* tensor_map, int32_t x0,
                                                         int32_t x1, uint32_t barrier) {
     asm volatile(
@@ -26,8 +27,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t destination, co
         : "memory");
 }
 
-// Copies into all CTAs of the cluster whose bits are set, at the same address in each. The bytes count at each CTA's
-// own barrier.
+// Copies into all CTAs of the cluster whose bits are set, at the same address in each. In each CTA, the CTA's own
+// mbarrier, at the same address, counts the bytes.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast(uint32_t destination, const void* tensor_map,
                                                                   int32_t x0, int32_t x1, uint32_t barrier,
                                                                   uint16_t ctas) {

@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
     return rank;
 }
 
-// Arrives at the barrier of all threads of the cluster that have not exited.
+// Arrives at the cluster's barrier, which all threads of the cluster that have not exited must reach.
 __device__ __forceinline__ void barrier_cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -21,15 +21,15 @@ __device__ __forceinline__ void barrier_cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Returns the cluster address of the place in CTA `rank`'s shared memory that `shared` is in this CTA's.
+// Returns the address, in the cluster's shared memory, at which CTA `rank` has what this CTA has at `shared`.
 __device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
     return there;
 }
 
-// Stores a number in the shared memory of another CTA, and completes 4 bytes at a barrier there; mapa gives both
-// addresses. PTX ISA, "Data Movement and Conversion Instructions: st.async".
+// Stores a number in the shared memory of another CTA, and completes 4 bytes at an mbarrier of that CTA. mapa() returns
+// both addresses. PTX ISA, "Data Movement and Conversion Instructions: st.async".
 __device__ __forceinline__ void st_async_u32(uint32_t shared_there, uint32_t number, uint32_t barrier_there) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(shared_there),
                  "r"(number), "r"(barrier_there)

@@ -1,4 +1,4 @@
-// fence.proxy: orders what threads write before what wgmma and TMA, the async proxy, read.
+// fence.proxy: orders writes of threads before reads of the async proxy, through which wgmma and TMA access memory.
 // PTX ISA, "Parallel Synchronization and Communication Instructions: membar, fence".
 #pragma once
 
@@ -13,8 +13,8 @@ __device__ __forceinline__ void fence_proxy_async_shared_cluster() {
     asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
 }
 
-// Orders accesses to global memory, too, and writes by the async proxy. A thread that has waited for its copies makes
-// them visible to others by this fence and a release.
+// Also orders accesses to global memory, and writes of the async proxy. A thread that has waited for its bulk copies
+// makes them visible to other threads by this fence, followed by a release.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }

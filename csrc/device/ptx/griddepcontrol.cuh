@@ -4,7 +4,8 @@
 
 namespace fastattn::ptx {
 
-// Waits until the launch before has ended and this thread sees its writes. Every thread that reads them calls it.
+// Waits until the previous launch has ended and this thread sees its writes. Every thread that reads these writes must
+// call it.
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// ld.acquire: a load that also makes visible what was done before the release of the number that it reads. PTX ISA,
+// ld.acquire: a load that also makes all writes visible that precede the release of the number that it reads. PTX ISA,
 // "Data Movement and Conversion Instructions: ld".
 #pragma once
 

@@ -1,4 +1,4 @@
-// min.NaN, max.NaN: the lesser and the greater of two numbers, or NaN if one of them is.
+// min.NaN, max.NaN: the lesser and the greater of two numbers, or NaN if one of them is NaN.
 // PTX ISA, "Floating Point Instructions: min, max".
 #pragma once
 

@@ -1,4 +1,4 @@
-// bar.sync with an id and a count: a barrier for some of a CTA's warps. Id 0 is that of __syncthreads().
+// bar.sync with an id and a count: a barrier for some of a CTA's warps. Id 0 is the barrier of __syncthreads().
 // PTX ISA, "Parallel Synchronization and Communication Instructions: bar".
 #pragma once
 

@@ -1,5 +1,5 @@
-// Hides a value's origin from the compiler: it then computes what follows from the value at each use, and keeps none of
-// it in registers during a loop.
+// Hides a value's origin from the compiler, which then computes what depends on the value again at each use instead of
+// keeping it in registers during a loop.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ int32_t opaque(int32_t value) {
     return value;
 }
 
-// Returns threadIdx.x, read anew: it takes no register before. PTX ISA, "Special Registers: %tid".
+// Reads threadIdx.x again at each call, so that no register holds it between calls. PTX ISA, "Special Registers: %tid".
 __device__ __forceinline__ int32_t tid_x() {
     int32_t tid;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));

@@ -26,7 +26,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
 
-// Tells the compiler that these registers change here, so that it does not read a product's sums before the wait.
+// Tells the compiler that these registers change here, so that it reads a product's sums only after the wait.
 __device__ __forceinline__ void written_by_wgmma(float& value) {
     asm volatile("" : "+f"(value)::"memory");
 }
