@@ -187,9 +187,11 @@ class KernelFacts:
 
     def shortest_round(self, body: frozenset[int], wanted: tuple[str, ...] = ()) -> list[str]:
         """Returns the opcodes of one iteration of a loop: on the path with the most opcodes that begin with one of
-        ``wanted``, and on the shortest one of those."""
+        ``wanted``, and on the shortest one of those. Opcodes of loops inside this loop do not count as wanted, because
+        any number of them would be better."""
         target = {line.rstrip(":"): index for index, line in enumerate(self.lines) if line.endswith(":")}
         start = min(body)
+        inner: frozenset[int] = frozenset().union(*(other for other in loops(self.lines) if other < body))
         best: dict[int, tuple[int, int]] = {start: (0, 0)}  # to each line: (-number of wanted opcodes, length)
         before: dict[int, int] = {}
         ends: list[int] = []
@@ -207,7 +209,8 @@ class KernelFacts:
                 if after == start or after not in body:
                     continue
                 name = full_opcode(self.lines[after])
-                way = (best[at][0] - name.startswith(wanted), best[at][1] + bool(name))
+                is_wanted = name.startswith(wanted) and after not in inner
+                way = (best[at][0] - is_wanted, best[at][1] + bool(name))
                 if after not in best or way < best[after]:
                     best[after], before[after] = way, at
                     pending.append(after)

@@ -349,15 +349,15 @@ def test_decode_multiplies_on_the_tensor_cores(instance: tuple[int, int, str, st
 @pytest.mark.parametrize(
     ("head_dim", "cache_format", "instructions", "kilobytes"),
     [
-        (64, "16-bit", 352, 83),
-        (64, "fp8", 683, 112),
-        (64, "int8", 713, 100),
-        (128, "16-bit", 404, 101),
-        (128, "fp8", 846, 134),
-        (128, "int8", 950, 117),
-        (256, "16-bit", 498, 117),
-        (256, "fp8", 773, 134),
-        (256, "int8", 909, 114),
+        (64, "16-bit", 349, 75),
+        (64, "fp8", 679, 104),
+        (64, "int8", 712, 95),
+        (128, "16-bit", 405, 78),
+        (128, "fp8", 829, 111),
+        (128, "int8", 957, 102),
+        (256, "16-bit", 496, 83),
+        (256, "fp8", 760, 115),
+        (256, "int8", 906, 101),
     ],
 )
 def test_steps_and_code_of_decoding(head_dim: int, cache_format: str, instructions: int, kilobytes: int) -> None:
