@@ -252,10 +252,10 @@ def score_gradients(
 ):  # fmt: skip
     """Computes the probabilities and score gradients of one tile from q.k and dO.v, or from their transposes.
 
-    ``shift``, ``log2_sum`` and ``delta`` have a value for each row, as `attention_backward_rows` computes them, and the
-    shape of ``row``. Returns three tiles: P, in which dropped elements are 0 and the others are not yet multiplied by
-    dropout's factor; dS, which is the bias's gradient; and the gradient of ``scale * q.k``, which is dS times the
-    derivative of softcap.
+    ``shift``, ``log2_sum`` and ``delta`` hold a value for each row, which `attention_backward_rows` has computed; their
+    shape is that of ``row``. Returns three tiles: P, in which dropped elements are 0 and the others are not yet
+    multiplied by dropout's factor; dS, which is the bias's gradient; and the gradient of ``scale * q.k``, which is dS
+    times the derivative of softcap.
     """
     scores, visible, slope_of_cap = attention_scores(
         products, row, column, inputs, LEFT, RIGHT, RANGES, SOFTCAP, ALIBI, BIAS, MASKED

@@ -240,7 +240,10 @@ def split_kernel(
 
 
 def attention_decode_out(given: Any) -> Tensor:
-    """Does `attention_decode`, but writes the output to ``given.out``, whose rows are 16-byte aligned."""
+    """Does `attention_decode`, but writes the output to ``given.out`` and returns only the lse.
+
+    Each row of ``given.out`` must begin at a multiple of 16 bytes.
+    """
     return _decode(given, given.out)
 
 

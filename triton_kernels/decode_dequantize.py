@@ -83,8 +83,11 @@ def dequantize_kernel(
 
 
 def dequantize_cache(given: Any) -> None:
-    """Writes the first ``seqlens[b]`` tokens of 8-bit caches to ``k_out`` and ``v_out``, whose shapes `Dequantization`
-    gives; ``given`` holds the op's arguments by name, which the caller has checked."""
+    """Dequantises the first ``seqlens[b]`` tokens of each sequence b of 8-bit caches into ``k_out`` and ``v_out``.
+
+    ``given`` holds the op's arguments, which the caller has checked.
+    `Dequantization` (fastattn/ops/decode.py) describes them.
+    """
     seqlens, block_table = given.seqlens, given.block_table
     batch, max_pages = (seqlens.shape[0], 1) if block_table is None else block_table.shape
     kv_heads, page_size = given.k_cache.shape[1:3]

@@ -69,7 +69,10 @@ def seconds_of(row: Row) -> float:
 
 
 def figures(row: Row) -> dict[str, str]:
-    """Returns the cells of an "ok" row by column. Rates and the fraction use the time in a CUDA graph, if any."""
+    """Returns the cells of an "ok" row by column.
+
+    TFLOP/s, GB/s and "of limit" are computed from the time in a CUDA graph if there is one, else from the eager time.
+    """
     seconds, eager, graph = seconds_of(row), row["eager"], row["graph"]
     return {
         "implementation": row["implementation"],

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.dispatch.device import is_emulated
 from fastattn.errors import InputError
@@ -52,6 +52,8 @@ def check_tensor(name: str, value: Any, optional: bool = False) -> None:
             advice = f"; pass torch.tensor({name}{_MADE_WITH.get(name, '')})"
         elif is_array:
             advice = f"; pass torch.from_numpy({name})"
+        elif isinstance(value, nn.Module) and isinstance(getattr(value, name, None), Tensor):
+            advice = f"; pass the layer's parameter, {name}.{name}"
         elif name == "cache_seqlens" and isinstance(value, Integral):
             advice = f"; for equal lengths pass torch.full(query.shape[:1], {value}{_MADE_WITH[name]})"
         raise TypeError(f"{name}: expected a torch.Tensor{' or None' if optional else ''}, got {shown(value)}{advice}")
@@ -96,6 +98,11 @@ _ADVICE = (
     ("cu_seqlens_q", None, "attention_varlen takes packed sequences"),
     (_MASKS, "cu_seqlens_q", "packed sequences take key_ranges (fastattn.masks) or alibi_slopes"),
     (_MASKS, "tree_mask", "each query sees all tokens up to its own; window and tree_mask restrict them"),
+    (
+        "cache_leftpad leftpad_k cache_batch_idx",
+        "tree_mask",
+        "fastattn.integrations.flash_attn.flash_attn_with_kvcache takes it",
+    ),
     (_MASKS, "window_size", "flash-attn has no masks; fastattn.attention takes a bias"),
     (
         "window window_size sliding_window softcap alibi_slopes sinks key_ranges dropout_seed return_lse deterministic",

@@ -230,6 +230,14 @@ WRONG_VALUES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "v_new count": (call(v_new=torch.zeros(2, 2, 2, 8)), ("v_new", "[2, 2, 1, 8]", "[2, 2, 2, 8]")),
     "k_new dtype": (call(k_new=call()["k_new"].half()), ("k_new", "float32", "float16")),
     "v_new dtype": (call(v_new=call()["v_new"].half()), ("v_new", "float32", "float16")),
+    "one tensor for both caches": (
+        {
+            **call(),
+            **dict.fromkeys(("k_cache", "v_cache"), torch.zeros(2, 2, 16, 16)),
+            "v_new": torch.ones(2, 2, 1, 16),
+        },
+        ("v_cache", "memory of its own", "k_cache itself"),
+    ),
     "int8 without scales": (call(int8=True, k_scale=None), ("k_scale", "float32", "None")),
     "int8 without v_scale": (call(int8=True, v_scale=None), ("v_scale", "float32", "None")),
     "scales without int8": (call(k_scale=torch.ones(2, 2, 16)), ("k_scale", "None", "a tensor")),

@@ -314,6 +314,32 @@ def test_rows_before_the_first_offset_and_queries_without_a_token_are_warned_of(
         fastattn.attention_with_kv_cache(query, cache, cache, lengths, causal=False, window=(-1, 3))
 
 
+def test_one_tensor_for_both_caches_is_refused_in_every_call() -> None:
+    arguments = cached()
+    key, value = arguments["k_cache"], arguments["k_cache"].clone()
+    new = torch.ones(key.shape[0], key.shape[1], 1, key.shape[3])
+    arguments |= {"v_cache": value, "k_new": new, "v_new": 2 * new, "cache_seqlens": arguments["cache_seqlens"] * 0}
+    fastattn.attention_with_kv_cache(**arguments)
+    before = key.clone()
+    with pytest.raises(InputError, match=r"v_cache: expected memory of its own, .* got k_cache itself"):
+        fastattn.attention_with_kv_cache(**{**arguments, "v_cache": key})
+    assert torch.equal(key, before)
+
+
+@pytest.mark.parametrize("keyword", ["cache_leftpad", "cache_batch_idx"])
+def test_keywords_of_flash_attn_alone_name_its_function(keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"'{keyword}'; fastattn.integrations.flash_attn.flash_attn_with_kvcache takes"):
+        fastattn.attention_with_kv_cache(**cached(), **{keyword: None})
+
+
+def test_a_linear_layer_in_place_of_its_weight() -> None:
+    layer = torch.nn.Linear(16, 8)
+    with pytest.raises(TypeError, match=r"got .*Linear; pass fastattn.quantize_int8\(weight.weight\)"):
+        fastattn.int8_linear(torch.zeros(2, 16), layer)
+    with pytest.raises(TypeError, match=r"got .*Linear; pass the layer's parameter, weight.weight"):
+        fastattn.quantize_int8(layer)
+
+
 @pytest.mark.parametrize("name", ["mask", "attn_mask", "bias"])
 def test_functions_without_masks_say_what_restricts_keys(name: str) -> None:
     x, lengths = torch.randn(9, 2, 8), torch.tensor([0, 9], dtype=torch.int32)

@@ -163,7 +163,7 @@ class TestCheckpointsThatAreNotOurs:
         config = json.loads((later / "config.json").read_text())
         config["quantization_config"]["bits"] = 4
         (later / "config.json").write_text(json.dumps(config))
-        with pytest.raises(TypeError, match="no option 'bits'; .* a later fastattn may have more"):
+        with pytest.raises(TypeError, match=r"no option 'bits'; .* a later fastattn may have more"):
             load(later)
 
     def test_floating_weights_of_another_shape(self, llama: Path, tmp_path: Path) -> None:

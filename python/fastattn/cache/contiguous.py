@@ -54,7 +54,8 @@ class KVCache(StepCache):
         num_layers, batch, kv_heads, head_dim: the number of each.
         value_dim: the values' head dim, by default ``head_dim``.
         capacity: the number of tokens per sequence for which memory is allocated at first, by default 256, or
-            ``max_capacity`` if that is less.
+            ``max_capacity`` if that is less. They take ``num_layers * batch * kv_heads * capacity * (head_dim +
+            value_dim)`` elements.
         max_capacity: the largest capacity. Tokens beyond it raise ``CacheFull``. By default, there is no limit.
         dtype, device: of the queries, keys and values; by default torch's defaults.
         quantized: store int8 (``True``, ``"int8"`` or ``torch.int8``) or fp8 (``"fp8"`` or ``torch.float8_e4m3fn``)

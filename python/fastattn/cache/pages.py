@@ -110,9 +110,11 @@ class PagePool:
         check_int(argument, name)
         found = self.sequences.get(name)
         if found is None:
-            known = f"one of {list(self.sequences)}, or a new one from add()" if self.sequences else "one from add()"
+            known = f"one of {list(self.sequences)}" if self.sequences else "there are none now"
             freed = ", which was freed" if 0 <= name < self._next_name else ""
-            raise InputError(f"{argument}: expected {known}, got {name}{freed}")
+            raise InputError(
+                f"{argument}: expected the number of a sequence, as add() returns it ({known}), got {name}{freed}"
+            )
         return found
 
     def settle(self) -> None:

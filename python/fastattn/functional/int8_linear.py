@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import quantization, reference, run
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
@@ -93,7 +93,11 @@ def int8_linear(
     if not isinstance(weight, Int8Weight):
         if is_distributed(weight):
             return _linear_over_sharded(x, weight, bias, activation, residual, input_precision)
-        raise TypeError(f"weight: expected an Int8Weight, got {type_name(weight)}; pass fastattn.quantize_int8(weight)")
+        if isinstance(weight, nn.Linear):
+            advice = "; pass fastattn.quantize_int8(weight.weight)"
+        else:
+            advice = "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
+        raise TypeError(f"weight: expected an Int8Weight, got {type_name(weight)}{advice}")
     return linear_over(Int8Call(x, weight.data, weight.scale, bias, residual, activation, input_precision))
 
 

@@ -22,7 +22,8 @@ try:
     from transformers.masking_utils import sliding_window_bidirectional_overlay  # noqa: F401  # patterns.py needs it
 except ImportError as error:
     raise ImportError(
-        "fastattn.integrations.transformers needs transformers 5.23 or later; run `pip install -U transformers`"
+        f"fastattn.integrations.transformers needs transformers 5.23 or later ({error}); "
+        "run `pip install -U transformers`"
     ) from error
 
 from fastattn.errors import InputError

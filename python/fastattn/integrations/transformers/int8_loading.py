@@ -132,11 +132,11 @@ def _dtypes_in(file: str) -> dict[str, str]:
 
 
 def concerns(converter: Any, model: nn.Module) -> bool:
-    """Returns whether ``converter``, which the model defines, makes the weight of an int8 layer.
+    """Returns whether the result of ``converter``, which the model defines, is the weight of an int8 layer.
 
-    For example, a converter can split one weight of a file into q, k and v. To save the model, transformers would merge
-    q, k and v again, which is impossible for int8 weights. So int8 checkpoints store them under the names that they
-    have in the model.
+    Such a converter is applied only while a floating checkpoint is loaded. To save the model, transformers would have
+    to reverse the converter, for example merge q, k and v into one weight again, which is impossible for int8 weights.
+    So int8 checkpoints have the model's own names, and loading an int8 checkpoint leaves the converter out.
     """
     if not isinstance(converter, WeightConverter):
         return False
