@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, sequence: int, share: float, whole: bool) -> Any:
         self.settle()
         if sequence not in self.tokens:
-            with pytest.raises(InputError, match=r"sequence: expected one (of|from)"):
+            with pytest.raises(InputError, match=r"sequence: expected the number of a sequence"):
                 self.cache.fork(sequence)
             return multiple()
         length = len(self.tokens[sequence]) if whole else round(share * len(self.tokens[sequence]))
