@@ -22,8 +22,9 @@ inline BackwardKernelTable& attention_backward_rows_kernels() {
     return table;
 }
 
-// Computes dK and dV, and adds dQ to query_sums. Selected by head dim and variant. Variant true has every option.
-// Variant false only scales scores and masks them by a window.
+// Computes dK and dV (on Hopper only their sums, in key_sums, where a key tile is split), and adds dQ to query_sums.
+// Selected by both head dims, dtype and variant. Variant true has every option. Variant false only scales scores and
+// masks them by a window.
 inline BackwardKernelTable& attention_backward_key_value_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, keys and values");
     return table;

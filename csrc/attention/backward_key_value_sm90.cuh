@@ -68,7 +68,8 @@ struct BackwardConsumerSm90 {
         return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
     }
 
-    // Opaque: otherwise the compiler derives an address for each product before the loop, where they take registers.
+    // Opaque: otherwise the compiler computes the address of every product before the loop, and all these addresses
+    // take registers during the loop.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
     // Starts rC = K·Qᵀ or rC = V·dOᵀ of one of this consumer's blocks of keys. With kAdds, adds the product to rC.
@@ -124,7 +125,8 @@ struct BackwardConsumerSm90 {
         if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
     }
 
-    // Waits until every warp of the exchange has stored its dS, and starts this consumer's panel of dQ = dS·K.
+    // Waits until every warp that writes this buffer of dS has stored its dS: the warps of all consumers if the config
+    // kExchangesGradients, else those of this consumer. Then starts this consumer's panel of dQ = dS·K.
     FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
         const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes

@@ -57,7 +57,8 @@ struct BackwardKeyGradientSm90 {
     uint32_t num_steps = 0;       // steps that this warpgroup has finished
     uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all warpgroups
 
-    // Opaque: otherwise the compiler derives an address for each product before the loop, where they take registers.
+    // Opaque: otherwise the compiler computes the address of every product before the loop, and all these addresses
+    // take registers during the loop.
     FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
 
     // Returns the ring of rows at the current step, or `ahead` steps later.
@@ -65,7 +66,7 @@ struct BackwardKeyGradientSm90 {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
-    // Starts S = K·Qᵀ, or dP - delta = V·dOᵀ - delta.
+    // Starts Sᵀ = K·Qᵀ, or dPᵀ - delta = V·dOᵀ - delta. With dropout starts only dPᵀ: see start_score_gradients().
     FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
         if constexpr (!kIsDv)
             start_score_gradients<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
@@ -76,7 +77,7 @@ struct BackwardKeyGradientSm90 {
         ptx::wgmma_commit_group();
     }
 
-    // Starts dV += P·dO, or dK += dS·Q.
+    // Starts dV += Pᵀ·dO, or dK += dSᵀ·Q.
     FASTATTN_DEVICE void start_gradient(Gradient& rG, const ScoresAsA& rA) const {
         // 256 dims in one instruction would take 128 accumulators and 4 registers of A. With 512 threads in a CTA, an
         // instruction can have at most 65536 / 512 = 128 registers.

@@ -123,7 +123,8 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
     }
 }
 
-// Writes the terms of one row for the Hopper kernels: see RowTermsView. Called by one thread.
+// Writes the terms of one row for the Hopper kernels: see RowTermsView. Each row is
+// written by a thread of its own. row: counted from the sequence's first row.
 FASTATTN_DEVICE void write_row_terms(const AttentionBackwardParams& params, int32_t batch, int32_t head,
                                      int32_t first_in_memory, int32_t row, float shift, float delta, float log2_sum) {
     const bool with_options = params.row_terms.with_options;

@@ -105,7 +105,7 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         start_score_gradients<false>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
-    // Turns rdP = dP - delta into dS.
+    // Turns rdP = dP - delta into dS. (Without options, so that rdP has started at -delta.)
     FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
         if (position.is_full) {
             to_score_gradients<false>(rdP, rP, seen);

@@ -19,9 +19,9 @@ namespace fastattn {
 // How the work of a launch is divided into work tiles, which clusters take one after another. The CTAs of a cluster
 // need the same key tiles: they take two heads that share a key head, or two adjacent row tiles of one head. A CTA's
 // tile has rows of one head or, packed, of all 2^log2_packed heads that share a key head. Packed row m is row m /
-// 2^log2_packed of head m % 2^log2_packed.
+// 2^log2_packed of head m % 2^log2_packed. heads_per_cluster counts packed heads as one.
 struct ForwardScheduleSm90 {
-    int32_t heads_per_cluster, tiles_per_cluster;  // how many a cluster has: 1 and 1, 2 and 1, or 1 and 2
+    int32_t heads_per_cluster, tiles_per_cluster;  // of a cluster: 1 and 1, 2 and 1, or 1 and 2
     int32_t log2_packed;                           // 0: heads are not packed
     uint32_t num_tiles;                            // number of work tiles
     bool may_split;                                // clusters may split the keys of a work tile: see key_splits.h

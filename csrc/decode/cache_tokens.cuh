@@ -69,7 +69,8 @@ struct CacheHead {
 };
 
 // Starts to copy the scales of a tile's kKeys tokens. Lane l passes the address of token l's scale, or null if the
-// token is absent. skipped: bit l says that token l's scale is not copied, because the caller writes it.
+// token is absent; absent tokens get the scale 0. skipped: bit l says that token l's scale is not copied, because the
+// caller writes it.
 template <int kKeys>
 FASTATTN_DEVICE void load_scales(float* sScales, const float* gScale, uint32_t skipped, int lane) {
     if (lane >= kKeys || (skipped >> lane & 1) != 0) return;
@@ -125,9 +126,9 @@ struct WarpTile {
 
     // Starts to copy rows of row_bytes bytes from anywhere in memory. Lane l passes the address of row l % kRows, or
     // null if the row is absent; absent rows become zero. skipped: bit r says that row r is not copied, because the
-    // caller writes it. Rows of 512 bytes are copied two at a time, because ptxas spills registers otherwise. All others
-    // are copied one at a time: this loop runs only where a sequence ends, has new tokens or has small pages, and each
-    // launch fetches the kernel's code from memory.
+    // caller writes it. Rows of 512 bytes are copied two at a time, because ptxas spills registers otherwise. All
+    // others are copied one at a time: this loop runs only where a sequence ends, has new tokens or has small pages,
+    // and each launch fetches the kernel's code from memory.
     FASTATTN_DEVICE void load_rows(const char* gRow, int row_bytes, uint32_t skipped) const {
         const uint32_t tile = shared_address(sTile);
         constexpr int kUnrolled = kPasses > 8 ? 2 : 1;

@@ -1,5 +1,5 @@
-// The rows of a tile, and their scores from Q·Kᵀ. A KV head has one row for each query and each of its query heads: row
-// = query * group + head in group.
+// The rows of a tile, and their scores from Q·Kᵀ. A KV head has one row for each pair of a query (a token) and a query
+// head that reads the KV head. group is the number of these heads: row = query * group + head in group.
 #pragma once
 
 #include <cstdint>

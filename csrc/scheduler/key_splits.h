@@ -1,5 +1,6 @@
-// Splits the keys of work tiles in attention's forward pass if whole tiles would leave CTAs idle: with 17 to 512
-// queries over a long cache, or with packed sequences of different lengths.
+// Splits the keys of work tiles in attention's forward pass if whole tiles would leave CTAs idle: with few
+// row tiles over a long cache, or with packed sequences of different lengths. Up to 16 queries over a cache usually run
+// in the decoding kernels, whose splits are in decode_splits.h.
 //
 // A work tile is a tile of query rows. (On Hopper a cluster computes a work tile, and "CTA" means a cluster in this
 // file.) The steps of a work tile are the tiles of keys that its rows see. The steps of all work tiles form a line,
