@@ -18,7 +18,7 @@ IGNORED = -100  # a target that cross_entropy ignores
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Holds packed documents, one after the other. The target of each token is the next token of its document.
 
     ``tokens``, ``targets`` and ``positions`` are int64 ``[total]``, ``cu_seqlens`` is int32 ``[documents + 1]``.
@@ -34,12 +34,12 @@ class Batch:
     def num_tokens(self) -> int:
         return self.tokens.shape[0]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> PackedBatch:
         packed = (self.tokens, self.targets, self.positions, self.cu_seqlens)
         tokens, targets, positions, cu_seqlens = (tensor.to(device) for tensor in packed)
-        return Batch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
+        return PackedBatch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
 
-    def padded(self) -> Batch:
+    def padded(self) -> PackedBatch:
         """Returns the same documents, padded at the end to one length; targets in the padding are ``IGNORED``."""
         lengths = self.cu_seqlens.diff().tolist()
 
@@ -48,7 +48,7 @@ class Batch:
 
         cu_seqlens = torch.arange(len(lengths) + 1, device=self.tokens.device, dtype=torch.int32) * self.max_seqlen
         tokens, targets, positions = pad(self.tokens, BOUNDARY), pad(self.targets, IGNORED), pad(self.positions, 0)
-        return Batch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
+        return PackedBatch(tokens, targets, positions, cu_seqlens, self.max_seqlen)
 
 
 def read_documents(path: Path | None) -> list[str]:
@@ -92,12 +92,12 @@ def split(passages: list[bytes], held_out: float, seed: int) -> tuple[list[bytes
     return shuffled[num_held_out:], shuffled[:num_held_out]
 
 
-def pack(passages: list[bytes]) -> Batch:
+def pack(passages: list[bytes]) -> PackedBatch:
     """Returns one batch of all passages. A passage of n bytes has n + 1 tokens, the first of which is ``BOUNDARY``."""
     inputs = [torch.tensor([BOUNDARY, *passage]) for passage in passages]
     targets = [torch.tensor([*passage, BOUNDARY]) for passage in passages]
     lengths = torch.tensor([len(document) for document in inputs])
-    return Batch(
+    return PackedBatch(
         tokens=torch.cat(inputs),
         targets=torch.cat(targets),
         positions=torch.cat([torch.arange(len(document)) for document in inputs]),
@@ -106,7 +106,7 @@ def pack(passages: list[bytes]) -> Batch:
     )
 
 
-def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[Batch]:
+def bucketed_batches(passages: list[bytes], token_budget: int, rng: random.Random) -> list[PackedBatch]:
     """Returns the batches of one epoch in random order, each of passages of similar length.
 
     A batch has at most ``token_budget`` tokens, or a single passage. Similar lengths need little padding, for which

@@ -36,7 +36,7 @@ from decoder import Decoder, DecoderConfig, PackedAttention, PaddedAttention
 from text_data import (
     IGNORED,
     VOCAB_SIZE,
-    Batch,
+    PackedBatch,
     bucketed_batches,
     cut_into_passages,
     entropies,
@@ -44,7 +44,7 @@ from text_data import (
     split,
 )
 
-LossOf: TypeAlias = Callable[[Decoder, Batch], Tensor]
+LossOf: TypeAlias = Callable[[Decoder, PackedBatch], Tensor]
 MODEL_SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,13 +89,13 @@ class Trained:
     history: History
 
 
-def packed_loss(model: Decoder, batch: Batch) -> Tensor:
+def packed_loss(model: Decoder, batch: PackedBatch) -> Tensor:
     """Returns the mean cross entropy over the tokens of a packed batch, with ``fastattn.attention_varlen``."""
     logits = model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.max_seqlen))
     return F.cross_entropy(logits.float(), batch.targets)
 
 
-def padded_loss(model: Decoder, padded: Batch) -> Tensor:
+def padded_loss(model: Decoder, padded: PackedBatch) -> Tensor:
     """Returns the mean cross entropy over the tokens of a ``padded()`` batch, with PyTorch's own attention."""
     logits = model(padded.tokens, padded.positions, PaddedAttention(len(padded.cu_seqlens) - 1))
     return F.cross_entropy(logits.float(), padded.targets)
@@ -107,13 +107,13 @@ def autocast(options: Options) -> torch.autocast:
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: list[Batch]) -> float:
+def evaluate(model: Decoder, batches: list[PackedBatch]) -> float:
     """Returns the mean cross entropy over all tokens of the batches, in nats per token."""
     total = sum(packed_loss(model, batch).item() * batch.num_tokens for batch in batches)
     return total / sum(batch.num_tokens for batch in batches)
 
 
-def endless_batches(passages: list[bytes], options: Options) -> Iterator[Batch]:
+def endless_batches(passages: list[bytes], options: Options) -> Iterator[PackedBatch]:
     rng = random.Random(options.seed)
     while True:
         for batch in bucketed_batches(passages, options.token_budget, rng):
@@ -126,7 +126,7 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
     return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options: Options) -> History:
+def train(model: Decoder, passages: list[bytes], held_out: list[PackedBatch], options: Options) -> History:
     """Trains with AdamW. The weights stay fp32; matmuls and attention compute in ``options.compute_dtype``."""
     model.use_checkpoints = options.checkpoint
     # In so few steps, less momentum than the usual 0.9 reaches a lower loss.
@@ -162,7 +162,7 @@ def train(model: Decoder, passages: list[bytes], held_out: list[Batch], options:
     return history
 
 
-def gradients(model: Decoder, loss_of: LossOf, batch: Batch, options: Options) -> tuple[float, Tensor]:
+def gradients(model: Decoder, loss_of: LossOf, batch: PackedBatch, options: Options) -> tuple[float, Tensor]:
     """Returns the loss, and all gradients of 1024 * loss, concatenated. Unscaled, small gradients vanish in fp16."""
     with autocast(options):
         loss = loss_of(model, batch)
@@ -174,7 +174,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def check_attention(model: Decoder, batch: Batch, options: Options, checks: CheckList) -> None:
+def check_attention(model: Decoder, batch: PackedBatch, options: Options, checks: CheckList) -> None:
     """Checks packed attention against plain PyTorch, training with against without checkpointing, and causality."""
     # In fp32, the two sum thousands of tokens in different orders; in 16 bits, every matmul rounds to 2^-8 or 2^-11.
     bound = 1e-4 if options.compute_dtype == torch.float32 else 0.03
@@ -200,12 +200,12 @@ def check_attention(model: Decoder, batch: Batch, options: Options, checks: Chec
     checks.at_most("decoder: logits before a change in the text move by", (after - before).abs().max().item(), 1e-6)
 
 
-def measure(model: Decoder, loss_of: LossOf, batches: list[Batch], options: Options) -> tuple[float, float]:
+def measure(model: Decoder, loss_of: LossOf, batches: list[PackedBatch], options: Options) -> tuple[float, float]:
     """Runs forward and backward. Returns tokens per second without padding, and on a GPU the peak MiB (else NaN)."""
     on_gpu = options.device.type == "cuda"
     num_tokens = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
 
-    def step(batch: Batch) -> None:
+    def step(batch: PackedBatch) -> None:
         with autocast(options):
             loss = loss_of(model, batch)
         torch.autograd.grad(loss, list(model.parameters()))  # no optimiser: its step would take equally long in both

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import InputError
+from fastattn.integrations.flash_attn import flash_attn_with_kvcache
 from kernel_device import DEVICE, ON_EMULATOR
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("emulated_gpu")]
@@ -326,6 +327,19 @@ def test_one_tensor_for_both_caches_is_refused_in_every_call() -> None:
     assert torch.equal(key, before)
 
 
+def test_one_tensor_for_both_caches_is_refused_by_other_functions() -> None:
+    cache, new, slots = torch.zeros(2, 2, 8, 16), torch.ones(3, 2, 16), torch.arange(3)
+    fastattn.append_to_cache(new, 2 * new, cache.clone(), cache.clone(), slots)
+    with pytest.raises(InputError, match="v_cache: expected memory of its own"):
+        fastattn.append_to_cache(new, 2 * new, cache, cache, slots)
+    assert not cache.any()
+    cache, new = torch.zeros(1, 8, 2, 16), new[None]  # [B, capacity, Hk, D]
+    flash_attn_with_kvcache(new, cache.clone(), cache.clone(), k=new, v=2 * new, cache_seqlens=0)
+    with pytest.raises(InputError, match="v_cache: expected memory of its own"):
+        flash_attn_with_kvcache(new, cache, cache, k=new, v=2 * new, cache_seqlens=0)
+    assert not cache.any()
+
+
 @pytest.mark.parametrize("keyword", ["cache_leftpad", "cache_batch_idx"])
 def test_keywords_of_flash_attn_alone_name_its_function(keyword: str) -> None:
     with pytest.raises(TypeError, match=f"'{keyword}'; fastattn.integrations.flash_attn.flash_attn_with_kvcache takes"):
@@ -336,6 +350,8 @@ def test_a_linear_layer_in_place_of_its_weight() -> None:
     layer = torch.nn.Linear(16, 8)
     with pytest.raises(TypeError, match=r"got .*Linear; pass fastattn.quantize_int8\(weight.weight\)"):
         fastattn.int8_linear(torch.zeros(2, 16), layer)
+    with pytest.raises(TypeError, match=r"got .*Linear; pass fastattn.quantize_int8\(weight.weight\)"):
+        fastattn.nn.Int8Linear.from_weight(layer)
     with pytest.raises(TypeError, match=r"got .*Linear; pass the layer's parameter, weight.weight"):
         fastattn.quantize_int8(layer)
 

@@ -29,7 +29,7 @@ import text_data
 import train_decoder
 from checks import CheckList
 from decoder import Decoder, DecoderConfig, PackedAttention, Rotary
-from text_data import BOUNDARY, VOCAB_SIZE, Batch
+from text_data import BOUNDARY, VOCAB_SIZE, PackedBatch
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def tiny_decoder(share_layers: bool = False) -> Decoder:
     return model
 
 
-def logits_of(model: Decoder, batch: Batch) -> Tensor:
+def logits_of(model: Decoder, batch: PackedBatch) -> Tensor:
     with torch.no_grad():
         return model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.max_seqlen))
 

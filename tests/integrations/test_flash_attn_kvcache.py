@@ -214,7 +214,7 @@ def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
     filled = fp8(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
     call = {"q": fp8(BATCH, 1, HEADS, DIM, seed=2), "cache_seqlens": LENGTHS, **changes}
     with pytest.raises(fastattn.InputError, match=message):
-        flash_attn_with_kvcache(k_cache=filled, v_cache=filled, **call)
+        flash_attn_with_kvcache(k_cache=filled, v_cache=filled.clone(), **call)
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     q, filled = random(BATCH, 1, HEADS, DIM), random(BATCH, CAPACITY, KV_HEADS, DIM, seed=1)
     with pytest.raises(fastattn.InputError, match=message):
-        flash_attn_with_kvcache(q, filled, filled, **changes)
+        flash_attn_with_kvcache(q, filled, filled.clone(), **changes)

@@ -107,7 +107,7 @@ class CacheLayout:
 def _stored_as(quantized: Any) -> torch.dtype | None:
     """Returns the 8-bit dtype that the argument ``quantized`` asks for, or None. Raises InputError, TypeError."""
     if isinstance(quantized, (str, torch.dtype)):
-        check_choice("quantized", quantized, (*QUANTIZED, *QUANTIZED.values()))
+        check_choice("quantized", quantized, (False, True, *QUANTIZED, *QUANTIZED.values()))
         return quantized if isinstance(quantized, torch.dtype) else QUANTIZED[quantized]
     try:
         return torch.int8 if check_bool("quantized", quantized) else None

@@ -12,7 +12,7 @@ from fastattn.dispatch.recording import note
 from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.kv_cache_checks import check_append_once, check_slots
+from fastattn.functional.kv_cache_checks import check_append_once, check_separate_caches, check_slots
 from fastattn.ops.decode import append_to_cache as append_by_kernel
 
 
@@ -59,6 +59,7 @@ def append_to_cache(
     if cast is not None:
         k_new, v_new = autocast_to(cast, k_new), autocast_to(cast, v_new)
     call, request = check_append_once(AppendCall(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale))
+    check_separate_caches(k_cache, v_cache, k_new, v_new)
     if device_checks_are_on():
         check_slots(call)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastattn import quantization, reference, run
 from fastattn.activations import ACTIVATIONS, GATED, result_columns
@@ -37,7 +37,7 @@ from fastattn.functional.autocast import autocast_dtype, autocast_to, without_au
 from fastattn.functional.checked_once import CheckedOnce
 from fastattn.functional.distributed_tensors import redistributed_local
 from fastattn.functional.int8_tensor import Int8Tensor, replaces_function, replaces_operator
-from fastattn.functional.int8_weight import Int8Weight
+from fastattn.functional.int8_weight import Int8Weight, advice_on_weight
 from fastattn.ops.describe import Int8Details, describe_int8, request_for_int8
 from fastattn.ops.int8_matmul import Int8Backward, int8_grad_input
 
@@ -93,11 +93,7 @@ def int8_linear(
     if not isinstance(weight, Int8Weight):
         if is_distributed(weight):
             return _linear_over_sharded(x, weight, bias, activation, residual, input_precision)
-        if isinstance(weight, nn.Linear):
-            advice = "; pass fastattn.quantize_int8(weight.weight)"
-        else:
-            advice = "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
-        raise TypeError(f"weight: expected an Int8Weight, got {type_name(weight)}{advice}")
+        raise TypeError(f"weight: expected an Int8Weight, got {type_name(weight)}{advice_on_weight(weight)}")
     return linear_over(Int8Call(x, weight.data, weight.scale, bias, residual, activation, input_precision))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn import quantization
 from fastattn.checks import (
@@ -145,6 +145,13 @@ def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
     if isinstance(granularity, str):
         return (1, 1) if granularity == "tensor" else (rows, 1)
     return rows, columns // granularity
+
+
+def advice_on_weight(weight: Any) -> str:
+    """Returns what to pass instead of ``weight`` where an `Int8Weight` is expected, or an empty string."""
+    if isinstance(weight, nn.Linear):
+        return "; pass fastattn.quantize_int8(weight.weight)"
+    return "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
 
 
 def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Weight:

@@ -16,7 +16,13 @@ from fastattn.functional import cache_on_cpu
 from fastattn.functional.attention import No, Yes
 from fastattn.functional.attention_checks import check_uncopied
 from fastattn.functional.autocast import autocast_dtype, autocast_to, without_autocast
-from fastattn.functional.kv_cache_checks import check_contents, check_memory, check_once, check_scales
+from fastattn.functional.kv_cache_checks import (
+    check_contents,
+    check_once,
+    check_out_memory,
+    check_scales,
+    check_separate_caches,
+)
 
 _Lse = TypeVar("_Lse")
 
@@ -173,7 +179,8 @@ def attention_with_kv_cache(
         batch_invariant=batch_invariant,
     )
     call, request = check_once(given)
-    check_memory(call)
+    check_separate_caches(call.k_cache, call.v_cache, call.k_new, call.v_new)
+    check_out_memory(call)
     if contents_are_checked(cache_seqlens, block_table):
         check_contents(call)
         if device_checks_are_on():

@@ -238,11 +238,17 @@ def check_slots(t: AppendCall) -> None:
         expect(slot < 0 or other == token, "slot_mapping", "another slot for each token", came)
 
 
-def check_memory(t: DecodeCall) -> None:
-    """Checks the strides and the memory of ``out``, and that the caches are not one tensor. Runs in every call, because
-    `check_once` does not know which memory a tensor has."""
-    if t.v_cache is t.k_cache and t.v_new is not t.k_new:
-        raise InputError("v_cache: expected memory of its own, as k_new and v_new are both stored, got k_cache itself")
+def check_separate_caches(k_cache: Tensor, v_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None) -> None:
+    """Checks that new keys and new values are not stored in one tensor. Runs in every call, because `check_once` does
+    not know which memory a tensor has. Call it with the user's own tensors: views of one tensor are not recognised."""
+    if v_cache is k_cache and v_new is not k_new:
+        raise InputError(
+            "v_cache: expected memory of its own, as new keys and values are both stored, got k_cache itself"
+        )
+
+
+def check_out_memory(t: DecodeCall) -> None:
+    """Checks the strides and the memory of ``out``. Runs in every call, like `check_separate_caches`."""
     out = t.out
     if out is None:
         return

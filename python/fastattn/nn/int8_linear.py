@@ -25,7 +25,7 @@ from fastattn.checks import (
 from fastattn.errors import InputError
 from fastattn.functional.int8_linear import INPUT_PRECISIONS, linear_over
 from fastattn.functional.int8_tensor import Int8Tensor, new_weight
-from fastattn.functional.int8_weight import Int8Weight, check_granularity, quantize_int8
+from fastattn.functional.int8_weight import Int8Weight, advice_on_weight, check_granularity, quantize_int8
 from fastattn.layout import SharedCopies, with_aligned_rows
 
 # The copies that saving (contiguous) and loading (aligned) of plain state dicts make. Layers that share a weight share
@@ -111,8 +111,8 @@ class Int8Linear(nn.Linear):
         if isinstance(weight, Int8Weight):
             weight = Int8Tensor.from_weight(weight, torch.get_default_dtype() if bias is None else bias.dtype)
         if not isinstance(weight, Int8Tensor):
-            advice = "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
-            raise TypeError(f"weight: expected an Int8Weight or an Int8Tensor, got {type_name(weight)}{advice}")
+            came = f"{type_name(weight)}{advice_on_weight(weight)}"
+            raise TypeError(f"weight: expected an Int8Weight or an Int8Tensor, got {came}")
         rows, columns = weight.shape
         layer = cls(columns, rows, False, weight.granularity, input_precision=input_precision, device="meta")
         layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastattn.checks import refuse_keywords
+from fastattn.checks import refuse_keywords, shown
 from fastattn.errors import InputError
 
 # Keywords that control how flash-attn's kernels are launched, and change no result.
@@ -65,10 +65,10 @@ def read_keywords(function: Callable[..., Any], given: dict[str, Any], *, served
         if value is None or value is False or (isinstance(value, (int, float)) and value == 0) or name in _MEANINGLESS:
             continue
         if name in _REFUSED and name not in served:
-            raise InputError(f"{name}: expected None in {function.__name__}, got a value; {_REFUSED[name]}")
+            raise InputError(f"{name}: expected None in {function.__name__}, got {shown(value)}; {_REFUSED[name]}")
         assert meaning is not None
         if meaning not in served:
             ways = "flash_attn_varlen_func takes it, and flash_attn_with_kvcache takes lengths as cache_seqlens"
-            raise InputError(f"{name}: expected None in {function.__name__}, got a value; {ways}")
+            raise InputError(f"{name}: expected None in {function.__name__}, got {shown(value)}; {ways}")
         found[meaning] = value
     return Keywords(**found)

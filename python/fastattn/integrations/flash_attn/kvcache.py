@@ -19,6 +19,7 @@ from fastattn.checks import (
 )
 from fastattn.errors import InputError
 from fastattn.functional.kv_cache_attention import attention_with_kv_cache
+from fastattn.functional.kv_cache_checks import check_separate_caches
 from fastattn.integrations.argument_names import errors_name
 from fastattn.integrations.flash_attn.conventions import (
     OF_FLASH_ATTN,
@@ -104,6 +105,7 @@ def flash_attn_with_kvcache(
     ):
         check_tensor(name, tensor)
         check_rank(name, tensor, layout)
+    check_separate_caches(k_cache, v_cache, k, v)
     batch, num_queries = q.shape[:2]
     for name in DESCALES:
         _check_descale(name, getattr(keywords, name), q if name == "q_descale" else k_cache, (batch, k_cache.shape[2]))

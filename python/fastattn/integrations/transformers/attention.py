@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.checks import shown
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
@@ -161,7 +162,7 @@ def _refuse(module: nn.Module, others: dict[str, Any]) -> None:
     for name, why in _REFUSED.items():
         came = others.get(name)
         if came is not None and came is not False:
-            raise InputError(f"{name}: expected None from {type(module).__name__}, got a value; {why}")
+            raise InputError(f"{name}: expected None from {type(module).__name__}, got {shown(came)}; {why}")
 
 
 def _options_of_cache(position_bias: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:

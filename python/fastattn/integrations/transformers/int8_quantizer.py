@@ -203,7 +203,8 @@ class Int8Quantizer(HfQuantizer):
 
 def _warn_about_others(model: nn.Module, stays: dict[str, str]) -> None:
     """Warns about layers that look linear but stay as they are because they are not plain ``nn.Linear``."""
-    for phrase in by_reason({name: reason for name, reason in stays.items() if reason.startswith("it is a ")}):
+    others = {name: reason for name, reason in stays.items() if type(model.get_submodule(name)) is not nn.Linear}
+    for phrase in by_reason(others):
         warn_at_users_line(f"Int8Config, {type(model).__name__}: {phrase}", UserWarning, transformers)
 
 
