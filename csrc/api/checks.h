@@ -13,6 +13,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "api/device.h"
 #include "host/params.h"
@@ -40,8 +41,29 @@ inline std::string shape_text(const Tensor& tensor) {
     return text.str();
 }
 
+// Returns the name of a dtype in Python, without "torch.".
+inline const char* dtype_text(ScalarType dtype) {
+    static constexpr std::pair<ScalarType, const char*> kNames[] = {
+        {ScalarType::Half, "float16"},
+        {ScalarType::BFloat16, "bfloat16"},
+        {ScalarType::Float, "float32"},
+        {ScalarType::Double, "float64"},
+        {ScalarType::Char, "int8"},
+        {ScalarType::Byte, "uint8"},
+        {ScalarType::Short, "int16"},
+        {ScalarType::Int, "int32"},
+        {ScalarType::Long, "int64"},
+        {ScalarType::Bool, "bool"},
+        {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+    };
+    for (const auto& [type, name] : kNames) {
+        if (type == dtype) return name;
+    }
+    return torch::headeronly::toString(dtype);
+}
+
 inline const char* dtype_text(const Tensor& tensor) {
-    return torch::headeronly::toString(tensor.scalar_type());
+    return dtype_text(tensor.scalar_type());
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& tensor,

@@ -39,8 +39,7 @@ Activation activation_named(const char* op, const std::string& name) {
 
 void check_dtype_and_device(const char* op, const char* name, const Tensor& tensor, const char* input_name,
                             const Tensor& input, ScalarType dtype) {
-    check(tensor.scalar_type() == dtype, op, name, " must be ", torch::headeronly::toString(dtype), ", got ",
-          dtype_text(tensor));
+    check(tensor.scalar_type() == dtype, op, name, " must be ", dtype_text(dtype), ", got ", dtype_text(tensor));
     check_device(op, name, tensor, input, input_name);
 }
 

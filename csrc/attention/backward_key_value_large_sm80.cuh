@@ -12,8 +12,8 @@
 //   key warps    |  copy dO of step i + 1;  dK of step i - 1;  copy Q of step i + 1;  dQ of step i - 1 → global sums  |
 //
 // Row tiles in which no row sees a key are skipped. Row tiles in which some row does not see every key are masked.
-// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums, semaphores and
-// num_claimed are zero, as far as they are used.
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums is zero, and so
+// are semaphores and num_claimed if a launch uses them.
 #pragma once
 
 #include "attention/backward.h"

@@ -14,8 +14,8 @@
 //
 // Row tiles in which no row sees a key, through the window or ranges of keys, are skipped. With kOptions, every tile
 // goes through all options. Without kOptions, scores are only scaled, and masked if some row does not see every key.
-// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums, semaphores and
-// num_claimed are zero, as far as they are used.
+// Preconditions: those of HeadsView; head dims are multiples of 8 and at most kHeadDim; query_sums is zero, and so
+// are semaphores and num_claimed if a launch uses them.
 #pragma once
 
 #include <type_traits>

@@ -156,15 +156,7 @@ struct WarpTile {
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
 #pragma unroll 1
-        for (int pass = 0; pass < kPasses; ++pass) {
-            uint4& bits = *reinterpret_cast<uint4*>(sTile + chunk_offset(pass));
-            uint4 pairs = bits;
-            function(pairs.x, 0);
-            function(pairs.y, 1);
-            function(pairs.z, 2);
-            function(pairs.w, 3);
-            bits = pairs;
-        }
+        for (int pass = 0; pass < kPasses; ++pass) for_pairs_of_chunk(sTile + chunk_offset(pass), function);
     }
 };
 

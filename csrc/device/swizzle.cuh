@@ -12,6 +12,19 @@
 namespace fastattn {
 
 inline constexpr int kChunkBytes = 16;
+
+// Calls function(uint32_t& pair_of_elements, index of the pair) for the four pairs of 16-bit elements of a chunk in
+// shared memory, in registers: one load and one store.
+template <typename Function>
+FASTATTN_DEVICE void for_pairs_of_chunk(char* sChunk, Function&& function) {
+    uint4& bits = *reinterpret_cast<uint4*>(sChunk);
+    uint4 pairs = bits;
+    function(pairs.x, 0);
+    function(pairs.y, 1);
+    function(pairs.z, 2);
+    function(pairs.w, 3);
+    bits = pairs;
+}
 inline constexpr int kChunkElements = 8;
 inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows
 

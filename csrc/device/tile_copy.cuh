@@ -47,15 +47,7 @@ struct TileChunks {
     // copied.
     template <typename Function>
     FASTATTN_DEVICE void for_own_pairs(Function&& function) const {
-        for_own_chunks([&](int, int, char* chunk) {
-            uint4& bits = *reinterpret_cast<uint4*>(chunk);
-            uint4 pairs = bits;
-            function(pairs.x, 0);
-            function(pairs.y, 1);
-            function(pairs.z, 2);
-            function(pairs.w, 3);
-            bits = pairs;
-        });
+        for_own_chunks([&](int, int, char* chunk) { for_pairs_of_chunk(chunk, function); });
     }
 
   protected:

@@ -196,7 +196,7 @@ def test_refused_places(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda sum: sum.half(), "grad_key must be float32, got Half|grad_key must be float32, got float16"),
+        (lambda sum: sum.half(), "grad_key must be float32, got float16"),
         (lambda sum: sum[:, :, 1:], r"grad_key must have shape \[1, 2, 47, 64\], got \[1, 2, 46, 64\]"),
         (lambda sum: torch.zeros(1, 2, 47, 65, device=DEVICE)[..., 1:], "grad_key is added to"),
     ],

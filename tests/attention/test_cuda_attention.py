@@ -437,7 +437,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "key rank": ({"key": zeros(7, 64)}, "key must have 4 dimensions, got shape [7, 64]"),
     "key dtype": (
         {"key": zeros(*K, dtype=torch.bfloat16)},
-        "key must have the dtype of query, Half, got BFloat16",
+        "key must have the dtype of query, float16, got bfloat16",
     ),
     "batch": ({"key": zeros(1, 2, 7, 64)}, "key must have shape [2, 2, 7, 64], got [1, 2, 7, 64]"),
     "value length": ({"value": zeros(2, 2, 6, 64)}, "value must have shape [2, 2, 7, 64], got [2, 2, 6, 64]"),
@@ -447,7 +447,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dtype": (
         {name: torch.zeros(shape, device=DEVICE) for name, shape in (("query", Q), ("key", K), ("value", K))},
-        "query must be float16 or bfloat16 for the native kernel, got Float",
+        "query must be float16 or bfloat16 for the native kernel, got float32",
     ),
     "head dim": (
         {"query": zeros(2, 4, 5, 20), "key": zeros(2, 2, 7, 20), "value": zeros(2, 2, 7, 20)},
@@ -464,9 +464,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias rank": ({"bias": zeros(5, 7)}, "bias must have 4 dimensions, got shape [5, 7]"),
     "bias dtype": (
         {"bias": zeros(1, 1, 5, 7, dtype=torch.float64)},
-        "bias must be bool, float16, bfloat16 or float32 for the native kernel, got Double",
+        "bias must be bool, float16, bfloat16 or float32 for the native kernel, got float64",
     ),
-    "alibi dtype": ({"alibi_slopes": zeros(1, 4)}, "alibi_slopes must be float32, got Half"),
+    "alibi dtype": ({"alibi_slopes": zeros(1, 4)}, "alibi_slopes must be float32, got float16"),
     "alibi shape": (
         {"alibi_slopes": zeros(2, 3, dtype=torch.float32)},
         "alibi_slopes must have shape [2, 4], got [2, 3]",
@@ -486,7 +486,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "seed": (
         {"dropout_p": 0.5, "dropout_seed": zeros(1)},
-        "dropout_seed must be an int64 tensor of one element, got Half [1]",
+        "dropout_seed must be an int64 tensor of one element, got float16 [1]",
     ),
 }
 

@@ -480,27 +480,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "grad_out": ({"grad_out": zeros(2, 4, 5, 32)}, "grad_out must have shape [2, 4, 5, 64], got [2, 4, 5, 32]"),
     "grad_out dtype": (
         {"grad_out": zeros(2, 4, 5, 64, dtype=torch.float32)},
-        "grad_out must have the dtype of query, Half, got Float",
+        "grad_out must have the dtype of query, float16, got float32",
     ),
     "out": ({"out": zeros(4, 5, 64)}, "out must have shape [2, 4, 5, 64], got [4, 5, 64]"),
     "out dtype": (
         {"out": zeros(2, 4, 5, 64, dtype=torch.bfloat16)},
-        "out must have the dtype of query, Half, got BFloat16",
+        "out must have the dtype of query, float16, got bfloat16",
     ),
     "lse": ({"lse": zeros(2, 5, 4, dtype=torch.float32)}, "lse must have shape [2, 4, 5], got [2, 5, 4]"),
-    "lse dtype": ({"lse": zeros(2, 4, 5)}, "lse must be float32, got Half"),
+    "lse dtype": ({"lse": zeros(2, 4, 5)}, "lse must be float32, got float16"),
     "grad_lse": (
         {"grad_lse": zeros(2, 4, dtype=torch.float32)},
         "grad_lse must have shape [2, 4, 5], got [2, 4]",
     ),
     "grad_lse dtype": (
         {"grad_lse": zeros(2, 4, 5, dtype=torch.float64)},
-        "grad_lse must be float32, got Double",
+        "grad_lse must be float32, got float64",
     ),
     "bias": ({"bias": zeros(1, 1, 5, 6)}, "bias must have size 7 or 1 in dim 3, got shape [1, 1, 5, 6]"),
     "gradient of a bool mask": (
         {"bias": zeros(1, 1, 5, 7, dtype=torch.bool), "bias_grad": True},
-        "bias must be floating if bias_grad is true, got Bool",
+        "bias must be floating if bias_grad is true, got bool",
     ),
     "sinks": ({"sinks": zeros(3, dtype=torch.float32)}, "sinks must have shape [4], got [3]"),
     "no seed": (

@@ -495,7 +495,7 @@ BAD = {
     ),
     "lengths": (
         lambda: changed(cache_seqlens=zeros(3, dtype=torch.int64)),
-        "cache_seqlens must be int32, got Long",
+        "cache_seqlens must be int32, got int64",
     ),
     "table": (
         lambda: changed(block_table=zeros(2, 10, dtype=torch.int32)),

@@ -367,9 +367,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scale rank": ({"scale": fp32(24)}, "scale must have 2 dimensions, got shape [24]"),
     "columns": ({"x": zeros(5, 48)}, "x must have 64 columns (its last dim) to match weight, got [5, 48]"),
     "scalar": ({"x": zeros()}, "x must have 64 columns (its last dim) to match weight, got []"),
-    "dtype": ({"x": fp32(5, 64)}, "x must be float16 or bfloat16 for the native kernel, got Float"),
-    "weight dtype": ({"weight": zeros(24, 64)}, "weight must be Char, got Half"),
-    "scale dtype": ({"scale": zeros(24, 1)}, "scale must be Float, got Half"),
+    "dtype": ({"x": fp32(5, 64)}, "x must be float16 or bfloat16 for the native kernel, got float32"),
+    "weight dtype": ({"weight": zeros(24, 64)}, "weight must be int8, got float16"),
+    "scale dtype": ({"scale": zeros(24, 1)}, "scale must be float32, got float16"),
     "scale rows": ({"scale": fp32(8, 1)}, "scale must have shape [1, 1], [24, 1] or [24, groups], got [8, 1]"),
     "groups": (
         {"scale": fp32(24, 4)},
@@ -377,7 +377,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rows of groups": ({"scale": fp32(1, 2)}, "scale must have a row for each row and a column for each 32, 64 or"),
     "bias": ({"bias": zeros(23)}, "bias must have shape [24], got [23]"),
-    "bias dtype": ({"bias": fp32(24)}, "bias must be Half, got Float"),
+    "bias dtype": ({"bias": fp32(24)}, "bias must be float16, got float32"),
     "residual": (
         {"residual": zeros(4, 24)},
         "residual must have the leading dimensions of x and 24 columns, got [4, 24]",
