@@ -67,7 +67,7 @@ void append_to_cache(Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
     const OnDeviceOf device(k_new);
     const int32_t widest = std::max(params.k_new.head_dim, params.v_new.head_dim);
     decode_append_kernels(format)
-        .find(device_facts().compute_capability, widest, dtype, /*variant=*/false)
+        .find(device_facts().compute_capability, widest, dtype, /*flag=*/false)
         .launch(params, device.stream());
 }
 

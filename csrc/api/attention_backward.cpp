@@ -113,7 +113,7 @@ Tensor make_backward_workspace(AttentionBackwardParams& params, const Tensor& qu
         params.delta = take_rows(num_rows);
         params.log2_sum = take_rows(is_additive(params.scores.bias) ? num_rows : 0);
         params.slope_sums = arena.take(params.grad_slopes.data != nullptr ? num_slope_tiles : 0);
-        const bool with_options = is_for_hopper && kernel.key.variant.value();
+        const bool with_options = is_for_hopper && kernel.key.flag.value();
         const int64_t terms = num_tiles * block_m * RowTermsView::numbers_per_row(with_options);
         params.row_terms = {arena.take(is_for_hopper ? terms : 0), block_m, with_options};
     });

@@ -89,10 +89,10 @@ inline CacheView cache_view(const char* op, const char* name, const Tensor& cach
     view.head_bytes = cache.stride(1) * cache.element_size();
     view.block_chunks = stride_in_chunks(op, name, cache, 0);
     view.row_chunks = stride_in_chunks(op, name, cache, 2);
-    view.scales_are_given = !scales || are_given(*scales);
+    view.scales_are_per_head = !scales || are_given(*scales);
     if (!scales) return view;
     view.scales = static_cast<float*>(scales->data_ptr());
-    if (view.scales_are_given) {
+    if (view.scales_are_per_head) {
         view.scale_head_stride = scales->numel() > 1 ? scales->stride(0) : 0;
     } else {
         view.scale_head_stride = scales->stride(1);

@@ -203,8 +203,9 @@ Tensor attention_decode_out(Tensor query, Tensor k_cache, Tensor v_cache, Tensor
                                      num_splits, batch_invariant, facts.num_sms * kernel.tile.ctas_per_sm);
     std::optional<Tensor> workspace;
     if (lse.numel() > 0 && can_be_split(params.schedule, params.sequence, block_keys)) {
-        workspace = make_partial_workspace(params.partials, query, num_slots(params.schedule) * kernel.tile.block_m,
-                                           value_dim, num_counters(params.schedule));
+        workspace =
+            make_partial_workspace(params.partials, query, num_workspace_slots(params.schedule) * kernel.tile.block_m,
+                                   value_dim, num_counters(params.schedule));
     }
     kernel.launch(params, device.stream());
     return lse;

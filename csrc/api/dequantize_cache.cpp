@@ -67,7 +67,7 @@ void dequantize_cache(Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_sc
     params.capacity = capacity;
     const OnDeviceOf device(k_cache);
     decode_dequantize_kernels(format)
-        .find(device_facts().compute_capability, 0, dtype, /*variant=*/false)
+        .find(device_facts().compute_capability, 0, dtype, /*flag=*/false)
         .launch(params, device.stream());
 }
 

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "host/device_facts.h"
 #include "host/params.h"
 
 namespace fastattn {
@@ -51,6 +52,7 @@ class OnDeviceOf {
     explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
         if (tensor.is_cuda()) {
             guard_.emplace(tensor.get_device_index());
+            bind_device(tensor.get_device_index());  // torch's guard does nothing if the device is already current
             stream_ = current_cuda_stream(tensor.get_device_index());
         }
     }

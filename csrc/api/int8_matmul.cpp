@@ -144,8 +144,8 @@ void check_arguments(const char* op, const char* input_name, const Tensor& input
 void check_for_int8_activations(const char* op, const Tensor& weight, const MatmulEpilogue& epilogue) {
     const int64_t rows = weight.size(0), columns = weight.size(1);
     check(!epilogue.is_gated(), op, "activation must not be swiglu with int8 activations");
-    check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMaxInt8SumK, op, "weight must have a multiple of 8 ",
-          "rows and a multiple of 16 columns, at most ", kMaxInt8SumK, ", for int8 activations, got ",
+    check(rows % 8 == 0 && columns % 16 == 0 && columns <= kMostInt8SumK, op, "weight must have a multiple of 8 ",
+          "rows and a multiple of 16 columns, at most ", kMostInt8SumK, ", for int8 activations, got ",
           shape_text(weight));
 }
 
@@ -165,9 +165,9 @@ Int8KernelTable::Row& schedule_work(const Int8Choice& chosen, Int8MatmulParams& 
     epilogue.launch_id = launch_id();
     if (schedule.num_splits > 0) {
         tensors.arrivals =
-            torch::stable::new_empty(tensors.input, {schedule.split_tiles, tile.cluster_size}, ScalarType::Long);
-        tensors.partial = torch::stable::new_empty(tensors.input, {num_slots(schedule), tile.block_m, tile.block_n},
-                                                   ScalarType::Float);
+            torch::stable::new_empty(tensors.input, {schedule.num_split_tiles, tile.cluster_size}, ScalarType::Long);
+        tensors.partial = torch::stable::new_empty(
+            tensors.input, {num_workspace_slots(schedule), tile.block_m, tile.block_n}, ScalarType::Float);
         epilogue.partial = static_cast<float*>(tensors.partial->data_ptr());
         epilogue.arrivals = static_cast<uint64_t*>(tensors.arrivals->data_ptr());
     }
@@ -278,7 +278,7 @@ Tensor int8_matmul(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> 
         make_room_for_tokens(kOp, tile, params, tensors);
         if (takes_quantized(tile)) {
             int8_quantize_tokens_kernels()
-                .find(device_facts().compute_capability, 0, dtype, /*variant=*/false)
+                .find(device_facts().compute_capability, 0, dtype, /*flag=*/false)
                 .launch(params, device.stream());
         }
     }

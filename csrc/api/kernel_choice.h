@@ -86,10 +86,10 @@ inline KernelTable<DecodeParams>::Row& decode_kernel(int32_t compute_capability,
                                                      DataType dtype, CacheFormat format, int32_t rows) {
     auto& kernels = decode_split_kernels(format);
     if (rows > kFewRows) {
-        auto* large = kernels.find_or_null(compute_capability, widest, dtype, /*variant=*/true, shared_bytes);
+        auto* large = kernels.find_or_null(compute_capability, widest, dtype, /*flag=*/true, shared_bytes);
         if (large != nullptr) return *large;
     }
-    return kernels.find(compute_capability, widest, dtype, /*variant=*/false);
+    return kernels.find(compute_capability, widest, dtype, /*flag=*/false);
 }
 
 // How a matmul with int8 weights is computed. Holds the fastest of our kernels with its predicted clocks, and the
@@ -147,7 +147,7 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
         if (!forced_int8_tile().allows(row.key)) return;
         rows.push_back(&row);
         tiles.push_back(row.tile.matmul);
-        tiles.back().scales_groups = traits.has_groups;
+        tiles.back().has_group_scales = traits.has_groups;
     });
     const SmRates rates = sm_rates(compute_capability);
     const MatmulChoice choice = fastest_tile(M, N, K, tiles, rates, num_sms);

@@ -175,7 +175,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_append_kernel(int32_t compute_capa
     using namespace fastattn;
     return name_or_null([&]() -> auto& {
         return decode_append_kernels(static_cast<CacheFormat>(cache_format))
-            .find(compute_capability, widest, dtype_of(is_bfloat16), /*variant=*/false);
+            .find(compute_capability, widest, dtype_of(is_bfloat16), /*flag=*/false);
     });
 }
 
@@ -197,7 +197,7 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_int8_matmul_kernel(int32_t which, 
 }
 
 FASTATTN_ASKED_BY_PYTHON fastattn::Int8Limits fastattn_int8_limits() {
-    return {fastattn::kMaxInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
+    return {fastattn::kMostInt8SumK, int64_t{1} << fastattn::kLaunchCountBits};
 }
 
 // Returns the predicted times of the two ways between which fastattn_int8_matmul_kernel() chooses.
@@ -231,11 +231,12 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_int8_matmul_schedule(
         const double full_steps =
             steps_of_full_gpu(schedule, matmul_clocks(tile, M, sm_rates(compute_capability), resident), resident);
         if (!tile.uses_wgmma) {
-            return {num_ctas(schedule), longest_steps(schedule), tile.block_m, num_slots(schedule), full_steps};
+            return {num_ctas(schedule), longest_steps(schedule), tile.block_m, num_workspace_slots(schedule),
+                    full_steps};
         }
         const int32_t clusters = num_clusters(schedule, resident);
         return {int64_t{tile.cluster_size} * clusters, longest_steps_of_cluster(schedule, clusters), tile.block_m,
-                tile.cluster_size * num_slots(schedule), full_steps};
+                tile.cluster_size * num_workspace_slots(schedule), full_steps};
     } catch (const std::exception&) {
         return {};
     }
@@ -277,5 +278,5 @@ FASTATTN_ASKED_BY_PYTHON fastattn::LaunchSchedule fastattn_decode_schedule(const
     const TileSplits splits = tile_splits(schedule, cached_sequence(shape, capacity), tile.block_n);
     const int64_t blocks = int64_t{batch} * schedule.tiles_per_sequence * splits.num_splits * splits.blocks_per_split;
     return {schedule.num_ctas, choose_splits_per_cta(schedule, blocks), tile.block_m,
-            can_be_split(schedule, shape, tile.block_n) ? num_slots(schedule) : 0, /*steps_of_full_gpu=*/0};
+            can_be_split(schedule, shape, tile.block_n) ? num_workspace_slots(schedule) : 0, /*steps_of_full_gpu=*/0};
 }

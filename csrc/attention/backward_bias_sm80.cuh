@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(BackwardBiasConfigSm80<kDataType>::kNumThreads
 
         gemm.multiply(rS, operands_of(tile, params.query, params.key), grad_out_and_value);
         gemm.multiply(rDP, grad_out_and_value, operands_of(next, params.query, params.key));
-        scores.to_scores(rS, rB, warp_row, first_key, lane);
+        scores.to_scores_with(rB, rS, warp_row, first_key, lane);
         scores.mask(rS, warp_row, first_key, lane,
                     [&] { return RowRanges(options.ranges, tile.batch, tile.head, {0, num_rows}); });
         if (options.dropout_seed != nullptr) {

@@ -11,6 +11,7 @@
 #include "attention/tiles_sm90.h"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/registers.h"
 #include "device/ring.cuh"
 #include "device/tma_tile.cuh"
@@ -55,32 +56,32 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
 
     // In each step, a consumer computes one panel of dQ: 64 rows by 64 dims. If the head dim is one panel, each
     // consumer's panel is a partial sum over the consumer's own keys. Otherwise the panel is the sum over all keys of
-    // the tile, for which the consumers exchange dS.
+    // the tile, for which the consumers share a buffer of dS.
     static constexpr int kQueryPanels = KeyTile::kNumBlocks;
-    static constexpr bool kExchangesGradients = kQueryPanels > 1;
-    static_assert(!kExchangesGradients || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
-    static constexpr int kExchanges = kExchangesGradients ? 1 : Tile::kNumConsumers;
-    static constexpr int kExchangedKeys = Tile::kBlockN / kExchanges;
-    static constexpr bool kSkipsHidden = !kExchangesGradients;  // a consumer whose keys no row sees skips the step
-    static constexpr int kWarpsOfExchange = 4 * Tile::kNumConsumers / kExchanges;
-    using ScoreTile = TmaTile<kExchangedKeys, Tile::kBlockM>;  // of dSᵀ
+    static constexpr bool kSharesDs = kQueryPanels > 1;
+    static_assert(!kSharesDs || kQueryPanels == Tile::kNumConsumers, "each consumer has a panel of dQ");
+    static constexpr int kDsBuffers = kSharesDs ? 1 : Tile::kNumConsumers;
+    static constexpr int kKeysPerDsBuffer = Tile::kBlockN / kDsBuffers;
+    static constexpr bool kSkipsHidden = !kSharesDs;  // a consumer whose keys no row sees skips the step
+    static constexpr int kWarpsPerDsBuffer = 4 * Tile::kNumConsumers / kDsBuffers;
+    using ScoreTile = TmaTile<kKeysPerDsBuffer, Tile::kBlockM>;  // of dSᵀ
 
     static constexpr bool kAddsDqFromRegisters = FASTATTN_DQ_FROM_REGISTERS && !kOptions;
 
-    // An adder is a warp that adds the panels of one consumer to sums in global memory: one panel of dQ in each step
-    // and, for a split key tile, the panels of dK and dV. key_panel() returns where, among the key tile's sums, the
-    // consumer's i-th panel of dK and dV belongs. For each of its blocks of keys, the consumer passes the panels of dK,
-    // then the panels of dV.
-    static constexpr int kAdders = Tile::kNumConsumers, kPanelsOfAdder = 1;
+    // A reduction warp adds the panels of one consumer to sums in global memory: one panel of dQ in each step and, for a
+    // split key tile, the panels of dK and dV. key_panel() returns where, among the key tile's sums, the consumer's
+    // i-th panel of dK and dV belongs. For each of its blocks of keys, the consumer passes the panels of dK, then the
+    // panels of dV.
+    static constexpr int kReductionWarps = Tile::kNumConsumers, kPanelsPerReductionWarp = 1;
     static constexpr int kKeyPanels = 2 * Tile::kBlockN / kPanelRows * kQueryPanels;
-    static constexpr int kKeyPanelsOfAdder = kKeyPanels / kAdders;
+    static constexpr int kKeyPanelsPerReductionWarp = kKeyPanels / kReductionWarps;
     FASTATTN_DEVICE static constexpr int key_panel(int consumer, int i) {
         const int block = consumer * Tile::kKeyBlocks + i / (2 * kQueryPanels);
         const int which = i / kQueryPanels % 2;  // 0: dK, 1: dV
         return (which * (Tile::kBlockN / kPanelRows) + block) * kQueryPanels + i % kQueryPanels;
     }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(Tile::kBlockN, kHeadDim), "as the host counts");
-    static_assert(kKeyPanelsOfAdder / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_key_panels");
+    static_assert(kKeyPanelsPerReductionWarp / Tile::kKeyBlocks % 2 == 0, "see BackwardConsumerSm90::store_key_panels");
 
     static_assert(kQueryPanels * kPanelElements == query_tile_elements(/*in_panels=*/true, Tile::kBlockM, kHeadDim),
                   "the host counts as the kernel does");
@@ -101,17 +102,18 @@ struct RowStep {
     float* query_sums = nullptr;  // with kAddsDqFromRegisters only: where the tile's dQ is added
 };
 
-inline constexpr int kExchangeStages = 2;  // buffers of dS: see BackwardConsumerSm90::exchange()
+inline constexpr int kDsStages = 2;  // for dS of even and of odd steps: see BackwardConsumerSm90::ds_buffer()
 
 template <typename Config>
 struct alignas(1024) BackwardStorageSm90 {
-    uint16_t sK[Config::KeyTile::kElements];
-    uint16_t sV[Config::ValueTile::kElements];
-    uint16_t sFiniteK[Config::KeyTile::kElements];  // K with zeros instead of NaN and infinity, if K has any
-    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
-    uint16_t sdO[Config::kStages][Config::RowTile::kElements];
-    uint16_t sdS[Config::kExchanges][kExchangeStages][Config::ScoreTile::kElements];  // dSᵀ
-    float sPanel[Config::kNumConsumers][kPanelElements];                              // of dQ, dK or dV
+    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each swizzled by 128 bytes.
+    uint16_t sK[Config::KeyTile::kElements];                   // [kBlockN, kHeadDim]
+    uint16_t sV[Config::ValueTile::kElements];                 // [kBlockN, kHeadDim]
+    uint16_t sFiniteK[Config::KeyTile::kElements];             // K with zeros instead of NaN and infinity, if K has any
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];  // [kBlockM, kHeadDim]
+    uint16_t sdO[Config::kStages][Config::RowTile::kElements];                  // [kBlockM, kHeadDim]
+    uint16_t sdS[Config::kDsBuffers][kDsStages][Config::ScoreTile::kElements];  // dSᵀ: [keys, kBlockM]
+    float sPanel[Config::kNumConsumers][kPanelElements];                        // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
     RowStep steps[Config::kStages];  // with options or kAddsDqFromRegisters only
     int64_t dropout_seed;
@@ -119,13 +121,19 @@ struct alignas(1024) BackwardStorageSm90 {
     RingBarriers<1> keys;
     RingBarriers<Config::kStages> rows;  // Q, dO and row terms
     RingBarriers<1> panels[Config::kNumConsumers];
-    // Complete when all warps of an exchange have stored dS. Even and odd steps have different barriers.
-    uint64_t gradients_stored[Config::kExchanges][kExchangeStages];
+    // Complete when all warps that share a buffer of dS have stored dS. Even and odd steps have different barriers.
+    uint64_t ds_stored[Config::kDsBuffers][kDsStages];
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
     uint64_t rows_to_trim_landed;       // completes when a tile has landed whose last rows the producer zeroes
     KeyWorkTile<Config> work_tiles[2];  // for each stage of `work`
     bool is_end[2];                     // for each stage of `work`: true if no work tile is left for the stage
 };
+
+// Opaque: otherwise the compiler computes the address of every product before the loop, and all these addresses take
+// registers during the loop.
+FASTATTN_DEVICE uint32_t opaque_shared_address(const uint16_t* sTile) {
+    return ptx::opaque(shared_address(sTile));
+}
 
 // Ids of named barriers; __syncthreads() uses 0.
 enum BackwardBarrierSm90 : int { kAllBackwardConsumers = 1 };
@@ -137,8 +145,8 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     shared.keys.init(kConsumerWarps);
     shared.rows.init(kConsumerWarps);
     for (RingBarriers<1>& panel : shared.panels) panel.init(/*num_consumers=*/1, /*num_producers=*/4);
-    for (auto& barriers : shared.gradients_stored) {
-        for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsOfExchange);
+    for (auto& barriers : shared.ds_stored) {
+        for (uint64_t& barrier : barriers) ptx::mbarrier_init(shared_address(&barrier), Config::kWarpsPerDsBuffer);
     }
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);

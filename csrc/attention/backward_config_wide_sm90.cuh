@@ -11,8 +11,8 @@
 namespace fastattn {
 
 template <int kHeadDim_, int kValueDim_, bool kOptions_ = false>
-struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
-    using Tile = BackwardWideTileSm90<kHeadDim_, kValueDim_>;
+struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_> {
+    using Tile = BackwardWideTileSm90<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
     static constexpr bool kOptions = kOptions_;
     static constexpr int kBlockM = 64, kBlockN = kWarpgroupM;
@@ -39,9 +39,9 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
     static_assert(kBlockM == kPanelRows && RowTile::kBlockColumns == kPanelDims, "one m64n64 of dQ");
     static_assert(kBlockM <= kMostRowsInBlock, "see backward_rows_sm80.cuh");
     static constexpr bool kAddsDqFromRegisters = false;
-    // One adder adds all panels. For a split key tile, these are the panels of dK, then the panels of dV.
-    static constexpr int kAdders = 1, kPanelsOfAdder = kQueryPanels;
-    static constexpr int kKeyPanels = 2 * kQueryPanels, kKeyPanelsOfAdder = kQueryPanels + kValuePanels;
+    // One reduction warp adds all panels. For a split key tile, these are the panels of dK, then the panels of dV.
+    static constexpr int kReductionWarps = 1, kPanelsPerReductionWarp = kQueryPanels;
+    static constexpr int kKeyPanels = 2 * kQueryPanels, kKeyPanelsPerReductionWarp = kQueryPanels + kValuePanels;
     FASTATTN_DEVICE static constexpr int key_panel(int, int i) { return i; }
     static_assert(kKeyPanels * kPanelElements == key_tile_elements(kBlockN, kHeadDim), "as the host counts");
     static_assert(kBlockN == kPanelRows && kValuePanels <= kQueryPanels, "a panel has all keys of a tile");
@@ -52,11 +52,12 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_, kValueDim_> {
 template <int kHeadDim, int kValueDim, bool kOptions>
 struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>> {
     using Config = BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>;
-    uint16_t sK[Config::KeyTile::kElements];
-    uint16_t sV[Config::ValueTile::kElements];
-    uint16_t sQ[Config::kStages][Config::RowTile::kElements];
-    uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];
-    uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ
+    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each swizzled by 128 bytes.
+    uint16_t sK[Config::KeyTile::kElements];                          // [kBlockN, kHeadDim]
+    uint16_t sV[Config::ValueTile::kElements];                        // [kBlockN, kValueDim]
+    uint16_t sQ[Config::kStages][Config::RowTile::kElements];         // [kBlockM, kHeadDim]
+    uint16_t sdO[Config::kStages][Config::GradOutTile::kElements];    // [kBlockM, kValueDim]
+    uint16_t sdS[Config::kPassStages][Config::ScoreTile::kElements];  // dSᵀ: [kBlockN, kBlockM]
     uint4 sP[Config::kPassStages][Config::kTilesK][kWarpgroupSize];   // Pᵀ, as each thread's registers of operand A
     float sPanel[Config::kPanelStages][kPanelElements];               // of dQ, dK or dV
     typename Config::Terms terms[Config::kStages];
@@ -64,8 +65,8 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
     int64_t dropout_seed;
     RingBarriers<2> work;
     RingBarriers<1> keys;
-    RingBarriers<Config::kStages> rows;  // Q, dO and row terms
-    RingBarriers<Config::kPassStages> probabilities, gradients;
+    RingBarriers<Config::kStages> rows;                   // Q, dO and row terms
+    RingBarriers<Config::kPassStages> probabilities, ds;  // Pᵀ, dSᵀ
     RingBarriers<Config::kPanelStages> panels;
     uint64_t rows_issued;               // completes when the copies of a work tile's last rows have been issued
     uint64_t rows_to_trim_landed;       // completes when a tile has landed whose last rows the producer zeroes
@@ -74,7 +75,7 @@ struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValue
 };
 
 // Ids of named barriers; __syncthreads() uses 0.
-enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1, kQueriesStored, kKeysStored };
+enum BackwardWideBarrierSm90 : int { kQueryWarpgroup = 1, kDqStored, kDkStored };
 
 template <int kHeadDim, int kValueDim, bool kOptions>
 FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>>& shared) {
@@ -83,7 +84,7 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kH
     shared.keys.init(3 * kWarps);
     shared.rows.init(2 * kWarps);
     shared.probabilities.init(kWarps, /*num_producers=*/kWarps);
-    shared.gradients.init(kWarps, /*num_producers=*/kWarps);
+    shared.ds.init(kWarps, /*num_producers=*/kWarps);
     shared.panels.init(1, /*num_producers=*/kWarps);
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);

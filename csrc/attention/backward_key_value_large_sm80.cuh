@@ -141,7 +141,7 @@ struct BackwardLargeSm80 {
                 constexpr int kRow = slice.value * Config::kSliceM;
                 typename Scores::Accumulators rS, rdP;
                 gemm_qk<kDataType>(rS, sK, sQ_here.at_row(kRow));
-                Scores::init_gradients(rdP, shared.terms[buffer].minus_delta + kRow / 2, lane);
+                Scores::init_dp(rdP, shared.terms[buffer].minus_delta + kRow / 2, lane);
                 accumulate_qk<kDataType>(rdP, sV, sdO_here.at_row(kRow));
                 Scores::to_probabilities(rS, shared.terms[buffer].minus_shift_log2 + kRow, scale_log2, lane);
                 if (!is_full) {
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(BackwardLargeConfigSm80<kHeadDim>::kNumThreads
     auto& shared = *reinterpret_cast<typename Kernel::Storage*>(shared_bytes);
     using Tile = BackwardLargeTileSm80<kHeadDim>;
     static_assert(Tile::kFitsEverywhere ? has_room_for(Tile::kMinCtasPerSm, sizeof(shared))
-                                        : sizeof(shared) <= kLargeSharedBytesPerCta);
+                                        : sizeof(shared) <= kSharedBytesPerCtaSm80);
 
     const typename Kernel::WorkTile tile(params, cta_in_order(params, shared.cta));
     if (tile.tile_keys <= 0) return;

@@ -68,25 +68,22 @@ struct BackwardConsumerSm90 {
         return warpgroup * Config::kConsumerKeys + block * kWarpgroupM + warp * kMmaM;
     }
 
-    // Opaque: otherwise the compiler computes the address of every product before the loop, and all these addresses
-    // take registers during the loop.
-    FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
-
     // Starts rC = K·Qᵀ or rC = V·dOᵀ of one of this consumer's blocks of keys. With kAdds, adds the product to rC.
     template <typename OwnTile, bool kAdds = false>
     FASTATTN_DEVICE void start_scores(Scores& rC, const uint16_t* sKeys, int block, const uint16_t* sRows) const {
         const int first_own_key = warpgroup * Config::kConsumerKeys + block * kWarpgroupM;
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kHeadDim, OwnTile, RowTile, kAdds>(
-            rC, OperandDescriptor::k_major(address_of(sKeys) + first_own_key * OwnTile::kRowBytes),
-            OperandDescriptor::k_major(address_of(sRows)));
+            rC, OperandDescriptor::k_major(opaque_shared_address(sKeys) + first_own_key * OwnTile::kRowBytes),
+            OperandDescriptor::k_major(opaque_shared_address(sRows)));
         ptx::wgmma_commit_group();
     }
 
     // Starts rC += A·Q or A·dO.
     FASTATTN_DEVICE void start_gradient(Gradient& rC, const ScoresAsA& rA, const uint16_t* sRows) const {
         ptx::wgmma_fence();
-        start_gemm_pv<kDataType>(rC, rA, OperandDescriptor::mn_major(address_of(sRows), RowTile::kBlockBytes));
+        start_gemm_pv<kDataType>(rC, rA,
+                                 OperandDescriptor::mn_major(opaque_shared_address(sRows), RowTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
@@ -102,43 +99,44 @@ struct BackwardConsumerSm90 {
         ++num_steps;
     }
 
-    // dS of a step passes through one of two buffers in shared memory, one for even and one for odd steps. A buffer was
-    // last read by dQ of two steps ago. No barrier has to say that this dQ is finished: every warp waited for it before
-    // storing dS of the previous step, and start_dq() waited until every warp had stored that dS.
-    FASTATTN_DEVICE int exchange() const { return Config::kExchangesGradients ? 0 : warpgroup; }
-    FASTATTN_DEVICE uint16_t* exchanged() const { return shared.sdS[exchange()][num_steps % kExchangeStages]; }
-    FASTATTN_DEVICE uint32_t exchange_barrier() const {
-        return shared_address(&shared.gradients_stored[exchange()][num_steps % kExchangeStages]);
+    // Returns the buffer through which dS passes: with kSharesDs that of all consumers, else this consumer's own. A
+    // buffer has one stage for even and one for odd steps. A stage was last read by dQ of two steps ago. No barrier has
+    // to say that this dQ is finished: every warp waited for it before storing dS of the previous step, and start_dq()
+    // waited until every warp had stored that dS.
+    FASTATTN_DEVICE int ds_buffer() const { return Config::kSharesDs ? 0 : warpgroup; }
+    FASTATTN_DEVICE uint16_t* step_ds() const { return shared.sdS[ds_buffer()][num_steps % kDsStages]; }
+    FASTATTN_DEVICE uint32_t ds_barrier() const {
+        return shared_address(&shared.ds_stored[ds_buffer()][num_steps % kDsStages]);
     }
 
-    // Stores dSᵀ of a block of keys in the step's buffer.
-    FASTATTN_DEVICE void store_gradients(const ScoresAsA& rdS, int block) const {
-        const int key = first_key(block) - exchange() * Config::kExchangedKeys + lane % 16;
-        const uint32_t sdS = shared_address(exchanged());
+    // Stores dSᵀ of a block of keys in the step's stage.
+    FASTATTN_DEVICE void store_ds(const ScoresAsA& rdS, int block) const {
+        const int key = first_key(block) - ds_buffer() * Config::kKeysPerDsBuffer + lane % 16;
+        const uint32_t sdS = shared_address(step_ds());
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) ptx::stmatrix_x4(sdS + ScoreTile::offset(key, 2 * k + lane / 16), rdS[k]);
     }
 
-    FASTATTN_DEVICE void pass_gradients() const {
+    FASTATTN_DEVICE void pass_ds() const {
         ptx::fence_proxy_async_shared();  // makes dS visible to wgmma
         __syncwarp();                     // waits until every lane has stored its dS
-        if (lane == 0) ptx::mbarrier_arrive(exchange_barrier());
+        if (lane == 0) ptx::mbarrier_arrive(ds_barrier());
     }
 
-    // Waits until every warp that writes this buffer of dS has stored its dS: the warps of all consumers if the config
-    // kExchangesGradients, else those of this consumer. Then starts this consumer's panel of dQ = dS·K.
+    // Waits until every warp that writes this buffer of dS has stored its dS: the warps of all consumers with kSharesDs,
+    // else those of this consumer. Then starts this consumer's panel of dQ = dS·K.
     FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
-        ptx::mbarrier_wait_parity(exchange_barrier(), num_steps / kExchangeStages % 2);
-        const int first_byte = Config::kExchangesGradients ? warpgroup * KeyTile::kBlockBytes
-                                                           : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
+        ptx::mbarrier_wait_parity(ds_barrier(), num_steps / kDsStages % 2);
+        const int first_byte = Config::kSharesDs ? warpgroup * KeyTile::kBlockBytes
+                                                 : warpgroup * Config::kConsumerKeys * KeyTile::kRowBytes;
         ptx::wgmma_fence();
-        start_gemm_columns<kDataType, Config::kExchangedKeys>(
-            rdQ, OperandDescriptor::mn_major(address_of(exchanged()), ScoreTile::kBlockBytes),
-            OperandDescriptor::mn_major(address_of(sK) + first_byte, KeyTile::kBlockBytes));
+        start_gemm_columns<kDataType, Config::kKeysPerDsBuffer>(
+            rdQ, OperandDescriptor::mn_major(opaque_shared_address(step_ds()), ScoreTile::kBlockBytes),
+            OperandDescriptor::mn_major(opaque_shared_address(sK) + first_byte, KeyTile::kBlockBytes));
         ptx::wgmma_commit_group();
     }
 
-    // Passes 64 columns of a gradient to the warp that adds panels. num_before: how many panels this consumer has
+    // Passes 64 columns of a gradient to the reduction warp. num_before: how many panels this consumer has
     // passed before; only the parity counts.
     template <int kFirstTile, int kNumTiles>
     FASTATTN_DEVICE void store_own_panel(const float (&rC)[1][kNumTiles][4], uint32_t num_before) const {
@@ -148,7 +146,7 @@ struct BackwardConsumerSm90 {
         store_panel<kFirstTile>(ring, &shared.sPanel[warpgroup], rC, warp, own_lane);
     }
 
-    // Adds this consumer's panel of dQ to the sums, or passes the panel to the warp that adds panels.
+    // Adds this consumer's panel of dQ to the sums, or passes the panel to the reduction warp.
     FASTATTN_DEVICE void add_dq(const QueryPanel& rdQ) const {
         if (dq_takes_panels) {
             store_own_panel<0>(rdQ, num_steps);
@@ -164,7 +162,7 @@ struct BackwardConsumerSm90 {
     }
 
     // Skips `count` steps in which no row sees this consumer's keys. Arrives at the barriers of these steps, so that
-    // their phases complete. add_panels() adds nothing for these steps.
+    // their phases complete. reduce_panels() adds nothing for these steps.
     FASTATTN_DEVICE void skip(int32_t count) {
 #pragma unroll 1
         for (; count > 0; --count) {
@@ -173,14 +171,14 @@ struct BackwardConsumerSm90 {
             if (dq_takes_panels) ring.wait_empty();
             __syncwarp();  // waits until every lane has passed both waits: the barriers may complete again after this
             if (lane == 0) {
-                ptx::mbarrier_arrive(exchange_barrier());
+                ptx::mbarrier_arrive(ds_barrier());
                 if (dq_takes_panels) ring.arrive_full();
             }
             release_rows();
         }
     }
 
-    // Passes dK and dV of a block of keys to the warp that adds panels, after the last step of a split tile.
+    // Passes dK and dV of a block of keys to the reduction warp, after the last step of a split tile.
     FASTATTN_DEVICE void store_key_panels(const Gradient& rdK, const Gradient& rdV) const {
         // Only the parity of num_before counts. Earlier key tiles and blocks have passed an even number of panels of dK
         // and dV, so only panels of dQ matter.
@@ -225,23 +223,23 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
     constexpr int kKeyBlocks = Config::kKeyBlocks;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     start_backward(shared, params);
 
-    // Producer: one warp claims work tiles, one copies by TMA, and one for each consumer adds panels to the sums.
+    // Producer: one warp claims work tiles, one copies by TMA, and each consumer has a reduction warp.
     if (warpgroup == Config::kNumConsumers) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) {
             claim(shared, params, lane);
         } else if (warp == 1) {
             produce(shared, all_params, lane);
-        } else if (warp < 2 + Config::kAdders) {
-            const int adder = warp - 2;
-            add_panels(shared, params, shared.panels[adder], &shared.sPanel[adder], adder, lane);
+        } else if (warp < 2 + Config::kReductionWarps) {
+            const int own = warp - 2;
+            reduce_panels(shared, params, shared.panels[own], &shared.sPanel[own], own, lane);
         }
         return;
     }
@@ -256,11 +254,8 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
         typename Consumer::Gradient rdK[kKeyBlocks], rdV[kKeyBlocks];  // dK, dV
 #pragma unroll
         for (int block = 0; block < kKeyBlocks; ++block) {
-#pragma unroll
-            for (int d = 0; d < Config::kTilesD; ++d) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) rdK[block][0][d][e] = rdV[block][0][d][e] = 0.0f;
-            }
+            set_zero(rdK[block]);
+            set_zero(rdV[block]);
             // Otherwise the compiler could write the zeros after the first product's fence, and wgmma might miss them.
             ptx::written_by_wgmma(rdK[block]);
             ptx::written_by_wgmma(rdV[block]);
@@ -282,15 +277,15 @@ __global__ void __launch_bounds__(BackwardConfigSm90<kHeadDim, kOptions>::kNumTh
                     wait_gemm<0>(rS);  // leaves no product in flight
                 }
                 scores.probabilities(rP16, rS, terms);
-                scores.init_gradients(rdP, terms);
+                scores.init_dp(rdP, terms);
                 consumer.start_gradient(rdV[kBlock], rP16, sdO);
                 consumer.template start_scores<ValueTile, true>(rdP, shared.sV, kBlock, sdO);
                 wait_gemm<0>(rdP);  // leaves no product in flight
-                scores.gradients(rdP, rS, terms);
+                scores.to_ds(rdP, rS, terms);
                 BlockScores::to_operand(rdS16, rdP);
-                consumer.store_gradients(rdS16, kBlock);
+                consumer.store_ds(rdS16, kBlock);
             });
-            consumer.pass_gradients();
+            consumer.pass_ds();
         };
 
         Ring<1> key_ring(shared.keys, consumer.num_tiles++);

@@ -12,7 +12,7 @@
 //   keys            1              K, V of a work tile                 after the work tile's last product
 //   rows            kStages        Q, dO and row terms of a step       after the step's dV and dK
 //   probabilities   kPassStages    Pᵀ of a step                        when the warpgroup of dK has read Pᵀ
-//   gradients       kPassStages    dSᵀ of a step                       when the products of dQ have read dSᵀ
+//   ds              kPassStages    dSᵀ of a step                       when the products of dQ have read dSᵀ
 //   panels          kPanelStages   64 dims of dQ or, for split key     when the addition has read the panel
 //                                  tiles, of dK or dV
 #pragma once
@@ -35,21 +35,21 @@
 
 namespace fastattn {
 
-// The warpgroup of dV (kIsDv) or of dK. It computes S or dP transposed, [keys, rows], so that Pᵀ or dSᵀ in registers is
+// The warpgroup of dV (kIsDv) or of dK. It computes Sᵀ or dPᵀ, [keys, rows], so that Pᵀ or dSᵀ in registers is
 // the A operand of its gradient. A warpgroup runs ahead of the others until it waits at a ring. So while one warpgroup
 // computes exponentials or stores results, the tensor cores execute products of the other warpgroups.
 template <typename Config, DataType kDataType, bool kIsDv>
-struct BackwardKeyGradientSm90 {
+struct BackwardKeyValueGradientSm90 {
     using ScoreKeyTile = std::conditional_t<kIsDv, typename Config::KeyTile, typename Config::ValueTile>;
     using ScoreRowTile = std::conditional_t<kIsDv, typename Config::RowTile, typename Config::GradOutTile>;
     using GradientRowTile = std::conditional_t<kIsDv, typename Config::GradOutTile, typename Config::RowTile>;
     static constexpr int kContractedDims = kIsDv ? Config::kHeadDim : Config::kValueDim;
     static constexpr int kTilesD = (kIsDv ? Config::kValueDim : Config::kHeadDim) / kMmaN;
     static constexpr int kTilesM = Config::kTilesM, kTilesK = Config::kTilesK;
-    using StepScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
-    using Scores = typename StepScores::Scores;        // S or dP: [64 keys, 64 rows]
-    using ScoresAsA = typename StepScores::ScoresAsA;  // P or dS in 16 bits
-    using Gradient = float[1][kTilesD][4];             // dV or dK: [64 keys, dims]
+    using BlockScores = BackwardScoresSm90<Config, kDataType, Config::kOptions>;
+    using Scores = typename BlockScores::Scores;        // Sᵀ or dPᵀ: [64 keys, 64 rows]
+    using ScoresAsA = typename BlockScores::ScoresAsA;  // Pᵀ or dSᵀ in 16 bits
+    using Gradient = float[1][kTilesD][4];              // dV or dK: [64 keys, dims]
 
     BackwardStorageSm90<Config>& shared;
     const AttentionBackwardParams& params;
@@ -57,23 +57,18 @@ struct BackwardKeyGradientSm90 {
     uint32_t num_steps = 0;       // steps that this warpgroup has finished
     uint32_t num_key_panels = 0;  // panels of dK and dV of earlier tiles, from all warpgroups
 
-    // Opaque: otherwise the compiler computes the address of every product before the loop, and all these addresses
-    // take registers during the loop.
-    FASTATTN_DEVICE static uint32_t address_of(const uint16_t* sTile) { return ptx::opaque(shared_address(sTile)); }
-
     // Returns the ring of rows at the current step, or `ahead` steps later.
-    FASTATTN_DEVICE Ring<Config::kStages> rows(int ahead = 0) const {
+    FASTATTN_DEVICE Ring<Config::kStages> row_ring(int ahead = 0) const {
         return Ring<Config::kStages>(shared.rows, num_steps + ahead);
     }
 
-    // Starts Sᵀ = K·Qᵀ, or dPᵀ - delta = V·dOᵀ - delta. With dropout starts only dPᵀ: see start_score_gradients().
+    // Starts Sᵀ = K·Qᵀ, or dPᵀ - delta = V·dOᵀ - delta. With dropout starts only dPᵀ: see start_dp().
     FASTATTN_DEVICE void start_scores(Scores& rX, int stage) const {
-        if constexpr (!kIsDv)
-            start_score_gradients<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
+        if constexpr (!kIsDv) start_dp<Config::kOptions>(rX, shared.terms[stage].minus_delta, params.scores, lane);
         ptx::wgmma_fence();
         start_gemm_rows<kDataType, kContractedDims, ScoreKeyTile, ScoreRowTile, /*kAdds=*/!kIsDv>(
-            rX, OperandDescriptor::k_major(address_of(kIsDv ? shared.sK : shared.sV)),
-            OperandDescriptor::k_major(address_of(kIsDv ? shared.sQ[stage] : shared.sdO[stage])));
+            rX, OperandDescriptor::k_major(opaque_shared_address(kIsDv ? shared.sK : shared.sV)),
+            OperandDescriptor::k_major(opaque_shared_address(kIsDv ? shared.sQ[stage] : shared.sdO[stage])));
         ptx::wgmma_commit_group();
     }
 
@@ -82,8 +77,8 @@ struct BackwardKeyGradientSm90 {
         // 256 dims in one instruction would take 128 accumulators and 4 registers of A. With 512 threads in a CTA, an
         // instruction can have at most 65536 / 512 = 128 registers.
         constexpr int kTilesN = kTilesD > 24 ? kTilesD / 2 : kTilesD;
-        const int stage = rows().stage;
-        const uint32_t sRows = address_of(kIsDv ? shared.sdO[stage] : shared.sQ[stage]);
+        const int stage = row_ring().stage;
+        const uint32_t sRows = opaque_shared_address(kIsDv ? shared.sdO[stage] : shared.sQ[stage]);
         ptx::wgmma_fence();
 #pragma unroll
         for (int n = 0; n < kTilesD; n += kTilesN) {
@@ -94,14 +89,14 @@ struct BackwardKeyGradientSm90 {
         ptx::wgmma_commit_group();
     }
 
-    FASTATTN_DEVICE Ring<Config::kPassStages> passed(const RingBarriers<Config::kPassStages>& ring) const {
+    FASTATTN_DEVICE Ring<Config::kPassStages> ring_at_step(const RingBarriers<Config::kPassStages>& ring) const {
         return Ring<Config::kPassStages>(ring, num_steps);
     }
 
-    FASTATTN_DEVICE StepScores scores_of(const KeyWorkTile<Config>& keys, int32_t row_tile, bool is_full) const {
+    FASTATTN_DEVICE BlockScores scores_of(const KeyWorkTile<Config>& keys, int32_t row_tile, bool is_full) const {
         const int32_t first_key = keys.first_key + warp * kMmaM;
         if constexpr (Config::kOptions) {
-            const RowStep& step = shared.steps[rows().stage];
+            const RowStep& step = shared.steps[row_ring().stage];
             return {{params, keys, first_key, step, is_full, lane, shared.dropout_seed},
                     {params, keys, step, first_key, lane}};
         } else {
@@ -109,28 +104,28 @@ struct BackwardKeyGradientSm90 {
         }
     }
 
-    // Turns S into P, rounds P to 16 bits, and passes P to the warpgroup of dK.
-    FASTATTN_DEVICE void finish_probabilities(StepScores& scores, Scores& rS, ScoresAsA& rP) const {
-        scores.probabilities(rP, rS, shared.terms[rows().stage]);
-        const Ring<Config::kPassStages> ring = passed(shared.probabilities);
+    // Turns Sᵀ into Pᵀ, rounds Pᵀ to 16 bits, and passes it to the warpgroup of dK.
+    FASTATTN_DEVICE void finish_p(BlockScores& scores, Scores& rS, ScoresAsA& rP) const {
+        scores.probabilities(rP, rS, shared.terms[row_ring().stage]);
+        const Ring<Config::kPassStages> ring = ring_at_step(shared.probabilities);
         ring.wait_empty();
         uint4* const sP = &shared.sP[ring.stage][0][warp * kWarpSize + lane];
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) sP[k * kWarpgroupSize] = scores.passed_probabilities(rP, rS, k);
-        __syncwarp();  // waits until every lane has stored its P
+        __syncwarp();  // waits until every lane has stored its Pᵀ
         if (lane == 0) ring.arrive_full();
     }
 
-    // Turns dP - delta into dS with the P of the warpgroup of dV, rounds dS to 16 bits, and passes dS to the warpgroup
-    // of dQ.
-    FASTATTN_DEVICE void finish_gradients(const KeyWorkTile<Config>& keys, Scores& rdP, ScoresAsA& rdS,
-                                          int32_t row_tile, bool is_full) const {
-        Ring<Config::kPassStages> from = passed(shared.probabilities);
+    // Turns dPᵀ - delta into dSᵀ with the Pᵀ of the warpgroup of dV, rounds dSᵀ to 16 bits, and passes it to the
+    // warpgroup of dQ.
+    FASTATTN_DEVICE void finish_ds(const KeyWorkTile<Config>& keys, Scores& rdP, ScoresAsA& rdS, int32_t row_tile,
+                                   bool is_full) const {
+        Ring<Config::kPassStages> from = ring_at_step(shared.probabilities);
         from.wait_full();
         const uint4* const sP = &shared.sP[from.stage][0][warp * kWarpSize + lane];
         if constexpr (Config::kOptions) {
-            passed_to_score_gradients<kDataType>(rdP, shared.terms[rows().stage].minus_delta, params.scores, is_full,
-                                                 lane, [&](int k) { return sP[k * kWarpgroupSize]; });
+            passed_to_score_gradients<kDataType>(rdP, shared.terms[row_ring().stage].minus_delta, params.scores,
+                                                 is_full, lane, [&](int k) { return sP[k * kWarpgroupSize]; });
         } else {
             Scores rP;
 #pragma unroll
@@ -144,34 +139,34 @@ struct BackwardKeyGradientSm90 {
                 to_score_gradients<true>(rdP, rP, keys.seen_rows(keys.first_key + warp * kMmaM, row_tile, lane));
             }
         }
-        __syncwarp();  // waits until every lane has read P
+        __syncwarp();  // waits until every lane has read Pᵀ
         from.release(lane);
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) accumulators_to_a<kDataType>(rdS[k], rdP[0][2 * k], rdP[0][2 * k + 1]);
 
-        const Ring<Config::kPassStages> to = passed(shared.gradients);
+        const Ring<Config::kPassStages> to = ring_at_step(shared.ds);
         to.wait_empty();
         const uint32_t sdS = shared_address(shared.sdS[to.stage]);
 #pragma unroll
         for (int k = 0; k < kTilesK; ++k) {
             ptx::stmatrix_x4(sdS + Config::ScoreTile::offset(warp * kMmaM + lane % 16, 2 * k + lane / 16), rdS[k]);
         }
-        ptx::fence_proxy_async_shared();  // makes dS visible to wgmma
-        __syncwarp();                     // waits until every lane has stored its dS
+        ptx::fence_proxy_async_shared();  // makes dSᵀ visible to wgmma
+        __syncwarp();                     // waits until every lane has stored its dSᵀ
         if (lane == 0) to.arrive_full();
     }
 
-    // Waits for S or dP, and turns it into P or dS. With options, row_tile is not used.
+    // Waits for Sᵀ or dPᵀ, and turns it into Pᵀ or dSᵀ. With options, row_tile is not used.
     FASTATTN_DEVICE void finish_step(const KeyWorkTile<Config>& keys, Scores& rX, ScoresAsA& rA, int32_t row_tile,
                                      bool is_full) const {
         if constexpr (kIsDv) {
-            StepScores scores = scores_of(keys, row_tile, is_full);
+            BlockScores scores = scores_of(keys, row_tile, is_full);
             scores.prepare();
             wait_gemm<0>(rX);  // leaves no product in flight
-            finish_probabilities(scores, rX, rA);
+            finish_p(scores, rX, rA);
         } else {
             wait_gemm<0>(rX);  // leaves no product in flight
-            finish_gradients(keys, rX, rA, row_tile, is_full);
+            finish_ds(keys, rX, rA, row_tile, is_full);
         }
     }
 
@@ -179,45 +174,44 @@ struct BackwardKeyGradientSm90 {
         Ring<1> key_ring(shared.keys);
         for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             Gradient rG;
-#pragma unroll
-            for (auto& tile : rG[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+            set_zero(rG);
             ptx::written_by_wgmma(rG);  // otherwise the zeros could be written after the first product's fence
             const int32_t begin_full = warp_uniform(keys.begin_full[0]), end_full = warp_uniform(keys.end_full[0]);
             const auto is_full = [&](int32_t row_tile) {
-                if constexpr (Config::kOptions) return (shared.steps[rows().stage].full_for & 1) != 0;
+                if constexpr (Config::kOptions) return (shared.steps[row_ring().stage].full_for & 1) != 0;
                 return row_tile >= begin_full && row_tile < end_full;
             };
             const int32_t num_heads = warp_uniform(keys.num_heads);
             int32_t num_left = warp_uniform(keys.num_steps);
             key_ring.wait_full();
             if (num_left > 0) {
-                ScoresAsA rA;  // P or dS of the step whose gradient comes next
+                ScoresAsA rA;  // Pᵀ or dSᵀ of the step whose gradient comes next
                 int32_t row_tile = warp_uniform(keys.begin_row_tile), heads_left = num_heads;
                 {
                     Scores rX;
-                    rows().wait_full();
-                    start_scores(rX, rows().stage);
+                    row_ring().wait_full();
+                    start_scores(rX, row_ring().stage);
                     // The code for masked tiles is right for every tile.
                     finish_step(keys, rX, rA, row_tile, /*is_full=*/false);
                 }
                 while (--num_left > 0) {
                     Scores rX;
                     start_gradient(rG, rA);
-                    const Ring<Config::kStages> next = rows(/*ahead=*/1);
+                    const Ring<Config::kStages> next = row_ring(/*ahead=*/1);
                     next.wait_full();
                     start_scores(rX, next.stage);
                     if (--heads_left == 0) {
                         --row_tile;
                         heads_left = num_heads;
                     }
-                    ptx::wgmma_wait_group<1>();  // leaves S or dP in flight
-                    rows().release(lane);
+                    ptx::wgmma_wait_group<1>();  // leaves Sᵀ or dPᵀ in flight
+                    row_ring().release(lane);
                     ++num_steps;
                     finish_step(keys, rX, rA, row_tile, is_full(row_tile));
                 }
                 start_gradient(rG, rA);
                 ptx::wgmma_wait_group<0>();  // leaves no product in flight
-                rows().release(lane);
+                row_ring().release(lane);
                 ++num_steps;
             }
             key_ring.release(lane);
@@ -235,12 +229,12 @@ struct BackwardKeyGradientSm90 {
         });
     }
 
-    // Passes the panels of dK or dV to the warp that adds panels. The order is: the tile's dQ, then dK, then dV.
+    // Passes the panels of dK or dV to the reduction warp. The order is: the tile's dQ, then dK, then dV.
     FASTATTN_DEVICE void store_panels(const Gradient& rG) {
         constexpr int kBefore = kIsDv ? Config::kQueryPanels : 0;
         constexpr int kPanels = kIsDv ? Config::kValuePanels : Config::kQueryPanels;
         // Waits until the warpgroup of dQ (before dK) or of dK (before dV) has stored its last panel.
-        ptx::bar_sync(kIsDv ? kKeysStored : kQueriesStored, 2 * kWarpgroupSize);
+        ptx::bar_sync(kIsDv ? kDkStored : kDqStored, 2 * kWarpgroupSize);
         for_constant<kPanels>([&](auto panel) {
             const Ring<Config::kPanelStages> ring(
                 shared.panels, num_steps * Config::kQueryPanels + num_key_panels + kBefore + panel.value);
@@ -249,7 +243,7 @@ struct BackwardKeyGradientSm90 {
         num_key_panels += Config::kQueryPanels + Config::kValuePanels;
         // dV is stored last, and needs no barrier after it: the next panels are the next tile's dQ, which depends on a
         // P that the warpgroup of dV computes only after this.
-        if constexpr (!kIsDv) ptx::bar_sync(kKeysStored, 2 * kWarpgroupSize);
+        if constexpr (!kIsDv) ptx::bar_sync(kDkStored, 2 * kWarpgroupSize);
     }
 };
 
@@ -296,7 +290,7 @@ struct BackwardQueryGradientSm90 {
 
     FASTATTN_DEVICE void run() {
         Ring<1> key_ring(shared.keys);
-        Ring<Config::kPassStages> gradients(shared.gradients);
+        Ring<Config::kPassStages> ds_ring(shared.ds);
         uint32_t num_panels = 0;  // panels so far, from all warpgroups
         for_work(shared, lane, [&](const KeyWorkTile<Config>& keys) {
             int32_t num_left = warp_uniform(keys.num_steps);
@@ -304,7 +298,7 @@ struct BackwardQueryGradientSm90 {
             const bool takes_finite_keys = num_left > 0 && has_nonfinite(keys);
 #pragma unroll 1
             for (; num_left > 0; --num_left) {
-                gradients.wait_full();
+                ds_ring.wait_full();
 #pragma unroll
                 for (int panel = 0; panel < Config::kQueryPanels; ++panel) {
                     const Ring<Config::kPanelStages> ring(shared.panels, num_panels++);
@@ -315,9 +309,9 @@ struct BackwardQueryGradientSm90 {
                         sBlock = finite_block(sBlock, sPanel);
                     }
                     QueryPanel rdQ;
-                    start_panel(rdQ, shared.sdS[gradients.stage], sBlock);
+                    start_panel(rdQ, shared.sdS[ds_ring.stage], sBlock);
                     wait_gemm<0>(rdQ);  // leaves no product in flight
-                    if (panel == Config::kQueryPanels - 1) gradients.release(lane);
+                    if (panel == Config::kQueryPanels - 1) ds_ring.release(lane);
                     // Waits until every warp's product has read the copy of K, which dQ overwrites.
                     if (takes_finite_keys) ptx::bar_sync(kQueryWarpgroup, kWarpgroupSize);
                     store_panel<0>(ring, shared.sPanel, rdQ, warp, lane);
@@ -325,7 +319,7 @@ struct BackwardQueryGradientSm90 {
             }
             key_ring.release(lane);
             if (warp_uniform(keys.is_split()) != 0) {
-                ptx::bar_sync(kQueriesStored, 2 * kWarpgroupSize);  // waits until the warpgroup of dK is here
+                ptx::bar_sync(kDqStored, 2 * kWarpgroupSize);  // waits until the warpgroup of dK is here
                 num_panels += Config::kQueryPanels + Config::kValuePanels;
             }
         });
@@ -342,28 +336,28 @@ __global__ void __launch_bounds__(BackwardWideConfigSm90<kHeadDim, kValueDim, kO
     using Config = BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<BackwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const AttentionBackwardParams& params = all_params.attention;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     start_backward(shared, params);
 
-    // Producer: one warp claims work tiles, one copies by TMA, and one adds panels to the sums.
+    // Producer: one warp claims work tiles, one copies by TMA, and one is the reduction warp.
     if (warpgroup == 3) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (warp == 0) claim(shared, params, lane);
         if (warp == 1) produce(shared, all_params, lane);
-        if (warp == 2) add_panels(shared, params, shared.panels, shared.sPanel, /*adder=*/0, lane);
+        if (warp == 2) reduce_panels(shared, params, shared.panels, shared.sPanel, /*own=*/0, lane);
     } else if (warpgroup == 2) {
         ptx::setmaxnreg_dec<Config::kQueryRegisters>();
         BackwardQueryGradientSm90<Config, kDataType>{shared, params, warp, lane}.run();
     } else if (warpgroup == 1) {
         ptx::setmaxnreg_inc<Config::kScoreRegisters>();
-        BackwardKeyGradientSm90<Config, kDataType, /*kIsDv=*/false>{shared, params, warp, lane}.run();
+        BackwardKeyValueGradientSm90<Config, kDataType, /*kIsDv=*/false>{shared, params, warp, lane}.run();
     } else {
         ptx::setmaxnreg_inc<Config::kScoreRegisters>();
-        BackwardKeyGradientSm90<Config, kDataType, /*kIsDv=*/true>{shared, params, warp, lane}.run();
+        BackwardKeyValueGradientSm90<Config, kDataType, /*kIsDv=*/true>{shared, params, warp, lane}.run();
     }
 }
 

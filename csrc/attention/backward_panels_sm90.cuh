@@ -1,5 +1,5 @@
 // How the backward kernels for Hopper write dQ, dK and dV. dQ, and dK and dV of split key tiles, are passed in panels
-// of 64 rows by 64 dims to a warp that adds them to sums in global memory. dK and dV of other key tiles are stored
+// of 64 rows by 64 dims to a reduction warp, which adds them to sums in global memory. dK and dV of other key tiles are stored
 // directly in the gradients.
 #pragma once
 
@@ -46,7 +46,7 @@ FASTATTN_DEVICE void store_panel_rows(uint32_t sPanel, const float (&rC)[1][kNum
     }
 }
 
-// Passes 64 columns of a gradient to the warp that adds panels, through the ring's stage of sPanels.
+// Passes 64 columns of a gradient to a reduction warp, through the ring's stage of sPanels.
 template <int kFirstTile, int kStages, int kNumTiles>
 FASTATTN_DEVICE void store_panel(const Ring<kStages>& ring, const float (*sPanels)[kPanelElements],
                                  const float (&rC)[1][kNumTiles][4], int warp, int lane) {
@@ -79,7 +79,7 @@ FASTATTN_DEVICE void store_key_rows(const HeadsView<uint16_t>& view, const Heads
     for_own_rows<1>(lane, [&](int, int half, int key) {
         if (own_key + key >= keys.num_keys) return;
         float* gRow = row_pointer(sums, keys.batch, keys.head, keys.sequence_begin + own_key + key);
-        store_exact(gRow, rC[0], half, lane, view.head_dim, AddPair{});
+        store_lane_fp32(gRow, rC[0], half, lane, view.head_dim, AddPair{});
     });
 }
 
@@ -89,18 +89,18 @@ FASTATTN_DEVICE bool dq_takes_panels(const AttentionBackwardParams& params) {
     return !Config::kAddsDqFromRegisters || params.semaphores != nullptr;
 }
 
-// Adds the panels of one adder: panels of dQ in each step and, for a split key tile, panels of dK and dV. With
-// semaphores, dQ is added from the first keys to the last, and dK and dV from the first split to the last. So an adder
-// waits only for CTAs that have claimed their work earlier, and for adders of its own CTA. Called by one warp for each
-// of the Config::kAdders adders, with the barriers of the ring that passes the adder's panels.
+// Adds the panels that one reduction warp receives: panels of dQ in each step and, for a split key tile, panels of dK
+// and dV. With semaphores, dQ is added from the first keys to the last, and dK and dV from the first split to the last.
+// So a reduction warp waits only for CTAs that have claimed their work earlier, and for reduction warps of its own CTA.
+// own: the number of the calling reduction warp. barriers: the barriers of the ring that passes its panels.
 template <typename Config, int kStages>
-FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
-                                const RingBarriers<kStages>& barriers, const float (*sPanels)[kPanelElements],
-                                int adder, int lane) {
-    // Each adder has its own panels of dQ. But if a tile of dQ has only one panel, all adders add to this panel: with
-    // semaphores, one after another.
-    const int first_panel = adder * Config::kPanelsOfAdder % Config::kQueryPanels,
-              adders_before = adder * Config::kPanelsOfAdder / Config::kQueryPanels;
+FASTATTN_DEVICE void reduce_panels(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params,
+                                   const RingBarriers<kStages>& barriers, const float (*sPanels)[kPanelElements],
+                                   int own, int lane) {
+    // Each reduction warp has its own panels of dQ. But if a tile of dQ has only one panel, all reduction warps add to
+    // this panel: with semaphores, one after another.
+    const int first_panel = own * Config::kPanelsPerReductionWarp % Config::kQueryPanels,
+              warps_before = own * Config::kPanelsPerReductionWarp / Config::kQueryPanels;
     const bool in_order = params.semaphores != nullptr;
     Ring<kStages> ring(barriers);
     const auto add = [&](float* sums) {
@@ -114,11 +114,11 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
             const int64_t sums_tile = int64_t{keys.first_sums_tile + row_tile} * params.query.heads + head;
             float* sums = params.query_sums + (sums_tile * Config::kQueryPanels + first_panel) * kPanelElements;
 #pragma unroll 1
-            for (int panel = 0; panel < Config::kPanelsOfAdder; ++panel, sums += kPanelElements) {
+            for (int panel = 0; panel < Config::kPanelsPerReductionWarp; ++panel, sums += kPanelElements) {
                 ring.wait_full();
                 if (in_order && panel == 0)
-                    semaphore_wait(params.semaphores + sums_tile, num_before * Config::kAdders + adders_before);
-                if (Config::kSkipsHidden && !keys.sees(row_tile, adder)) {
+                    semaphore_wait(params.semaphores + sums_tile, num_before * Config::kReductionWarps + warps_before);
+                if (Config::kSkipsHidden && !keys.sees(row_tile, own)) {
                     ring.release_by_thread();
                 } else {
                     add(sums);
@@ -127,12 +127,12 @@ FASTATTN_DEVICE void add_panels(BackwardStorageSm90<Config>& shared, const Atten
             if (in_order) semaphore_release(params.semaphores + sums_tile);
         });
         if (lane != 0 || !keys.is_split()) return;
-        int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kAdders + adder;
+        int32_t* semaphore = params.key_semaphores + int64_t{keys.split_tile} * Config::kReductionWarps + own;
 #pragma unroll 1
-        for (int i = 0; i < Config::kKeyPanelsOfAdder; ++i) {
+        for (int i = 0; i < Config::kKeyPanelsPerReductionWarp; ++i) {
             ring.wait_full();
             if (in_order && i == 0) semaphore_wait(semaphore, keys.split);
-            const int64_t key_panel = Config::key_panel(adder, i);
+            const int64_t key_panel = Config::key_panel(own, i);
             add(params.key_sums + (keys.split_tile * int64_t{Config::kKeyPanels} + key_panel) * kPanelElements);
         }
         if (in_order) semaphore_release(semaphore);

@@ -115,7 +115,7 @@ FASTATTN_DEVICE void gather_scores(OnlineSoftmax<Config::kTilesM, /*kInNats=*/tr
         const int32_t warp_row = first_row + gemm.warp_row, first_key = key_tile * kBlockN;
         scores.load_bias(rB, warp_row, first_key, lane);
         gemm.multiply(rS, operands_of(key_tile), operands_of(key_tile + 1));
-        scores.to_scores(rS, rB, warp_row, first_key, lane);
+        scores.to_scores_with(rB, rS, warp_row, first_key, lane);
         scores.mask(rS, warp_row, first_key, lane, ranges_of);
         const auto max = maxima_of_lane(rS);
         if (softmax.is_outgrown_by(max)) softmax.follow(max);
@@ -205,10 +205,10 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     const Sequence keys = sequence_of(params.packed.cu_seqlens_k, batch, params.packed.total_k, params.key.rows);
     const HeadScores scores(options, batch, head, rows.length, keys.length);
     const int lane = threadIdx.x % kWarpSize;
-    const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sums
+    const bool is_row_leader = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sums
     typename Config::Gemm gemm(*reinterpret_cast<typename Config::Gemm::Storage*>(shared_bytes), threadIdx.x);
     OnlineSoftmax<Config::kTilesM, /*kInNats=*/true> softmax(kLog2E);
-    if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], one_of_four);
+    if (options.sinks != nullptr) softmax.set_sink(options.sinks[head], is_row_leader);
     gather_scores<Config>(
         softmax, gemm, scores, [&] { return RowRanges(options.ranges, batch, head, rows); },
         {row_pointer(params.query, batch, head, begin), params.query.row_stride, num_rows},
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(BackwardRowsConfigSm80<kDataType>::kNumThreads
     for_own_rows<Config::kTilesM>(lane, [&](int m, int half, int row_of_warp) {
         const float sum = row_reduce_sum(softmax.row_sum[m][half]);
         const int32_t own_row = gemm.warp_row + row_of_warp;
-        if (!one_of_four || own_row >= num_rows || !Config::is_large(number_of(params.lse, own_row))) return;
+        if (!is_row_leader || own_row >= num_rows || !Config::is_large(number_of(params.lse, own_row))) return;
         const float shift = softmax.reference[m][half], log2_sum = log2f(sum);
         number_of(params.shift, own_row) = shift;
         number_of(params.log2_sum, own_row) = log2_sum;

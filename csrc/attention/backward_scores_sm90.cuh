@@ -54,18 +54,17 @@ struct ScoresPosition {
 // Initialises rdP with -delta, so that adding V·dOᵀ gives dP - delta. With dropout, initialises rdP with 0, because the
 // dropout factor multiplies V·dOᵀ but not delta.
 template <bool kOptions, int kTilesM>
-FASTATTN_DEVICE void start_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,
-                                           const ScoreParams& params, int lane) {
+FASTATTN_DEVICE void start_dp(float (&rdP)[1][kTilesM][4], const float* minus_delta, const ScoreParams& params,
+                              int lane) {
     if (kOptions && params.dropout_seed != nullptr) {
-#pragma unroll
-        for (auto& tile : rdP[0]) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
+        set_zero(rdP);
     } else {
         start_with_delta(rdP, minus_delta, lane);
     }
 }
 
 // The version without options. For each block, a consumer calls prepare(), waits for S, calls probabilities() and
-// init_gradients(), waits for dP, and calls gradients().
+// init_dp(), waits for dP, and calls gradients().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;
@@ -101,12 +100,12 @@ struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
         return {rP16[k][0], rP16[k][1], rP16[k][2], rP16[k][3]};
     }
 
-    FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
-        start_score_gradients<false>(rdP, terms.minus_delta, position.params.scores, position.lane);
+    FASTATTN_DEVICE void init_dp(Scores& rdP, const Terms& terms) const {
+        start_dp<false>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
     // Turns rdP = dP - delta into dS. (Without options, so that rdP has started at -delta.)
-    FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms&) const {
+    FASTATTN_DEVICE void to_ds(Scores& rdP, const Scores& rP, const Terms&) const {
         if (position.is_full) {
             to_score_gradients<false>(rdP, rP, seen);
         } else {
@@ -182,8 +181,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         probabilities_from(rP16, rS, terms);
     }
 
-    FASTATTN_DEVICE void init_gradients(Scores& rdP, const Terms& terms) const {
-        start_score_gradients<true>(rdP, terms.minus_delta, position.params.scores, position.lane);
+    FASTATTN_DEVICE void init_dp(Scores& rdP, const Terms& terms) const {
+        start_dp<true>(rdP, terms.minus_delta, position.params.scores, position.lane);
     }
 
     // Returns P of 16 rows in the form that passed_to_score_gradients() takes. rP: as probabilities() leaves rS.
@@ -213,8 +212,8 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
         return {packed[0], packed[1], packed[2], packed[3]};
     }
 
-    // Turns rdP into dS. rdP: V·dOᵀ, added to what init_gradients() has written. rP: as probabilities() leaves rS.
-    FASTATTN_DEVICE void gradients(Scores& rdP, const Scores& rP, const Terms& terms) const {
+    // Turns rdP into dS. rdP: V·dOᵀ, added to what init_dp() has written. rP: as probabilities() leaves rS.
+    FASTATTN_DEVICE void to_ds(Scores& rdP, const Scores& rP, const Terms& terms) const {
         if (has_dropout()) {
             const float factor = position.params.scores.dropout_factor;
 #pragma unroll
@@ -295,7 +294,7 @@ struct BackwardScoresSm90<Config, kDataType, true> : BackwardScoresTypes<Config,
     }
 };
 
-// Turns rdP into dS, with options. rdP: V·dOᵀ, added to what start_score_gradients() has written. packed(k): P of rows
+// Turns rdP into dS, with options. rdP: V·dOᵀ, added to what start_dp() has written. packed(k): P of rows
 // [16 * k, 16 * k + 16), as passed_probabilities() returns it.
 template <DataType kDataType, int kTilesM, typename Packed>
 FASTATTN_DEVICE void passed_to_score_gradients(float (&rdP)[1][kTilesM][4], const float* minus_delta,

@@ -65,12 +65,12 @@ struct KeyWorkTile {
         split = row_split.idx, num_splits = splits.num();
         if (split >= num_splits) return false;
         split_tile = row_split.tile - params.row_splits.first_tile;
-        const int32_t rows_before = split_begin(num_row_tiles, split % splits.over_rows, splits.over_rows);
+        const int32_t rows_before = begin_of_even_split(num_row_tiles, split % splits.over_rows, splits.over_rows);
         num_heads = group_size / splits.over_heads;
         begin_head = head * group_size + split / splits.over_rows * num_heads;
         begin_row_tile = end_tile - 1 - rows_before;
-        num_steps =
-            (split_begin(num_row_tiles, split % splits.over_rows + 1, splits.over_rows) - rows_before) * num_heads;
+        num_steps = (begin_of_even_split(num_row_tiles, split % splits.over_rows + 1, splits.over_rows) - rows_before) *
+                    num_heads;
 #pragma unroll 1
         for (int i = 0; i <= Config::kKeyOwners; ++i) {
             const bool is_tile = i == Config::kKeyOwners;

@@ -6,14 +6,14 @@
 
 namespace fastattn {
 
-// Kernels that only scale scores and mask them by a window. Selected by head dim. The variant of a KernelKey says
+// Kernels that only scale scores and mask them by a window. Selected by head dim. The flag of a KernelKey says
 // whether a kernel takes keys in pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward");
     return table;
 }
 
-// Kernels with every option. Selected by head dim. The variant of a KernelKey says whether a kernel takes keys in
+// Kernels with every option. Selected by head dim. The flag of a KernelKey says whether a kernel takes keys in
 // pages.
 inline KernelTable<AttentionForwardParams>& attention_forward_options_kernels() {
     static auto& table = *new KernelTable<AttentionForwardParams>("attention_forward with options");

@@ -90,15 +90,15 @@ struct alignas(1024) ForwardStorageSm90 {
     int32_t some_pages_missing[4 * Config::kNumConsumers];  // a flag of each consumer warp: see MissingPages
     LargestScores<4 * Config::kNumConsumers> largest_scores;
     RingBarriers<2> work;
-    CtaSteps steps;  // the producer's own, as it has too few registers for `steps` and `walk`
+    ClusterSteps steps;  // the producer's own, as it has too few registers for `steps` and `walk`
     WorkTileWalk walk;
     RingBarriers<2> claims;  // in a cluster of two, CTA 0 sends CTA 1 the work tile that CTA 0 claimed
     uint32_t claimed[2];
     // Entries 0 and 1 hold the work tiles that are not split, one for each stage of `work`. The entries from
     // kSplitTiles on hold the split work tiles, which are needed until their partials are combined at the end.
     CtaWorkTile work_tiles[4];
-    int next_tile[2];  // for each stage of `work`: an index into work_tiles, or kNoMoreTiles
-    int num_split;     // this CTA's split work tiles: at most the one where its steps begin and the one where they end
+    int next_tile[2];     // for each stage of `work`: an index into work_tiles, or kNoMoreTiles
+    int num_split_tiles;  // this CTA's split work tiles: at most the one where its steps begin and the one where they end
 };
 
 // IDs of named barriers; __syncthreads() uses ID 0.

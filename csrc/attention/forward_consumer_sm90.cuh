@@ -169,7 +169,7 @@ struct ForwardConsumerSm90 {
         // Opaque: values derived from `lane` would take registers in the main loops.
         const int own_lane = ptx::opaque(lane);
         if (tile.partials.count == 1) {
-            rows.store_exact_rows(first_row, rO, softmax, own_lane);
+            rows.store_fp32_rows(first_row, rO, softmax, own_lane);
             return;
         }
         const PartialRange own = tile.partials.made_by(tile.cta);
@@ -196,7 +196,7 @@ struct ForwardConsumerSm90 {
         using Storage = typename TileCombiner::Storage;
         static_assert(sizeof(Storage) <= sizeof(shared.sQ), "it overlays Q");
 #pragma unroll 1
-        for (int i = 0; i < shared.num_split; ++i) {
+        for (int i = 0; i < shared.num_split_tiles; ++i) {
             const CtaWorkTile& tile = shared.work_tiles[kSplitTiles + i];
             const PartialRowsOfTile rows{params, CtaRowLocator{tile.rows}, factor};
             TileCombiner{rows, *reinterpret_cast<Storage*>(shared.sQ), tile.partials, tile.partials.made_by(tile.cta)}
@@ -215,8 +215,8 @@ struct ForwardConsumerSm90 {
                                rows.queries.begin + rows.row_of(own_row + row));
         });
         for_own_rows<1>(lane, [&](int, int half, int row) {
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
-            if (!one_of_four || row >= rows_left) return;
+            const bool is_row_leader = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
+            if (!is_row_leader || row >= rows_left) return;
             row_pointer(params.lse, rows.batch,
                         rows.head_of(own_row + row))[rows.queries.begin + rows.row_of(own_row + row)] =
                 softmax.row_lse[0][half];

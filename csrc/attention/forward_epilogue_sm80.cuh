@@ -43,8 +43,8 @@ FASTATTN_DEVICE void store_rounded_rows(const AttentionForwardParams& params, co
     store_rows<kWarpM, kHeadDim>(gO, params.out.row_stride, rows.length - first_row, sO, lane, params.out.head_dim);
     float* gLse = row_pointer(params.lse, tile.batch, tile.head) + rows.begin;
     for_own_rows<Config::kTilesM>(lane, [&](int m, int half, int row) {
-        const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
-        if (one_of_four && first_row + row < rows.length) gLse[first_row + row] = softmax.row_lse[m][half];
+        const bool is_row_leader = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
+        if (is_row_leader && first_row + row < rows.length) gLse[first_row + row] = softmax.row_lse[m][half];
     });
 }
 

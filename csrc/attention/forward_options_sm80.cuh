@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardOptionsStorageSm80<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm86);
 
     // Prologue: finds the CTA's query rows and the keys that they see.
     const ScoreParams& options = params.scores;
@@ -182,7 +182,10 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm80<kHeadDim>::kNumThread
         scores.to_scores(rS, warp_row, first_key, lane);
         const auto row_ranges = [&] { return RowRanges(options.ranges, tile.batch, tile.head, rows); };
         if (is_masked) scores.template mask</*kMayHaveRanges=*/!kPaged>(rS, warp_row, first_key, lane, row_ranges);
-        if (some_absent) mask_absent(rS, table, first_key, lane);
+        if (some_absent) {
+            const uint32_t present = present_columns<kTilesN>(table, first_key, lane);
+            mask_scores(rS, lane, [&](int, int, int) { return present; });
+        }
         const auto max = maxima_of_lane(rS);
         if (params.max_logits != nullptr) shared.largest_scores.update(max);
         if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const AttentionForwardParams& params = all_params.attention;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     ForwardConsumerSm90<Config, kDataType> consumer(shared, warpgroup, lane, cluster_size);
 
-    const float factor = options.dropout_factor;  // multiplies the output
+    const float output_factor = options.dropout_factor;
     for (const CtaWorkTile* next; (next = consumer.next_tile()) != nullptr; consumer.release_tile()) {
         const CtaWorkTile& tile = *next;
         consumer.wait_query();
@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         float rO[1][kTilesD][4];  // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];  // [64, kBlockN]: scores, then probabilities
         uint32_t rP[kTilesK][4];  // [64, kBlockN] 16-bit
-#pragma unroll
-        for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
+        set_zero(rO);
 
         const MissingPages<Config> missing(shared, params, rows, tiles, warpgroup);
 
@@ -153,9 +152,9 @@ __global__ void __launch_bounds__(ForwardOptionsConfigSm90<kHeadDim, kValueDim>:
         if (params.max_logits != nullptr) {
             shared.largest_scores.reduce_into(params.max_logits + rows.head, /*factor=*/1.0f);
         }
-        consumer.write_rows(params, tile, own_row, rO, softmax, factor);
+        consumer.write_rows(params, tile, own_row, rO, softmax, output_factor);
     }
-    consumer.combine_split_tiles(params, factor);
+    consumer.combine_split_tiles(params, output_factor);
     wait_for_cluster(cluster_size);  // waits until no CTA will arrive at this CTA's barriers any more
 }
 

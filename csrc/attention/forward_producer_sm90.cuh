@@ -26,10 +26,11 @@ template <typename Config>
 FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const AttentionForwardParamsSm90& all_params,
                                 int lane) {
     const ForwardScheduleSm90& schedule = all_params.schedule;
-    CtaSteps steps{};
+    ClusterSteps steps{};
     if (schedule.may_split) {
         const uint32_t heads = work_tile_heads(all_params.attention, schedule);
-        steps = cta_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule.cluster_size()),
+        steps =
+            cluster_steps(schedule.num_tiles / heads, heads, cluster_in_grid(schedule.cluster_size()),
                           clusters_in_grid(schedule.cluster_size()), lane, [&](uint32_t entry) {
                               const RowsOfCta rows(all_params.attention, schedule, entry * heads,
                                                    /*in_split_order=*/true, 0, Config::kBlockM);
@@ -40,7 +41,7 @@ FASTATTN_DEVICE void find_steps(ForwardStorageSm90<Config>& shared, const Attent
     if (!steps.is_split) steps.tile_idx = cluster_in_grid(schedule.cluster_size());
     shared.steps = steps;
     shared.walk = WorkTileWalk(steps);
-    shared.num_split = 0;
+    shared.num_split_tiles = 0;
 }
 
 // Returns the index of the cluster's next work tile, if work tiles are not split. Clusters claim work tiles one at a
@@ -94,7 +95,7 @@ FASTATTN_DEVICE void publish_work_tile(ForwardStorageSm90<Config>& shared, const
         const KeyTiles tiles = rows.template key_tiles<Config::kTakesRanges>(all_params.attention, Config::kBlockN);
         const TilePartials partials = is_split ? walk.partials(shared.steps, cluster, tiles.num_tiles())
                                                : TilePartials{1, static_cast<int32_t>(cluster), 1};
-        idx = partials.count > 1 ? kSplitTiles + shared.num_split++ : ring.stage;
+        idx = partials.count > 1 ? kSplitTiles + shared.num_split_tiles++ : ring.stage;
         CtaWorkTile& tile = shared.work_tiles[idx];
         tile.rows = rows;
         if constexpr (Config::kTakesRanges) tile.list = rows.tile_list(all_params.attention);

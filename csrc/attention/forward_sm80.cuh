@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: copied earlier, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kLeastSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm86);
 
     // Prologue: finds the CTA's query rows and the keys that they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;

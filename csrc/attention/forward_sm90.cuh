@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
     constexpr int kTilesN = Config::kTilesN, kTilesD = Config::kTilesD, kTilesK = kBlockN / kMmaK;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm90<Config>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const AttentionForwardParams& params = all_params.attention;
@@ -78,8 +78,7 @@ __global__ void __launch_bounds__(ForwardConfigSm90<kHeadDim, kValueDim>::kNumTh
         float rO[1][kTilesD][4];     // [64, kValueDim] of the warpgroup
         float rS[1][kTilesN][4];     // [64, kBlockN]
         uint32_t rP[2][kTilesK][4];  // operands A of P·V of two key tiles: [64, kBlockN] 16-bit each
-#pragma unroll
-        for (int d = 0; d < kTilesD; ++d) rO[0][d][0] = rO[0][d][1] = rO[0][d][2] = rO[0][d][3] = 0.0f;
+        set_zero(rO);
 
         // The keys that this lane's upper and lower row see.
         const SeenColumns<kTilesN> seen(rows.keys_of(own_row + accumulator_row(lane)),

@@ -36,10 +36,10 @@ struct KeyTileList {
 // full tiles in memory, then those before the full tiles. The full tiles come last. Each of the three groups is visited
 // from its last tile to its first.
 struct KeyTiles {
-    int32_t begin, count;          // the tiles of which some row sees some key: the first one and their number
-    int32_t begin_full, end_full;  // the full tiles, of which every row sees every key
-    int32_t num_all_full;          // number of full tiles
-    int32_t num_full;              // number of full tiles of this split
+    int32_t begin, count;           // the tiles of which some row sees some key: the first one and their number
+    int32_t begin_full, end_full;   // the full tiles, of which every row sees every key
+    int32_t num_full_of_work_tile;  // number of full tiles
+    int32_t num_full;               // number of full tiles of this split
 
     // first_row, last_row: the keys that the CTA's first and last row see. From row to row neither bound decreases.
     FASTATTN_DEVICE KeyTiles(KeyRange first_row, KeyRange last_row, int32_t block_n)
@@ -48,14 +48,14 @@ struct KeyTiles {
           begin_full(ceil_div(last_row.begin, block_n)),
           end_full(first_row.end / block_n) {
         if (begin_full >= end_full) begin_full = end_full = begin;
-        num_all_full = num_full = end_full - begin_full;
+        num_full_of_work_tile = num_full = end_full - begin_full;
     }
 
     // Returns the tiles of a list, as indices in the list.
     FASTATTN_DEVICE static KeyTiles of_list(const KeyTileList& list) {
         KeyTiles indices({0, 0}, {0, 0}, 1);
         indices.count = list.num_tiles();
-        indices.end_full = indices.num_all_full = indices.num_full = list.num_full();
+        indices.end_full = indices.num_full_of_work_tile = indices.num_full = list.num_full();
         return indices;
     }
 
@@ -75,7 +75,7 @@ struct KeyTiles {
     FASTATTN_DEVICE int32_t tile(int32_t num_left) const {
         if (num_left <= num_full) return begin_full - 1 + num_left;
         const int32_t from_begin = begin - 1 + num_left;  // the tile if no tile were full
-        return from_begin >= end_full ? from_begin : from_begin - num_all_full;
+        return from_begin >= end_full ? from_begin : from_begin - num_full_of_work_tile;
     }
 
     // Returns how many tiles a loader must skip, after it has loaded tile(num_left), to reach tile(num_left - 1).

@@ -43,8 +43,8 @@ struct PartialRows {
         if (column == 0) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = result.lse;
         if (column >= params.out.head_dim) return;
         if (params.exact_out.data != nullptr) {
-            store_exact(row_pointer(params.exact_out, locator.batch(), head, row_in_memory) + column, partial.values,
-                        result.factor * factor);
+            store_fp32(row_pointer(params.exact_out, locator.batch(), head, row_in_memory) + column, partial.values,
+                       result.factor * factor);
         } else {
             store_rounded<kDataType>(row_pointer(params.out, locator.batch(), head, row_in_memory) + column,
                                      partial.values, result.factor * factor);
@@ -61,31 +61,25 @@ struct PartialRows {
             const int row = first_row + warp_row;
             const float sum = row_reduce_sum(softmax.row_sum[m][half]);
             if (row >= num_rows()) return;
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sum
-            if (one_of_four) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
-            float* gValues = own_slots.values_of(slot, row);
-#pragma unroll
-            for (int d = 0; d < kTilesD; ++d) {
-                const int column = d * kMmaN + accumulator_column(lane);
-                if (column >= own_slots.value_dim) continue;
-                *reinterpret_cast<float2*>(gValues + column) = {rO[m][d][2 * half], rO[m][d][2 * half + 1]};
-            }
+            const bool is_row_leader = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same sum
+            if (is_row_leader) own_slots.store_sums(slot, row, softmax.reference_in_nats(m, half), sum);
+            store_lane_fp32(own_slots.values_of(slot, row), rO[m], half, lane, own_slots.value_dim, WritePair{});
         });
     }
 
     // Writes a warp's rows to the fp32 output, and their lse, for a tile that is not split.
     template <int kTilesM, int kTilesD, typename Softmax>
-    FASTATTN_DEVICE void store_exact_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
-                                          int lane) const {
+    FASTATTN_DEVICE void store_fp32_rows(int first_row, float (&rO)[kTilesM][kTilesD][4], Softmax& softmax,
+                                         int lane) const {
         softmax.finish(rO, factor);
         for_own_rows<kTilesM>(lane, [&](int m, int half, int warp_row) {
             const int row = first_row + warp_row;
             if (row >= num_rows()) return;
             const int32_t head = locator.head_of(row), row_in_memory = locator.row_in_memory(row);
-            const bool one_of_four = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
-            if (one_of_four) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
+            const bool is_row_leader = lane % kLanesPerRow == 0;  // all four lanes of a row hold the same lse
+            if (is_row_leader) row_pointer(params.lse, locator.batch(), head)[row_in_memory] = softmax.row_lse[m][half];
             float* gRow = row_pointer(params.exact_out, locator.batch(), head, row_in_memory);
-            store_exact(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
+            store_lane_fp32(gRow, rO[m], half, lane, params.out.head_dim, WritePair{});
         });
     }
 };
@@ -110,7 +104,7 @@ FASTATTN_DEVICE void store_or_combine_in_fp32(const Rows& rows, const KeySplit& 
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int warp = Threads::index() / kWarpSize, lane = Threads::index() % kWarpSize;
     if (split.num_splits == 1) {
-        rows.store_exact_rows(warp * kWarpM, rO, softmax, lane);
+        rows.store_fp32_rows(warp * kWarpM, rO, softmax, lane);
         return;
     }
     const TilePartials partials{split.num_splits, cta - split.idx, 1};

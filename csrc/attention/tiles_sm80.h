@@ -147,7 +147,7 @@ struct BackwardTileSm80 {
 //                     128           782   1342   320        32   124   32        255        162
 //
 // On small tiles, a full step executes 620, 742, 900 and 1067 instructions with 32, 64, 96 and 128 dims, and 16, 32, 48
-// and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two variants gained nothing
+// and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing
 // in a simulation: two value warps for each 32 keys (12 warps in all), and computing Pᵀ·dO after dSᵀ is in shared
 // memory.
 template <int kHeadDim>

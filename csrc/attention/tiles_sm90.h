@@ -109,7 +109,7 @@ struct ForwardOptionsTileSm90<64, 64> : ForwardTileSm90<64, 64> {
 // owns kKeyBlocks blocks of 64 keys. dK and dV of a block together take 64 registers of each thread for every 64 dims.
 // Shared memory bandwidth is the bottleneck.
 //
-// Three variants have too few registers, so that ptxas serialises their products: 128 rows by 128 keys with 64 dims; dP
+// Three attempts had too few registers, so that ptxas serialises their products: 128 rows by 128 keys with 64 dims; dP
 // started before dV, so that dV overlaps dS; and, with 64 dims, P computed during dQ.
 template <int kHeadDim>
 struct BackwardTileSm90 {
@@ -128,7 +128,7 @@ struct BackwardTileSm90 {
 // scores. The warpgroup that computes dQ has kQueryRegisters: 32 of them hold 64 dims of dQ. In a simulation of the
 // machine code, shared memory bandwidth is the bottleneck.
 inline constexpr int kMostNarrowDims = 128;
-template <int kHeadDim, int kValueDim>
+template <int kHeadDim>
 struct BackwardWideTileSm90 {
     static constexpr int kStages = 2;
     static constexpr int kPassStages = kHeadDim <= 192 ? 2 : 1;  // of the rings of P and dS; more do not fit in 227 KB

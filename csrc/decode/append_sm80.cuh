@@ -46,7 +46,7 @@ FASTATTN_DEVICE void append_chunk(const HeadsView<const uint16_t>& tokens, const
         const QuantisedChunk quantised = quantise_chunk<kFormat, kDataType, kHeadDim / kChunkElements>(bits, given);
         if (!is_stored) return;
         reinterpret_cast<uint2*>(head.row(location))[chunk] = quantised.bytes;
-        if (chunk == 0 && !given.is_given) *head.scale(location) = quantised.scale;
+        if (chunk == 0 && !given.is_per_head) *head.scale(location) = quantised.scale;
     } else if (is_stored) {
         reinterpret_cast<uint4*>(head.row(location))[chunk] = bits;
     }

@@ -33,7 +33,7 @@ FASTATTN_DEVICE TokenLocation location_of(const CacheLayout& layout, int32_t bat
 
 // The scale that all tokens of a head share, if the caller gives one.
 struct HeadScale {
-    bool is_given;
+    bool is_per_head;
     float value;
 };
 
@@ -59,7 +59,7 @@ struct CacheHead {
 
     FASTATTN_DEVICE HeadScale given_scale() const {
         if constexpr (kFormat != CacheFormat::kFp8) return {false, 1.0f};
-        return {cache.scales_are_given, cache.scales_are_given && !has_unit_scales() ? *scales : 1.0f};
+        return {cache.scales_are_per_head, cache.scales_are_per_head && !has_unit_scales() ? *scales : 1.0f};
     }
 
     FASTATTN_DEVICE float* scale(TokenLocation location) const {

@@ -52,7 +52,7 @@ FASTATTN_DEVICE void dequantise_tokens(const CacheView& cache, const CacheLayout
         if (!location.is_present()) continue;
         const uint2 elements = reinterpret_cast<const uint2*>(head.row(location))[chunk];
         const HeadScale given = head.given_scale();
-        const float scale = given.is_given ? given.value : *head.scale(location);
+        const float scale = given.is_per_head ? given.value : *head.scale(location);
         const int32_t block = layout.by_block_rows.quotient(token), row = token - block * layout.block_rows;
         auto* to = reinterpret_cast<uint4*>(out + block * out_block + int64_t{row} * cache.head_dim);
         to[chunk] = dequantised<kDataType, kFormat>(elements, scale);

@@ -24,11 +24,7 @@ namespace fastattn {
 template <typename Decoding, int kHeadDim, int kTilesN>
 FASTATTN_DEVICE void gemm_qk_8bit(float (&rS)[1][kTilesN][4], const SwizzledBlocks<kHeadDim>& sQ,
                                   const SwizzledBlocks<kHeadDim / 2>& sK) {
-#pragma unroll
-    for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) rS[0][n][e] = 0.0f;
-    }
+    set_zero(rS);
 #pragma unroll
     for (int pair = 0; pair < kHeadDim / 2; pair += kMmaK) {
         uint32_t rK[kTilesN / 2][4];

@@ -70,8 +70,8 @@ FASTATTN_DEVICE QuantisedChunk quantise_chunk(uint4 bits, const HeadScale& given
     }
     float scale = __fdiv_rn(largest, kLargestElement<kFormat>);
     scale = (scale == 0.0f ? 1.0f : scale) + spoiled;
-    const bool is_spoiled = !given.is_given && scale != scale;
-    if (given.is_given) scale = given.value;
+    const bool is_spoiled = !given.is_per_head && scale != scale;
+    if (given.is_per_head) scale = given.value;
     uint32_t packed[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kChunkElements; ++i) {
@@ -108,7 +108,7 @@ FASTATTN_DEVICE void quantise_new_tokens(char* sTile, float* sScales, const uint
         if (chunk == 0) sScales[row] = quantised.scale;
         if (gTileRow == nullptr) continue;
         if (has_dims) reinterpret_cast<uint2*>(gTileRow)[chunk] = quantised.bytes;
-        if (chunk == 0 && !given.is_given) *gTileScale = quantised.scale;
+        if (chunk == 0 && !given.is_per_head) *gTileScale = quantised.scale;
     }
 }
 

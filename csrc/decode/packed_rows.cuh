@@ -110,8 +110,8 @@ struct PackedRows {
 
     // Turns Q·Kᵀ, each row times its factor, into scores in nats, -inf where a row does not see a key.
     template <int kTilesN>
-    FASTATTN_DEVICE void to_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
-                                   int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_masked_scores(float (&rS)[1][kTilesN][4], const float (&factor)[2], uint32_t present,
+                                          int32_t first_key, int lane) const {
         const float softcap = params.softcap;
         if (softcap > 0) {
             const float scale[2] = {params.scale_over_softcap * factor[0], params.scale_over_softcap * factor[1]};

@@ -1,5 +1,5 @@
 // Applies RoPE to 16-byte chunks of a row: Su et al., "RoFormer" (2021), section 3.4.2. Decoding rotates its queries
-// (query_tile.cuh), and decoding and appending rotate new keys (new_tokens.cuh).
+// (query_tile.cuh) and the new keys that it appends (new_tokens.cuh). append_sm80.cuh does not rotate.
 #pragma once
 
 #include <cstdint>

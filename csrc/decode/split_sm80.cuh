@@ -141,8 +141,8 @@ FASTATTN_DEVICE void store_output_row(float* sO, const float (&rO)[Config::kTile
 // wait only for it (scheduler/partial_tree.h). If the combined node is the whole tile, stores the result. Otherwise
 // stores the node, the largest that the CTA can make so far, in a workspace slot.
 template <typename Config, typename Rows>
-FASTATTN_DEVICE void store_partial(const Rows& rows, const DecodeStorageSm80<Config>& shared,
-                                   const TilePartials& partials, PartialRange own, int32_t partial) {
+FASTATTN_DEVICE void store_combined_groups(const Rows& rows, const DecodeStorageSm80<Config>& shared,
+                                           const TilePartials& partials, PartialRange own, int32_t partial) {
     constexpr int kQuads = Config::kHeadDim / 4;
     const auto cta = static_cast<int32_t>(blockIdx.x);
     const int32_t slots_per_cta = rows.slots_per_cta();
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
                         query_power[half] = shared.query_powers[warps.index() * kMmaM + row];
                     });
                 }
-                rows.to_scores(rS, query_power, present_now, first_key, lane);
+                rows.to_masked_scores(rS, query_power, present_now, first_key, lane);
                 const auto max = maxima_of_lane(rS);
                 if (softmax.is_outgrown_by(max)) rescale(rO, softmax.follow(max));
                 softmax.exponentiate(rS);
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         const int32_t partial = params.schedule.splits_are_partials
                                     ? static_cast<int32_t>(work.next_split() - 1 - partials.first)
                                     : own.begin;
-        store_partial<Config>(tile_rows, shared, partials, own, partial);
+        store_combined_groups<Config>(tile_rows, shared, partials, own, partial);
         __syncthreads();  // waits until every thread has read the results: rings and queries may be overwritten
         const bool splits_tile = own.end - own.begin < partials.count;
         if (splits_tile && partial + 1 == own.end && params.partials.arrivals != nullptr) {

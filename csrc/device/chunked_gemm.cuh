@@ -65,14 +65,7 @@ class ChunkedGemm {
     // or what start() got. After the last call, other warps may still be reading the storage.
     FASTATTN_DEVICE void multiply(float (&rS)[kTilesM][kTilesN][4], const GemmOperands& operands,
                                   const GemmOperands& next) {
-#pragma unroll
-        for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-            for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) rS[m][n][e] = 0.0f;
-            }
-        }
+        set_zero(rS);
 #pragma unroll 1
         for (int32_t dim = 0; dim < operands.head_dim; dim += kChunkDims) {
             ptx::cp_async_wait_group<0>();  // waits for this thread's copies of the chunk

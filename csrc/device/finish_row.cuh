@@ -65,7 +65,7 @@ FASTATTN_DEVICE void store_rounded(uint16_t* gOut, float4 values, float factor) 
                                        pack<kDataType>(values.z * factor, values.w * factor)};
 }
 
-FASTATTN_DEVICE void store_exact(float* gOut, float4 values, float factor) {
+FASTATTN_DEVICE void store_fp32(float* gOut, float4 values, float factor) {
     *reinterpret_cast<float4*>(gOut) = {values.x * factor, values.y * factor, values.z * factor, values.w * factor};
 }
 

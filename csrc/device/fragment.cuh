@@ -147,4 +147,16 @@ FASTATTN_DEVICE void accumulators_to_a(uint32_t (&a)[4], const float (&left)[4],
     a[3] = pack<kDataType>(right[2], right[3]);
 }
 
+template <int kTilesM, int kTilesN>
+FASTATTN_DEVICE void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rC[m][n][e] = 0.0f;
+        }
+    }
+}
+
 }  // namespace fastattn

@@ -6,7 +6,8 @@
 // - Finding them. Each thread searches the chunks that it has copied itself, after it has waited for its own copies, so
 //   that no barrier is needed before the search. The chunks of all threads together are the tile. One vote tells all
 //   threads that use the tile whether any thread has found something. In Hopper's forward kernel, a warp of the
-//   producer searches the whole tile instead (keep_values_finite() in attention/forward_producer_sm90.cuh).
+//   producer searches the whole tile instead (keep_values_finite() in attention/forward_producer_sm90.cuh). Decoding
+//   does the same for fp8 values in decode/value_rows.cuh.
 // - Rows that do not see the key. They get 0 times a finite number from it: 0.
 // - Rows that see the key. With weights P >= 0, only the elements of a column that are not finite decide whether the
 //   column's sum is NaN or infinite. Adding these elements with the weight 1 gives the same result, with one exception:

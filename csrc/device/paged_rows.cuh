@@ -128,27 +128,4 @@ struct PagedTileLoader : TileChunks<kRows, kHeadDim, kThreads, /*kDirection=*/1>
     }
 };
 
-// Sets the scores of absent keys to -inf. rS holds the scores of keys from first_key on.
-template <int kTilesM, int kTilesN>
-FASTATTN_DEVICE void mask_absent(float (&rS)[kTilesM][kTilesN][4], const PageTable& table, int32_t first_key,
-                                 int lane) {
-    constexpr int kTilesPerWord = kWarpSize / kMmaN;
-#pragma unroll
-    for (int word = 0; word < kTilesN / kTilesPerWord; ++word) {
-        const bool is_absent = !table.find(first_key + word * kWarpSize + lane).is_present();
-        const uint32_t absent = __ballot_sync(0xffffffff, is_absent) >> accumulator_column(lane);
-#pragma unroll
-        for (int n = 0; n < kTilesPerWord; ++n) {
-#pragma unroll
-            for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& score = rS[m][word * kTilesPerWord + n][e];
-                    if (absent >> (n * kMmaN + e % 2) & 1) score = -kInfinity;
-                }
-            }
-        }
-    }
-}
-
 }  // namespace fastattn

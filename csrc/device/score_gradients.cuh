@@ -200,7 +200,7 @@ struct ScoreGradients {
         });
         const int32_t key = first_key + n * kMmaN;
         for_each_of_eight([&](int m, int e) { rScore[m][0][e] = rS[m][n][e]; });
-        scores.to_scores(rScore, rSoftcapGradient, first_row, key, lane);
+        scores.to_scores_and_softcap_gradient(rScore, rSoftcapGradient, first_row, key, lane);
         if (!is_full) {
             for_each_of_eight(
                 [&](int m, int e) { rScore[m][0][e] = has(seen[m], n, e) ? rScore[m][0][e] : -kInfinity; });

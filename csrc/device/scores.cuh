@@ -126,15 +126,15 @@ struct HeadScores {
         add_alibi(rS, first_row, first_key, lane);
     }
 
-    // Does what to_unbiased_scores() does, and adds the bias that load_bias() has loaded. A bias of -inf masks a score.
+    // Does what to_unbiased_scores() does, and adds the bias in rB, which load_bias() has loaded. A bias of -inf masks a score.
     template <int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], const uint32_t (&rB)[kTilesM][kTilesN][4],
-                                   int32_t first_row, int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_scores_with(const uint32_t (&rB)[kTilesM][kTilesN][4], float (&rS)[kTilesM][kTilesN][4],
+                                        int32_t first_row, int32_t first_key, int lane) const {
         to_unbiased_scores(rS, first_row, first_key, lane);
         with_bias_kind([&](auto, auto kind) { add_bias<kind.value>(rS, rB); });
     }
 
-    // Does the same with a bias that is loaded only now, because it would not fit in registers next to Q·Kᵀ.
+    // Does the same with a bias that it loads only now, because it would not fit in registers next to Q·Kᵀ.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                    int lane) const {
@@ -166,8 +166,9 @@ struct HeadScores {
     // not see, and all keys of a row that does not exist. Otherwise NaN scores of such a row would make the keys'
     // gradients NaN.
     template <int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void to_scores(float (&rS)[kTilesM][kTilesN][4], float (&rSoftcapGradient)[kTilesM][kTilesN][4],
-                                   int32_t first_row, int32_t first_key, int lane) const {
+    FASTATTN_DEVICE void to_scores_and_softcap_gradient(float (&rS)[kTilesM][kTilesN][4],
+                                                        float (&rSoftcapGradient)[kTilesM][kTilesN][4],
+                                                        int32_t first_row, int32_t first_key, int lane) const {
         const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
         if (softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {

@@ -95,23 +95,23 @@ struct OnlineSoftmax {
         }
     }
 
-    // Starts the rows with a sink: a score in nats that has no value. one_of_four: true in only one of the four lanes
+    // Starts the rows with a sink: a score in nats that has no value. is_row_leader: true in only one of the four lanes
     // of a row, which then adds the sink to its sum.
-    FASTATTN_DEVICE void set_sink(float sink, bool one_of_four) {
+    FASTATTN_DEVICE void set_sink(float sink, bool is_row_leader) {
         const float score = fmaxf(kInNats ? sink : sink * kLog2E, kLowest);
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
             reference[m][0] = reference[m][1] = score;
-            row_sum[m][0] = row_sum[m][1] = one_of_four && sink != -kInfinity ? 1.0f : 0.0f;
+            row_sum[m][0] = row_sum[m][1] = is_row_leader && sink != -kInfinity ? 1.0f : 0.0f;
         }
     }
 
     // Starts a lane's upper and lower rows with different sinks.
-    FASTATTN_DEVICE void set_sinks(float upper, float lower, bool one_of_four) {
+    FASTATTN_DEVICE void set_sinks(float upper, float lower, bool is_row_leader) {
         static_assert(kTilesM == 1, "two rows of a lane");
-        set_sink(lower, one_of_four);
+        set_sink(lower, is_row_leader);
         const float reference_below = reference[0][1], sum_below = row_sum[0][1];
-        set_sink(upper, one_of_four);
+        set_sink(upper, is_row_leader);
         reference[0][1] = reference_below;
         row_sum[0][1] = sum_below;
     }

@@ -49,8 +49,8 @@ FASTATTN_DEVICE void store_accumulators(const float (&rO)[1][kTilesD][4], int la
 // Stores a lane's elements of one of its rows in fp32. The row has 8 * kTilesD elements, of which head_dim are stored.
 // half: see for_own_rows(). store(pair, first, second) stores two neighbouring elements at address `pair`.
 template <int kTilesD, typename Store>
-FASTATTN_DEVICE void store_exact(float* gRow, const float (&rO)[kTilesD][4], int half, int lane, int head_dim,
-                                 Store&& store) {
+FASTATTN_DEVICE void store_lane_fp32(float* gRow, const float (&rO)[kTilesD][4], int half, int lane, int head_dim,
+                                     Store&& store) {
     gRow += accumulator_column(lane);
 #pragma unroll
     for (int d = 0; d < kTilesD; ++d) {

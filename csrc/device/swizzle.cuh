@@ -12,6 +12,12 @@
 namespace fastattn {
 
 inline constexpr int kChunkBytes = 16;
+inline constexpr int kChunkElements = 8;
+inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows
+
+FASTATTN_DEVICE uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
 // Calls function(uint32_t& pair_of_elements, index of the pair) for the four pairs of 16-bit elements of a chunk in
 // shared memory, in registers: one load and one store.
@@ -25,12 +31,6 @@ FASTATTN_DEVICE void for_pairs_of_chunk(char* sChunk, Function&& function) {
     function(pairs.w, 3);
     bits = pairs;
 }
-inline constexpr int kChunkElements = 8;
-inline constexpr int kSwizzleRows = 8;  // the pattern repeats after so many rows
-
-FASTATTN_DEVICE uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 template <int kHeadDim>
 struct Swizzle {
@@ -38,6 +38,7 @@ struct Swizzle {
     static constexpr int kRowBytes = kRowElements * 2;
     static constexpr int kChunksPerRow = kRowElements / kChunkElements;
     static constexpr int kPeriod = kChunksPerRow % 8 == 0 ? 8 : 4;  // adjacent chunks that are permuted together
+    static constexpr int kPeriodRows = kSwizzleRows;
     static_assert(kChunksPerRow % kPeriod == 0, "a row must hold whole periods of the pattern");
 
     // Returns the offset of a chunk, in bytes from the start of the tile.

@@ -91,15 +91,15 @@ struct TileLoader : TileChunks<kRows, kHeadDim, kThreads, kDirection> {
     FASTATTN_DEVICE void skip(int64_t elements) { gChunk += elements; }
 
     // Starts to copy a tile, and goes on to the next. kPartial: only the first num_rows rows exist; the others become
-    // zero, and are not read. The tile is written bytes_behind bytes after the buffer's beginning.
+    // zero, and are not read. The tile is written byte_offset bytes after the buffer's beginning.
     template <bool kPartial>
-    FASTATTN_DEVICE void load(int num_rows, uint32_t bytes_behind = 0) {
+    FASTATTN_DEVICE void load(int num_rows, uint32_t byte_offset = 0) {
         const int thread = ptx::opaque(threadIdx.x);  // so that values computed from it do not stay in registers
         const int rows_from_here = num_rows - thread / kChunksPerPass;
         const int chunks_from_here = head_dim / kChunkElements - thread % kChunksPerPass;
         Chunks::for_own_chunks([&](int first_row, int first_chunk, char* destination) {
             const bool exists = first_chunk < chunks_from_here && (!kPartial || first_row < rows_from_here);
-            ptx::cp_async_cg_16(shared_address(destination) + bytes_behind, gChunk + first_chunk * kChunkElements,
+            ptx::cp_async_cg_16(shared_address(destination) + byte_offset, gChunk + first_chunk * kChunkElements,
                                 exists ? kChunkBytes : 0);
             if (first_chunk + kChunksPerPass == Layout::kChunksPerRow) gChunk += kDirection * pass_stride;
         });

@@ -37,18 +37,6 @@ FASTATTN_DEVICE void multiply_pair(float (&rC)[kTilesM][kTilesN][4], const uint3
     }
 }
 
-template <int kTilesM, int kTilesN>
-FASTATTN_DEVICE void set_zero(float (&rC)[kTilesM][kTilesN][4]) {
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) rC[m][n][e] = 0.0f;
-        }
-    }
-}
-
 // rS += Q · sKᵀ. sK [kTilesN * 8, kHeadDim] at ldmatrix_lane_b; load_q(rQ, m, k) loads the operand A of a block.
 template <DataType kDataType, int kTilesM, int kTilesN, int kHeadDim, typename LoadQ>
 FASTATTN_DEVICE void accumulate_loaded_qk(float (&rS)[kTilesM][kTilesN][4], const SwizzledBlocks<kHeadDim>& sK,

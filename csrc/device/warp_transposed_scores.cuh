@@ -88,7 +88,7 @@ struct TransposedScores {
     using Accumulators = float[kTilesM][kTilesN][4];
 
     // Initialises rdP with -delta, so that adding V·dOᵀ to it gives dPᵀ - delta.
-    FASTATTN_DEVICE static void init_gradients(Accumulators& rdP, const float4* minus_delta, int lane) {
+    FASTATTN_DEVICE static void init_dp(Accumulators& rdP, const float4* minus_delta, int lane) {
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
             const float4 start = minus_delta[(n * kMmaN + accumulator_column(lane)) / 2];

@@ -27,7 +27,7 @@ struct CacheView {
     float* scales;                      // [blocks, kv_heads, block_rows]; null where all are 1 or elements have 16 bits
     int64_t scale_head_stride;
     uint32_t scale_block_stride, scale_row_stride;
-    bool scales_are_given;  // true: kernels read one for all tokens of a head; false: they write one for each token
+    bool scales_are_per_head;  // true: kernels read one for all tokens of a head; false: they write one for each token
 };
 
 // Where the tokens of a sequence are in memory. Kernels trust neither lengths nor tables: see decode/cache_tokens.cuh.

@@ -45,4 +45,12 @@ DeviceFacts device_facts() {
     return *facts;
 }
 
+void bind_device(int32_t device) {
+    const cudaError_t error = cudaSetDevice(device);
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // clears the error, as above
+    throw std::runtime_error("fastattn: cannot use CUDA device " + std::to_string(device) + ": " +
+                             cudaGetErrorString(error));
+}
+
 }  // namespace fastattn

@@ -16,4 +16,9 @@ struct DeviceFacts {
 // of the process; those of others are queried at each call.
 DeviceFacts device_facts();
 
+// Binds a device's context to this thread. A kernel launch does this by itself, but functions of the driver, which
+// encode tensor maps, fail in a thread that has no context yet: one of autograd's own threads, for example. Any thread
+// may call it, also while a graph is captured.
+void bind_device(int32_t device);
+
 }  // namespace fastattn

@@ -42,7 +42,7 @@ struct KernelKey {
     int32_t architecture;  // 80 or 90: see runs_on()
     KernelSize size;
     std::optional<DataType> dtype;  // none: any
-    std::optional<bool> variant;    // each table defines it; none: both
+    std::optional<bool> flag;       // each table says what it means; none: both
     int32_t shared_bytes = 0;       // that a CTA must be able to have; 0: any GPU of the architecture has enough
 
     // Orders a table's rows: newest architecture first, then lowest cost(), then most shared memory of a CTA.
@@ -108,11 +108,11 @@ class KernelTable {
 
     // Returns the first row whose kernel takes a call of this size and runs on a GPU that gives a CTA shared_bytes of
     // shared memory. Returns null if there is none.
-    Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
+    Row* find_or_null(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool flag,
                       int32_t shared_bytes = kAnySharedBytes) {
         for (Row* row = first_; row != nullptr; row = row->next) {
             const KernelKey& key = row->key;
-            if (key.size.holds(size) && key.dtype == dtype && key.variant.value_or(variant) == variant &&
+            if (key.size.holds(size) && key.dtype == dtype && key.flag.value_or(flag) == flag &&
                 key.shared_bytes <= shared_bytes && runs_on(key.architecture, compute_capability)) {
                 return row;
             }
@@ -121,18 +121,18 @@ class KernelTable {
     }
 
     // Does what find_or_null() does, but throws std::runtime_error if there is no such row.
-    Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool variant,
+    Row& find(int32_t compute_capability, KernelSize size, std::optional<DataType> dtype, bool flag,
               int32_t shared_bytes = kAnySharedBytes) {
-        if (Row* row = find_or_null(compute_capability, size, dtype, variant, shared_bytes)) return *row;
+        if (Row* row = find_or_null(compute_capability, size, dtype, flag, shared_bytes)) return *row;
         throw_no_kernel(operation_, size, dtype, compute_capability);
     }
 
-    // Calls function(row), in the order of the table, for the rows of this dtype and variant that run on a GPU.
+    // Calls function(row), in the order of the table, for the rows of this dtype and flag that run on a GPU.
     template <typename Function>
-    void for_each_row(int32_t compute_capability, DataType dtype, bool variant, Function&& function) {
+    void for_each_row(int32_t compute_capability, DataType dtype, bool flag, Function&& function) {
         for (Row* row = first_; row != nullptr; row = row->next) {
             const KernelKey& key = row->key;
-            if (key.dtype == dtype && key.variant.value_or(variant) == variant &&
+            if (key.dtype == dtype && key.flag.value_or(flag) == flag &&
                 runs_on(key.architecture, compute_capability)) {
                 function(*row);
             }

@@ -131,8 +131,8 @@ FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sum
 template <int kRows, int kColumns, int kThreads, typename Function>
 FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums, const TilePosition& position,
                                     Function&& function) {
-    constexpr int kMaxChunks = kColumns / kEpilogueColumns;
-    static_assert(kThreads % kMaxChunks == 0, "a pass must take whole rows");
+    constexpr int kMostChunks = kColumns / kEpilogueColumns;
+    static_assert(kThreads % kMostChunks == 0, "a pass must take whole rows");
     const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
     const int tile_column = threadIdx.x % chunks_per_row * kEpilogueColumns;
     const int32_t first_row = position.m_tile * kRows, column = position.n_tile * columns + tile_column;

@@ -13,13 +13,13 @@
 // quantises them for itself, and does so in each step instead of copying (tokens_of_cta.cuh). More tokens are quantised
 // once for all CTAs (quantize_tokens.cuh).
 //
-// Sums are int32, which is exact up to kMaxInt8SumK of K. With scales per group along K, each int32 sum of 32 or 64 k
+// Sums are int32, which is exact up to kMostInt8SumK of K. With scales per group along K, each int32 sum of 32 or 64 k
 // starts not from 0 but from the bits of the float 1.5 * 2^23, whose unit in the last place is 1. The bits of the
 // finished sum are then the float 1.5 * 2^23 + sum. One FADD subtracts the start, so that no conversion to fp32 is
 // needed.
 //
 // Preconditions: those of Int8WeightView and MatrixView; N a multiple of 8; K a multiple of 16 and at most
-// kMaxInt8SumK. No SwiGLU, which would need the gates and ups of the same columns in one tile.
+// kMostInt8SumK. No SwiGLU, which would need the gates and ups of the same columns in one tile.
 #pragma once
 
 #include <type_traits>
@@ -56,9 +56,7 @@ struct Int8MatmulS8ConfigSm80 : Int8MatmulS8TileSm80<kBlockM_> {
 
 // [rows, kBlockK] int8. To ldmatrix and the swizzle, a pair of numbers is one element of 16 bits.
 template <int kBlockK>
-struct S8Layout : Swizzle<kBlockK / 2> {
-    static constexpr int kPeriodRows = kSwizzleRows;
-};
+using S8Layout = Swizzle<kBlockK / 2>;
 
 template <typename Config>
 struct alignas(128) Int8MatmulS8StageSm80 {

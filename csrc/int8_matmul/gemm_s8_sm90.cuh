@@ -10,11 +10,11 @@
 //   W, Xq  kNumStages  before its products            after them
 //
 // The products of two steps are in flight: those of the next step are started while the tensor cores compute those of
-// this step. Sums are int32, which is exact up to kMaxInt8SumK of K, so that splits of a tile do not change the result.
+// this step. Sums are int32, which is exact up to kMostInt8SumK of K, so that splits of a tile do not change the result.
 // With scales per group along K, the sums of each group are scaled and added in fp32, in a second set of accumulators.
 // Meanwhile the tensor cores work for the other consumer.
 //
-// Preconditions: those of Int8WeightView; N a multiple of 8; K a multiple of 16 and at most kMaxInt8SumK; no SwiGLU.
+// Preconditions: those of Int8WeightView; N a multiple of 8; K a multiple of 16 and at most kMostInt8SumK; no SwiGLU.
 #pragma once
 
 #include <cstdint>
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     using Tile = Int8MatmulS8TileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<S8ClusterStorage<Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
     static_assert(kBlockM <= kConsumerThreads, "a thread copies each token's scale");
 
     // Prologue.

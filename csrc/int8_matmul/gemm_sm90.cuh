@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     using Tile = Int8MatmulTileSm90<kBlockM>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<ClusterStorage<Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;

@@ -40,25 +40,18 @@ struct Int8GradInputConfigSm80 : Int8GradInputTileSm80<kBlockM_> {
     static constexpr int kTilesK = kWarpK / kMmaM;         // K is the MMA's M
     static constexpr int kTilesM = Tile::kBlockM / kMmaN;  // M is its N
     static constexpr int kSmallestGroup = Int8WeightView::kSmallestGroup;
-    static constexpr int kMaxGroups = Tile::kBlockK / kSmallestGroup;
+    static constexpr int kMostGroups = Tile::kBlockK / kSmallestGroup;
     static_assert(kWarpK == kSmallestGroup, "one ldmatrix takes a warp's columns, and they share a group");
     static_assert(kNumThreads % Tile::kBlockN == 0, "a thread copies scales of one n");
 };
 
-// Rows of 128 bytes, in the layout of device/swizzle.cuh.
-struct SwizzledLayout {
-    static constexpr int kRowElements = 64;  // of 16 bits
-    static constexpr int kRowBytes = Swizzle<kRowElements>::kRowBytes;
-    static constexpr int kPeriodRows = kSwizzleRows;
-
-    FASTATTN_DEVICE static uint32_t offset(int row, int chunk) { return Swizzle<kRowElements>::offset(row, chunk); }
-};
+using SwizzledLayout = Swizzle<64>;  // of 16 bits: rows of 128 bytes
 
 template <typename Config>
 struct alignas(128) Int8GradInputStageSm80 {
     uint16_t sW[Config::kBlockN * SwizzledLayout::kRowElements];   // [kBlockN, kBlockK] int8
     uint16_t sdY[Config::kBlockM * SwizzledLayout::kRowElements];  // [kBlockM, kBlockN]: dY
-    float sScale[Config::kMaxGroups][Config::kBlockN];             // scales of the groups of the tile's columns
+    float sScale[Config::kMostGroups][Config::kBlockN];            // scales of the groups of the tile's columns
     static_assert(Config::kBlockK == SwizzledLayout::kRowBytes && Config::kBlockN == SwizzledLayout::kRowElements);
 };
 
@@ -111,7 +104,7 @@ FASTATTN_DEVICE void multiply_stage(float (&rX)[Config::kTilesK][Config::kTilesM
     const float* sScale = stage.sScale[group] + accumulator_column(lane);
 #pragma unroll
     for (int n = 0; n < Config::kBlockN; n += kMmaK) {
-        uint32_t rBytes[4];       // [column tile][upper and lower 8 n]
+        uint32_t rBytes[4];       // [2 * k + half]: 16 columns of W by 8 rows n, int8
         uint32_t rW[kTilesK][4];  // operands A
         ptx::ldmatrix_m8n8_x4_trans(rBytes, sW.address(n, warp_k / 2));
 #pragma unroll
@@ -197,7 +190,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
             load_dy.load(shared_address(stage.sdY), M - first_m, left * 2, kBlockN * 2);
             const float* gScale =
                 weight.scale + (int64_t{step} * kBlockN + scale_n) * weight.scale_row_stride + first_group;
-            const int last_group = (Config::kMaxGroups - 1) >> weight.group_shift;
+            const int last_group = (Config::kMostGroups - 1) >> weight.group_shift;
             for (int group = threadIdx.x / kBlockN; group <= last_group; group += kNumThreads / kBlockN) {
                 const bool exists = scale_n < left && first_group + group < weight.groups;
                 ptx::cp_async_ca_4(shared_address(&stage.sScale[group][scale_n]), gScale + group,

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     using Range = FactorRange<ScaledDecoding<kDataType>::kEnd>;
     extern __shared__ __align__(1024) char shared_bytes[];
     auto& shared = *reinterpret_cast<GradInputStorageSm90<kDataType, Tile>*>(shared_bytes);
-    static_assert(sizeof(shared) <= kMostSharedBytesPerCta);
+    static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
     const MatmulEpilogue& epilogue = params.matmul.epilogue;

@@ -22,6 +22,8 @@ struct MatrixView {
 // The weights W [N, K] = [rows, columns], int8. Each row is contiguous. The base and the row stride are multiples of 16
 // bytes. Rows do not overlap. The memory between rows may hold anything.
 // The element W[n, k] is data[n * row_stride + k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
+// Who multiplies by the scales: epilogue.cuh by those of the whole tensor or of channels, each gemm_*.cuh by those of
+// groups, gemm_s8_*.cuh by the tokens' scales, and for dX grad_input_sm80.cuh and scale_factors_sm90.cuh.
 struct Int8WeightView {
     static constexpr int32_t kOneGroup = 31;  // the group_shift of weights with one scale for each row
     static constexpr int32_t kSmallestGroup = 32;
@@ -36,7 +38,7 @@ struct Int8WeightView {
 
 // The most products x * w whose sum fits into int32. Quantised activations x are from -127 to 127, weights w from -128
 // to 127.
-inline constexpr int32_t kMaxInt8SumK = 1 << 17;
+inline constexpr int32_t kMostInt8SumK = 1 << 17;
 
 inline constexpr int32_t kEpilogueColumns = 4;  // columns of the result that a thread finishes at once
 
@@ -55,7 +57,8 @@ struct MatmulEpilogue {
     MatrixView<const uint16_t> residual;  // data is null if there is no residual
     MatrixView<uint16_t> out;
     MatmulSchedule schedule;
-    float* partial;      // [num_slots(schedule), a tile's sums in the kernel's own order]; null if no tile is split
+    float*
+        partial;  // [num_workspace_slots(schedule), a tile's sums in the kernel's own order]; null if no tile is split
     uint64_t* arrivals;  // [split tiles, CTAs of a cluster], see scheduler/arrivals.cuh
     uint64_t launch_id;
 
@@ -124,7 +127,7 @@ constexpr Int8TileFacts int8_tile_facts() {
             Tile::kMatmulTile};
 }
 
-// In a key of this table, `size` is the rows of a tile, and `variant` says whether weights have scales for groups along
+// In a key of this table, `size` is the rows of a tile, and `flag` says whether weights have scales for groups along
 // K.
 using Int8KernelTable = KernelTable<Int8MatmulParams, Int8TileFacts>;
 

@@ -60,8 +60,8 @@ FASTATTN_DEVICE float token_scale(float largest) {
 // magnitude.
 template <DataType kDataType>
 FASTATTN_DEVICE float scale_or_nan(float scale, uint32_t largest) {
-    constexpr uint32_t kInfinity = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
-    return largest < kInfinity ? scale : __uint_as_float(0x7fffffff);
+    constexpr uint32_t kInfinityBits = kDataType == DataType::kFloat16 ? 0x7c00 : 0x7f80;
+    return largest < kInfinityBits ? scale : __uint_as_float(0x7fffffff);
 }
 
 // Rounds to an integer, nearest even, by adding 1.5 * 2^23, and returns the bits of the sum. The lowest byte of these
@@ -109,17 +109,17 @@ struct QuantizeStorage {
     uint32_t largest[kThreads / kWarpSize];  // what each warp has found in its elements of a row
 };
 
-// Quantises one row [columns] of gX to gQ and *gScale. Called by each of kGroup threads, which are a whole CTA or a
+// Quantises one row [columns] of gX to gQ and *gScale. Called by each of kGroupThreads threads, which are a whole CTA or a
 // warp; `thread` is the caller's index among them. largest_of_all(x) returns the largest x of these threads.
-template <DataType kDataType, int kGroup, typename LargestOfAll>
+template <DataType kDataType, int kGroupThreads, typename LargestOfAll>
 FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns, int32_t thread,
                                   LargestOfAll&& largest_of_all) {
     constexpr int kElements = 8;  // 16 bytes a thread
-    constexpr int kLoads = kGroup == kWarpSize ? 8 : 4;
+    constexpr int kLoads = kGroupThreads == kWarpSize ? 8 : 4;
     const int32_t first_column = thread * kElements;
     LargestMagnitude own_largest;
 #pragma unroll kLoads
-    for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
+    for (int32_t column = first_column; column < columns; column += kGroupThreads * kElements) {
         own_largest.follow(*reinterpret_cast<const uint4*>(gX + column));
     }
     const uint32_t largest = largest_of_all(own_largest.bits());
@@ -128,7 +128,7 @@ FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale,
     if (thread == 0) *gScale = scale_or_nan<kDataType>(scale, largest);
     const Division divide(scale);
 #pragma unroll 2
-    for (int32_t column = first_column; column < columns; column += kGroup * kElements) {
+    for (int32_t column = first_column; column < columns; column += kGroupThreads * kElements) {
         const uint4 eight = *reinterpret_cast<const uint4*>(gX + column);
         *reinterpret_cast<uint2*>(gQ + column) = quantize_eight<kDataType>(eight, divide);
     }

@@ -61,7 +61,7 @@ struct ScaledDecoding<DataType::kBFloat16> {
 };
 
 inline constexpr int kStepN = 2 * kWarpSize;  // the N of a step: a lane makes the factors of two n
-inline constexpr int kMaxGroups = kCtaN / Int8WeightView::kSmallestGroup;
+inline constexpr int kMostGroups = kCtaN / Int8WeightView::kSmallestGroup;
 
 // The factors of a step, for each group of the CTA's columns. Of the four lanes of a row of operand A, lane t needs n =
 // 2t and 2t + 1 of each 8. A lane's words for all these pairs form vectors of four words. The i-th vectors of the four
@@ -71,8 +71,8 @@ struct alignas(16) StepFactors {
     using Decoding = ScaledDecoding<kDataType>;
     static constexpr int kLaneWords = kStepN / kMmaN * Decoding::kWords;
 
-    uint32_t words[kMaxGroups][kLaneWords / 4][kLanesPerRow][4];
-    float divisors[kMaxGroups];
+    uint32_t words[kMostGroups][kLaneWords / 4][kLanesPerRow][4];
+    float divisors[kMostGroups];
     int32_t has_changed;  // whether some divisor differs from the step before
 
     // Stores the factors of n = 2 * lane and n = 2 * lane + 1.
@@ -91,9 +91,9 @@ struct alignas(16) StepFactors {
     }
 };
 
-// The scales in flight from global memory: kScaleSteps steps of kMaxGroups groups each.
+// The scales in flight from global memory: kScaleSteps steps of kMostGroups groups each.
 inline constexpr int kScaleSteps = 4;
-using ScaleSteps = float[kScaleSteps][kMaxGroups][kStepN];
+using ScaleSteps = float[kScaleSteps][kMostGroups][kStepN];
 
 // Makes the factors of all steps, and copies their scales a few steps ahead. Called by one warp.
 template <DataType kDataType, typename Tile>
@@ -103,11 +103,11 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
     static_assert(Tile::kBlockK == kStepN);
     const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
     const Int8WeightView& weight = params.matmul.weight;
-    const int num_groups = ((kMaxGroups - 1) >> weight.group_shift) + 1;
+    const int num_groups = ((kMostGroups - 1) >> weight.group_shift) + 1;
     Ring<Tile::kNumStages> ring(barriers);
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
-        const int32_t first_group = tile.n_tile * kMaxGroups >> weight.group_shift;
+        const int32_t first_group = tile.n_tile * kMostGroups >> weight.group_shift;
         const auto copy = [&](int32_t step) {
             if (step < work.end_step) {
                 uint32_t destination = shared_address(&sScales[step % kScaleSteps][0][lane]);
@@ -126,7 +126,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
             ptx::cp_async_commit_group();
         };
 
-        FactorRange<ScaledDecoding<kDataType>::kEnd> ranges[kMaxGroups];
+        FactorRange<ScaledDecoding<kDataType>::kEnd> ranges[kMostGroups];
 #pragma unroll 1
         for (int i = 0; i < kScaleSteps; ++i) copy(work.begin_step + i);
 #pragma unroll 1
@@ -137,7 +137,7 @@ FASTATTN_DEVICE void make_factors(const RingBarriers<Tile::kNumStages>& barriers
             StepFactors<kDataType>& factors = stages[ring.stage];
             bool has_changed = step == work.begin_step;
 #pragma unroll
-            for (int group = 0; group < kMaxGroups; ++group) {
+            for (int group = 0; group < kMostGroups; ++group) {
                 if (group >= num_groups) break;
                 auto& range = ranges[group];
                 const float2 scales = reinterpret_cast<const float2*>(sScales[step % kScaleSteps][group])[lane];

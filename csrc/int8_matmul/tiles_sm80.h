@@ -16,7 +16,7 @@ inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 inline constexpr int kInt8StageBytes = 80 << 10;
 
 // Each of the four warps has 32 of the tile's 128 columns of N and all of its rows of M, so that only one warp loads
-// and dequantises a given weight. With kBlockM = 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
+// and multiplies_in_16bit a given weight. With kBlockM = 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
 // HMMA and 20 loads from shared memory: 16 of 16 bytes a lane, and 4 of 8 bytes. With few rows, loading the weights
 // takes longest. A row of a stage then has 128 bytes, and 64 KB of weights are in flight to an SM. With many rows, the
 // tensor cores take longest, so a tile's time is proportional to kBlockM. There is a tile for every multiple of 16, so
@@ -49,7 +49,7 @@ struct Int8GradInputTileSm80 {
 // one scale, and scaling the sums takes longest if groups have 32 columns. Nothing is dequantised. A CTA computes only
 // one tile, because a loop over tiles would need more registers than a thread has left.
 constexpr MatmulTile s8_tile(int32_t block_m, int32_t block_n, int32_t block_k) {
-    return {block_m, block_n, block_k, /*dequantises=*/false, /*goes_on=*/false};
+    return {block_m, block_n, block_k, /*multiplies_in_16bit=*/false, /*is_persistent=*/false};
 }
 
 template <int kBlockM>

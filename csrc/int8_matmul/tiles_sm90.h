@@ -17,9 +17,15 @@ inline constexpr int kClusterSize = 2;
 inline constexpr int kCtaN = 128;
 inline constexpr int kClusterN = kClusterSize * kCtaN;
 
-constexpr MatmulTile cluster_tile(int32_t block_m, int32_t block_k, bool dequantises) {
-    return {block_m,          kClusterN,           block_k,      dequantises,
-            /*goes_on=*/true, /*uses_wgmma=*/true, kClusterSize, /*ctas_per_sm=*/1};
+constexpr MatmulTile cluster_tile(int32_t block_m, int32_t block_k, bool multiplies_in_16bit) {
+    return {block_m,
+            kClusterN,
+            block_k,
+            multiplies_in_16bit,
+            /*is_persistent=*/true,
+            /*uses_wgmma=*/true,
+            kClusterSize,
+            /*ctas_per_sm=*/1};
 }
 
 // kStageBytes: the bytes of one stage of a CTA's ring. kOtherBytes: an upper bound of the shared memory that a CTA
@@ -39,7 +45,7 @@ struct ClusterTileSm90 {
     static constexpr int kSumsBytes = kPassM * (kCtaN + 4) * 4;
     static constexpr int kStageBytes = kStageBytes_;
     static constexpr int kNumStages =
-        std::min(8, (static_cast<int>(kMostSharedBytesPerCta) - kOtherBytes - kSumsBytes) / kStageBytes);
+        std::min(8, (static_cast<int>(kSharedBytesPerCtaSm90) - kOtherBytes - kSumsBytes) / kStageBytes);
 };
 
 // A step takes 64 int8 numbers of each row of weights, and 64 elements of each row of the input. The sums take kBlockM
@@ -47,7 +53,7 @@ struct ClusterTileSm90 {
 // because they are scaled before they are added to the others. kBlockM is therefore at most 128 with groups.
 template <int kBlockM>
 struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128, 64> {
-    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*dequantises=*/true);
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*multiplies_in_16bit=*/true);
 };
 
 // The tile with int8 activations: a step takes 128 int8 numbers of each row of the weights and of the input. In a step
@@ -55,7 +61,7 @@ struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128,
 // these bytes take longer than multiplying them. With groups, converting and scaling the groups' sums takes longest.
 template <int kBlockM>
 struct Int8MatmulS8TileSm90 : ClusterTileSm90<kBlockM, (kCtaN + kBlockM) * 128, 128> {
-    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 128, /*dequantises=*/false);
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 128, /*multiplies_in_16bit=*/false);
 };
 
 // The input gradient's tile: kBlockM rows and kClusterN columns of dX. The sum runs over N; a step takes 64 of it.
@@ -66,7 +72,7 @@ struct Int8GradInputTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 1
     static constexpr int kConsumerRegisters = 224;
     static constexpr int kProducerRegisters = 56;
     static_assert(has_registers_for(/*num_warpgroups=*/3, kProducerRegisters + 2 * kConsumerRegisters));
-    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*dequantises=*/true);
+    static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*multiplies_in_16bit=*/true);
 };
 
 }  // namespace fastattn

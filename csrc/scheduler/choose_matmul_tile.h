@@ -14,28 +14,28 @@
 
 namespace fastattn {
 
-// The costs of a schedule, in clocks of an SM. The costs are predictions for comparing schedules and tiles, not
-// measurements. They add up what happens one after the other from a CTA's first instruction to its last store. A work
-// tile costs the computation of addresses, the first trip to memory, the sums' way through shared memory, and trips for
+// What the parts of a matmul cost with one tile, in clocks of an SM. predicted_clocks() adds them up, from a CTA's first
+// instruction to its last store. They are predictions for comparing tiles and schedules, not measurements. A work tile
+// costs the computation of addresses, the first trip to memory, the sums' way through shared memory, and trips for
 // scale, bias and residual. A split tile also costs the way of its partial into L2, the arrival, one trip for each
 // batch of partials, and the bytes of each partial. Opening the arrival counter costs nothing, because it overlaps the
 // first trip (scheduler/arrivals.cuh).
 struct MatmulClocks {
-    double alone;            // a step's instructions, for a cluster that has its SMs to itself
-    double together;         // likewise, for a cluster that shares its SMs
-    double loaded;           // a step's bytes, at the rate of one SM
-    double from_memory;      // a step's bytes, at the rate of the whole GPU's memory or L2
+    double step_alone;       // a step's instructions, for a cluster that has its SMs to itself
+    double step_shared;      // likewise, for a cluster that shares its SMs
+    double step_l2;          // a step's bytes, at the rate of one SM
+    double step_memory;      // a step's bytes, at the rate of the whole GPU's memory or L2
     double work_tile;        // a work tile, in addition to its steps
-    double collect;          // to add up the partials of a split tile, once for the tile
-    double trip;             // likewise, for each batch of partials_at_once partials
+    double split_tile;       // to add up the partials of a split tile, once for the tile
+    double batch;            // likewise, for each batch of partials_at_once partials
     double partial;          // likewise, for each partial
     int64_t clusters_apart;  // the most clusters that have SMs to themselves
     int64_t partials_at_once;
 
     // Returns the clocks of a step while `clusters` clusters run and share the memory.
     double step(int64_t clusters) const {
-        return std::max(
-            {clusters > clusters_apart ? together : alone, loaded, static_cast<double>(clusters) * from_memory});
+        return std::max({clusters > clusters_apart ? step_shared : step_alone, step_l2,
+                         static_cast<double>(clusters) * step_memory});
     }
 };
 
@@ -49,25 +49,25 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
     constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
     constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, each hiding the other's waits: an assumption
     const double weights = static_cast<double>(tile.block_n) / tile.cluster_size * tile.block_k;  // of a CTA in a step
-    const double macs = tile.uses_wgmma ? (tile.dequantises ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
-                                        : (tile.dequantises ? rates.macs_16bit : rates.macs_int8);
+    const double macs = tile.uses_wgmma ? (tile.multiplies_in_16bit ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
+                                        : (tile.multiplies_in_16bit ? rates.macs_16bit : rates.macs_int8);
     const double products = weights * tile.block_m / (reached * macs);
-    const double scaled = tile.scales_groups ? weights * tile.block_m / (tile.dequantises ? 3600 : 2400) : 0;
+    const double scaled = tile.has_group_scales ? weights * tile.block_m / (tile.multiplies_in_16bit ? 3600 : 2400) : 0;
     const int32_t rows = std::min(M, tile.block_m);
     const double input_bytes =
-        static_cast<double>(rows) / tile.cluster_size * tile.block_k * (tile.dequantises ? 2 : 1);
+        static_cast<double>(rows) / tile.cluster_size * tile.block_k * (tile.multiplies_in_16bit ? 2 : 1);
     const double bytes = weights + input_bytes;
     MatmulClocks clocks;
     clocks.clusters_apart = std::max(resident_clusters / tile.ctas_per_sm, 1);
-    const double computed = products + scaled + (tile.dequantises ? weights / dequantised_in_a_clock : 0);
-    clocks.alone = tile.ctas_per_sm > 1 ? kAlone * computed : computed;
-    clocks.together = tile.ctas_per_sm * computed;
-    clocks.loaded = bytes / std::max(kBytesOfAnSm, rates.l2_bytes);
-    clocks.from_memory =
+    const double computed = products + scaled + (tile.multiplies_in_16bit ? weights / dequantised_in_a_clock : 0);
+    clocks.step_alone = tile.ctas_per_sm > 1 ? kAlone * computed : computed;
+    clocks.step_shared = tile.ctas_per_sm * computed;
+    clocks.step_l2 = bytes / std::max(kBytesOfAnSm, rates.l2_bytes);
+    clocks.step_memory =
         std::max(weights / rates.dram_bytes, bytes / rates.l2_bytes) / static_cast<double>(clocks.clusters_apart);
     clocks.work_tile = tile.uses_wgmma ? 3000 + 10.0 * tile.block_m : 3000;  // nothing else runs on the SM meanwhile
-    clocks.collect = tile.uses_wgmma ? 0 : 600;
-    clocks.trip = tile.uses_wgmma ? 0 : 300;
+    clocks.split_tile = tile.uses_wgmma ? 0 : 600;
+    clocks.batch = tile.uses_wgmma ? 0 : 300;
     clocks.partial = (tile.uses_wgmma ? 600 : 0) + 12.0 * rows;  // a cluster loads one partial after the other
     clocks.partials_at_once = rows <= 4 ? 16 : 8;
     return clocks;
@@ -75,7 +75,7 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
 
 // Returns the steps of the busiest CTA, in units of a step on a full GPU.
 inline double steps_of_full_gpu(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
-    const int64_t whole_tiles = num_tiles(schedule) - schedule.split_tiles, rest = whole_tiles % resident_ctas;
+    const int64_t whole_tiles = num_tiles(schedule) - schedule.num_split_tiles, rest = whole_tiles % resident_ctas;
     const auto fraction = [&](int64_t ctas) { return clocks.step(ctas) / clocks.step(resident_ctas); };
     double steps = static_cast<double>(whole_tiles / resident_ctas) * schedule.steps;
     if (rest > 0) steps += schedule.steps * fraction(rest);
@@ -84,14 +84,14 @@ inline double steps_of_full_gpu(const MatmulSchedule& schedule, const MatmulCloc
 }
 
 inline double predicted_clocks(const MatmulSchedule& schedule, const MatmulClocks& clocks, int32_t resident_ctas) {
-    const int64_t waves = ceil_div(num_tiles(schedule) - schedule.split_tiles, resident_ctas);
+    const int64_t waves = ceil_div(num_tiles(schedule) - schedule.num_split_tiles, resident_ctas);
     const double stepping =
         schedule.steps == 0 ? 0 : clocks.step(resident_ctas) * steps_of_full_gpu(schedule, clocks, resident_ctas);
     const double whole = stepping + static_cast<double>(waves) * clocks.work_tile;
     if (schedule.num_splits == 0) return whole;
     const int64_t partials = most_partials(schedule);
-    return whole + clocks.work_tile * static_cast<double>(most_work_tiles(schedule)) + clocks.collect +
-           clocks.trip * static_cast<double>(ceil_div(partials, clocks.partials_at_once)) +
+    return whole + clocks.work_tile * static_cast<double>(most_work_tiles(schedule)) + clocks.split_tile +
+           clocks.batch * static_cast<double>(ceil_div(partials, clocks.partials_at_once)) +
            clocks.partial * static_cast<double>(partials - 1);
 }
 
@@ -102,7 +102,7 @@ inline int32_t least_steps(const MatmulTile& tile) {
 
 // Returns whether the splits are long enough, and the products in stream_k.h fit in 32 bits.
 inline bool can_split(const MatmulSchedule& schedule, const MatmulTile& tile) {
-    const int64_t steps = int64_t{schedule.split_tiles} * schedule.steps;
+    const int64_t steps = int64_t{schedule.num_split_tiles} * schedule.steps;
     return steps >= int64_t{least_steps(tile)} * schedule.num_splits &&
            steps * schedule.num_splits <= INT64_C(0xffffffff);
 }
@@ -117,9 +117,9 @@ inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const Mat
     const int64_t tiles = num_tiles(best);
     const int32_t rest = static_cast<int32_t>(tiles % resident_ctas);
     double best_clocks = predicted_clocks(best, clocks, resident_ctas);
-    const auto try_splits = [&](int32_t split_tiles, int32_t num_splits) {
+    const auto try_splits = [&](int32_t num_split_tiles, int32_t num_splits) {
         MatmulSchedule schedule = best;
-        schedule.split_tiles = split_tiles;
+        schedule.num_split_tiles = num_split_tiles;
         schedule.num_splits = num_splits;
         if (!can_split(schedule, tile)) return;
         const double predicted = predicted_clocks(schedule, clocks, resident_ctas);
@@ -130,7 +130,7 @@ inline MatmulSchedule matmul_schedule(int32_t M, int32_t N, int32_t K, const Mat
     if (rest == 0 || best.steps == 0) return best;
     const int32_t most_partials = std::min(resident_ctas / rest, best.steps / least_steps(tile));
     for (int32_t partials = 2; partials <= most_partials; ++partials) try_splits(rest, rest * partials);
-    if (!tile.goes_on) return best;
+    if (!tile.is_persistent) return best;
     try_splits(rest, resident_ctas);
     if (tiles > resident_ctas) try_splits(rest + resident_ctas, resident_ctas);
     return best;

@@ -63,8 +63,8 @@ inline double steps_until_done(const RowSplitProblem& problem, const std::vector
         const TileRowSplits tile_splits(row_splits, tile, problem.group, seen_by);
         for (int32_t split = 0; split < tile_splits.num(); ++split) {
             const int32_t row_split = split % tile_splits.over_rows;
-            const int32_t rows = split_begin(seen_by, row_split + 1, tile_splits.over_rows) -
-                                 split_begin(seen_by, row_split, tile_splits.over_rows);
+            const int32_t rows = begin_of_even_split(seen_by, row_split + 1, tile_splits.over_rows) -
+                                 begin_of_even_split(seen_by, row_split, tile_splits.over_rows);
             const double begin = done.top();
             done.pop();
             const double extra_steps = tile_splits.num() > 1 ? kStepsPerSplit : kStepsPerTile;
@@ -78,7 +78,7 @@ inline double steps_until_done(const RowSplitProblem& problem, const std::vector
 inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window& window) {
     const int64_t positions = ceil_div(problem.key_rows, problem.block_n), num_tiles = positions * problem.heads;
     const RowSplits whole{0, 1, 1};
-    // Under a mask, four rounds of tiles leave few CTAs idle, because short tiles come last.
+    // Under a mask, four waves of tiles leave few CTAs idle, because short tiles come last.
     if (num_tiles == 0 || (problem.is_masked != 0 && num_tiles >= 4 * int64_t{problem.num_sms})) return whole;
     std::vector<int32_t> row_tiles(static_cast<size_t>(positions));
     for (int64_t i = 0; i < positions; ++i) {
@@ -89,16 +89,16 @@ inline RowSplits search_row_splits(const RowSplitProblem& problem, const Window&
         const int32_t end = ceil_div(window.rows_of(last_key, problem.query_rows).end, problem.block_m);
         row_tiles[static_cast<size_t>(i)] = std::max(end - begin, 0);
     }
-    // Without a mask, every CTA needs the same time for all rounds but the last two.
-    const int64_t full_rounds = problem.is_masked != 0 ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
-    const auto first_tile = static_cast<uint32_t>(full_rounds * problem.num_sms);
+    // Without a mask, every CTA needs the same time for all waves but the last two.
+    const int64_t full_waves = problem.is_masked != 0 ? 0 : std::max<int64_t>(num_tiles / problem.num_sms - 1, 0);
+    const auto first_tile = static_cast<uint32_t>(full_waves * problem.num_sms);
     const int64_t num_tiles_to_split = num_tiles - first_tile;
     RowSplits best = whole;
     double least = (1 - kLeastGain) * steps_until_done(problem, row_tiles, problem.split_into(first_tile, 1));
-    const int64_t most_rounds = problem.is_deterministic != 0 ? 8 : 4;
+    const int64_t most_waves = problem.is_deterministic != 0 ? 8 : 4;
     const int64_t longest = int64_t{*std::max_element(row_tiles.begin(), row_tiles.end())} * problem.group;
     const int64_t most_splits =
-        std::min(most_rounds * problem.num_sms / num_tiles_to_split + 1, longest / kMinStepsOfSplit);
+        std::min(most_waves * problem.num_sms / num_tiles_to_split + 1, longest / kMinStepsOfSplit);
     for (int64_t num_splits = 2; num_splits <= most_splits; ++num_splits) {
         if (!problem.can_split_into(num_splits)) continue;
         const RowSplits candidate = problem.split_into(first_tile, num_splits);
@@ -123,7 +123,7 @@ inline RowSplits packed_row_splits(const RowSplitProblem& problem, int32_t total
     return problem.split_into(0, num_splits);
 }
 
-// Splits no tile if whole tiles fill the GPU well. Otherwise splits the tiles of the last rounds. Reads
+// Splits no tile if whole tiles fill the GPU well. Otherwise splits the tiles of the last waves. Reads
 // params.heads_per_group.
 inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_t block_m, int32_t block_n,
                                    int32_t num_sms, bool is_deterministic) {

@@ -45,7 +45,7 @@ struct CombineStorage {
     float4 values[kHoldsValues ? kNodesOfOneTrip : 1][kHoldsValues ? kThreads : 1];
     float2 sums[kNodes][kBlockM];    // the maximum of a row, and its sum of exponentials
     int64_t slot[kNodes];            // of the node that begins at this position
-    const float* first_row[kNodes];  // of that node's values in the workspace
+    const float* gFirstRow[kNodes];  // of that node's values in the workspace
     uint32_t present;                // bit i: a node begins at position i
 };
 
@@ -123,7 +123,7 @@ struct Combiner {
                 // A node that several CTAs made is in the slot of the first node that was combined into it.
                 const int64_t slot = slot_of(rows.slots_per_cta(), cta, node);
                 shared.slot[Threads::index()] = slot;
-                shared.first_row[Threads::index()] = rows.slots().values_of(slot, 0);
+                shared.gFirstRow[Threads::index()] = rows.slots().values_of(slot, 0);
             }
             const uint32_t present = __ballot_sync(0xffffffff, begins);
             if (Threads::index() == 0) shared.present = present;
@@ -140,8 +140,9 @@ struct Combiner {
                     if (begins_at(node) && row < rows.num_rows()) function(node, row, sums[i]);
                 }
             };
-            for_own_sums([&](int node, int row, float2& own) { own = rows.slots().load_sums(shared.slot[node], row); });
-            for_own_sums([&](int node, int row, const float2& own) { shared.sums[node][row] = own; });
+            for_own_sums(
+                [&](int node, int row, float2& loaded) { loaded = rows.slots().load_sums(shared.slot[node], row); });
+            for_own_sums([&](int node, int row, const float2& loaded) { shared.sums[node][row] = loaded; });
         }
         // Waits until all sums are in shared memory, because combine() may store the result in the first node's slot,
         // where it overwrites this node's sums. Values need no barrier: each thread overwrites only values that it has
@@ -213,7 +214,7 @@ struct Combiner {
         for (int node = 0; node < kNodesOfOneTrip; ++node) {
             if ((present >> node & 1) == 0) continue;
             ptx::cp_async_cg_16(shared_address(&shared.values[node][Threads::index()]),
-                                shared.first_row[first + node] + (row * value_dim + column),
+                                shared.gFirstRow[first + node] + (row * value_dim + column),
                                 column < value_dim ? 16 : 0);
         }
         ptx::cp_async_commit_group();

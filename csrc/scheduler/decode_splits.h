@@ -131,7 +131,7 @@ inline int32_t slots_for_partials(int32_t most_partials) {
     return 2 * levels;
 }
 
-inline int64_t num_slots(const SplitSchedule& schedule) {
+inline int64_t num_workspace_slots(const SplitSchedule& schedule) {
     return int64_t{schedule.num_ctas} * schedule.slots_per_cta;
 }
 

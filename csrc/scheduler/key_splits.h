@@ -2,15 +2,15 @@
 // row tiles over a long cache, or with packed sequences of different lengths. Up to 16 queries over a cache usually run
 // in the decoding kernels, whose splits are in decode_splits.h.
 //
-// A work tile is a tile of query rows. (On Hopper a cluster computes a work tile, and "CTA" means a cluster in this
-// file.) The steps of a work tile are the tiles of keys that its rows see. The steps of all work tiles form a line,
-// ordered by sequence, then rows, then head. On Hopper, persistent CTA c takes steps [c * per_cta, (c + 1) * per_cta):
-// the end of one work tile, whole ones, and the beginning of another. So the work of CTAs differs by at most a step. On
-// sm_80 a CTA has a single work tile, and takes all of it or one of its equal splits. Each split leaves a partial, and
-// scheduler/combine.cuh combines the partials of a work tile.
+// A work tile is a tile of query rows. The steps of a work tile are the tiles of keys that its rows see. Workers take
+// the steps: on Hopper a worker is a persistent cluster of one or two CTAs, on sm_80 it is a CTA. The steps of all work
+// tiles form a line, ordered by sequence, then rows, then head. On Hopper, cluster c takes steps
+// [c * per_cluster, (c + 1) * per_cluster): the end of one work tile, whole ones, and the beginning of another. So the
+// work of clusters differs by at most a step. On sm_80 a CTA has a single work tile, and takes all of it or one of its
+// equal splits. Each split leaves a partial, and scheduler/combine.cuh combines the partials of a work tile.
 //
-// Each CTA computes its split from the lengths in device memory, so that each replay of a CUDA graph uses the lengths
-// of that time.
+// Each worker computes its split from the lengths in device memory, so that each replay of a CUDA graph uses the
+// lengths of that time.
 #pragma once
 
 #include <cstdint>
@@ -27,18 +27,18 @@
 
 namespace fastattn {
 
-// The cost of combining the partials of a work tile, in steps: a CTA writes and reads fp32 rows through L2. A split has
+// The cost of combining the partials of a work tile, in steps: a worker writes and reads fp32 rows through L2. A split has
 // at least kCombineCost steps, and splitting must save more than kCombineCost steps.
 inline constexpr int32_t kCombineCost = 4;
-// Nothing is split if there are more whole work tiles than this for each CTA: the work is balanced already, and whole
+// Nothing is split if there are more whole work tiles than this for each worker: the work is balanced already, and whole
 // tiles keep keys in the L2 cache.
-inline constexpr uint32_t kTilesOfSplitCta = 2;
-// The most entries (sequences times tiles of rows) that a warp counts: 32 in each lane.
-inline constexpr uint32_t kMostEntries = 1024;
-// Workspace slots for each CTA that runs at a time. A persistent CTA needs 2, because it leaves one partial of each
-// work tile (see partial_tree.h). A CTA that exits after its split needs 1, but up to three times as many CTAs are
-// launched as run at a time.
-inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesOfSplitCta;
+inline constexpr uint32_t kTilesPerSplitWorker = 2;
+// The most row tiles, counted in one head of all sequences, that a warp counts: 32 in each lane.
+inline constexpr uint32_t kMostRowTiles = 1024;
+// Workspace slots for each CTA that runs at a time. A persistent CTA needs 2, because it leaves at most two partials,
+// one of each split work tile (see partial_tree.h). A CTA that exits after its split needs 1, but up to three times as
+// many CTAs are launched as run at a time.
+inline constexpr int32_t kMostSlotsPerCta = 1 + kTilesPerSplitWorker;
 
 // Returns the most steps that a work tile of block_m rows has, as far as the host knows.
 inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m, int32_t block_n) {
@@ -47,17 +47,17 @@ inline int64_t most_steps(const AttentionForwardParams& params, int32_t block_m,
     return std::min(all_steps, (seen + block_m) / block_n + 2);
 }
 
-// Returns whether CTAs may find that splitting pays. For packed sequences, the host does not know the lengths, but
-// knows that there are at least as many work tiles as the total number of rows fills. num_entries: the number of work
-// tiles if those of adjacent heads count as one.
+// Returns whether workers may find that splitting pays. For packed sequences, the host does not know the lengths, but
+// knows that there are at least as many work tiles as the total number of rows fills. num_row_tiles: the number of work
+// tiles of one head.
 inline bool splitting_may_pay(const AttentionForwardParams& params, int32_t block_m, int32_t block_n,
-                              int64_t num_work_tiles, int64_t num_entries, int64_t num_ctas) {
+                              int64_t num_work_tiles, int64_t num_row_tiles, int64_t num_workers) {
     if (most_steps(params, block_m, block_n) <= kCombineCost) return false;
-    const int64_t most_work_tiles = kTilesOfSplitCta * num_ctas;
+    const int64_t most_work_tiles = kTilesPerSplitWorker * num_workers;
     if (params.packed.cu_seqlens_q == nullptr) return num_work_tiles <= most_work_tiles;
     const int64_t group = params.query.heads / params.key.heads;
     const int64_t filled = params.packed.total_q * group / block_m * params.key.heads;
-    return num_entries <= kMostEntries && filled <= most_work_tiles;
+    return num_row_tiles <= kMostRowTiles && filled <= most_work_tiles;
 }
 
 // Returns how many rows of workspace a launch of num_ctas CTAs may need; each row has value_dim values and two sums.
@@ -79,13 +79,13 @@ inline int64_t workspace_rows(const AttentionForwardParams& params, int32_t bloc
     return ctas_with_partials * kMostSlotsPerCta * block_m;
 }
 
-// The steps that a persistent CTA takes, in shared memory for all its warps.
-struct CtaSteps {
-    bool is_split;      // false: work tiles are taken whole
-    uint32_t tile_idx;  // the work tile in which the CTA's steps begin
-    int32_t step;       // where they begin in that work tile
-    int32_t count;      // steps of this CTA
-    int32_t per_cta;    // steps of every CTA
+// The steps that a persistent cluster takes, in shared memory for all warps of a CTA.
+struct ClusterSteps {
+    bool is_split;        // false: work tiles are taken whole
+    uint32_t tile_idx;    // the work tile in which the cluster's steps begin
+    int32_t step;         // where they begin in that work tile
+    int32_t count;        // steps of this cluster
+    int32_t per_cluster;  // steps of every cluster
 };
 
 // The one split that a CTA takes: all of a work tile, or the idx-th of its num_splits equal splits.
@@ -96,27 +96,27 @@ struct KeySplit {
 };
 
 #ifdef __CUDACC__
-// Sums count_of(entry) over all entries with one warp, in which each lane sums adjacent entries. An entry is one tile
-// of rows of one sequence, in all heads. Its work tiles, one for each head, have the same number of steps.
-struct EntryScan {
-    uint32_t first;     // entry of this lane
-    int64_t own, upto;  // the sum of this lane's entries, and of all up to its last
+// Sums count_of(row_tile) over all row tiles with one warp, in which each lane sums adjacent row tiles. A row tile is
+// a tile of rows of one sequence, in all heads. Its work tiles, one for each head, have the same number of steps.
+struct RowTileScan {
+    uint32_t first;     // row tile of this lane
+    int64_t own, upto;  // the sum of this lane's row tiles, and of all up to its last
     int64_t all;        // the sum of all lanes
 
     template <typename CountOf>
-    FASTATTN_DEVICE EntryScan(uint32_t num_entries, int lane, CountOf&& count_of) : own(0) {
-        const uint32_t per_lane = (num_entries + kWarpSize - 1) / kWarpSize;
-        first = min(lane * per_lane, num_entries);
-        const uint32_t end = min(first + per_lane, num_entries);
-        for (uint32_t entry = first; entry < end; ++entry) own += count_of(entry);
+    FASTATTN_DEVICE RowTileScan(uint32_t num_row_tiles, int lane, CountOf&& count_of) : own(0) {
+        const uint32_t per_lane = (num_row_tiles + kWarpSize - 1) / kWarpSize;
+        first = min(lane * per_lane, num_row_tiles);
+        const uint32_t end = min(first + per_lane, num_row_tiles);
+        for (uint32_t row_tile = first; row_tile < end; ++row_tile) own += count_of(row_tile);
         upto = warp_inclusive_sum(own, lane);
         all = __shfl_sync(0xffffffff, upto, kWarpSize - 1);
     }
 
-    // If count_of() counts items: the entry of item `index`, 0 <= index < all, and how many items of this entry come
+    // If count_of() counts items: the row tile of item `index`, 0 <= index < all, and how many of its items come
     // before it.
     struct Position {
-        uint32_t entry;
+        uint32_t row_tile;
         int64_t before;
     };
 
@@ -125,27 +125,27 @@ struct EntryScan {
         Position position{first, index - (upto - own)};
         const bool is_owner = position.before >= 0 && index < upto;
         if (is_owner) {
-            for (int64_t count; position.before >= (count = count_of(position.entry)); ++position.entry)
+            for (int64_t count; position.before >= (count = count_of(position.row_tile)); ++position.row_tile)
                 position.before -= count;
         }
         const int owner = __ffs(__ballot_sync(0xffffffff, is_owner)) - 1;
-        return {__shfl_sync(0xffffffff, position.entry, owner), __shfl_sync(0xffffffff, position.before, owner)};
+        return {__shfl_sync(0xffffffff, position.row_tile, owner), __shfl_sync(0xffffffff, position.before, owner)};
     }
 };
 
-// Counts the steps of all work tiles in one pass over the entries. steps_of(entry): the steps of each of the entry's
-// work tiles, 0 where there are no rows. A work tile whose rows see no key has one step: some CTA has to write its
-// zeros.
+// Counts the steps of all work tiles in one pass over the row tiles. steps_of(row_tile): the steps of each of its
+// work tiles, 0 where there are no rows. A work tile whose rows see no key has one step: some worker has to write
+// its zeros.
 struct StepScan {
     uint32_t num_work_tiles = 0;
     int32_t longest = 0;  // the most steps of a work tile
-    EntryScan entries;
+    RowTileScan row_tiles;
 
     // Called by one warp.
     template <typename StepsOf>
-    FASTATTN_DEVICE StepScan(uint32_t num_entries, uint32_t heads, int lane, StepsOf&& steps_of)
-        : entries(num_entries, lane, [&](uint32_t entry) {
-              const int32_t steps = steps_of(entry);
+    FASTATTN_DEVICE StepScan(uint32_t num_row_tiles, uint32_t heads, int lane, StepsOf&& steps_of)
+        : row_tiles(num_row_tiles, lane, [&](uint32_t row_tile) {
+              const int32_t steps = steps_of(row_tile);
               num_work_tiles += steps > 0 ? heads : 0;
               longest = max(longest, steps);
               return int64_t{steps} * heads;
@@ -154,32 +154,32 @@ struct StepScan {
         longest = __reduce_max_sync(0xffffffff, longest);
     }
 
-    // Returns the steps of each CTA if work tiles are split, or 0 if that does not pay.
-    FASTATTN_DEVICE int32_t steps_per_cta(uint32_t num_ctas) const {
-        if (num_work_tiles == 0 || num_work_tiles > kTilesOfSplitCta * num_ctas) return 0;
-        // The steps of the busiest CTA, with and without splits.
-        const int64_t most_split = max((entries.all + num_ctas - 1) / num_ctas, int64_t{kCombineCost});
-        const int64_t rounds = (num_work_tiles + num_ctas - 1) / num_ctas;
-        const int64_t most_whole = max(int64_t{longest}, rounds * entries.all / num_work_tiles);
+    // Returns the steps of each worker if work tiles are split, or 0 if that does not pay.
+    FASTATTN_DEVICE int32_t steps_per_worker(uint32_t num_workers) const {
+        if (num_work_tiles == 0 || num_work_tiles > kTilesPerSplitWorker * num_workers) return 0;
+        // The steps of the busiest worker, with and without splits.
+        const int64_t most_split = max((row_tiles.all + num_workers - 1) / num_workers, int64_t{kCombineCost});
+        const int64_t waves = (num_work_tiles + num_workers - 1) / num_workers;
+        const int64_t most_whole = max(int64_t{longest}, waves * row_tiles.all / num_work_tiles);
         return most_split + kCombineCost < most_whole ? static_cast<int32_t>(most_split) : 0;
     }
 };
 
-// Returns the steps of a persistent CTA. Called by one warp.
+// Returns the steps of a persistent cluster. Called by one warp.
 template <typename StepsOf>
-FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
-                                   StepsOf&& steps_of) {
-    const StepScan steps(num_entries, heads, lane, steps_of);
-    CtaSteps own{};
-    own.per_cta = steps.steps_per_cta(num_ctas);
-    own.is_split = own.per_cta > 0;
-    const int64_t all = steps.entries.all, begin = int64_t{cta} * own.per_cta;
+FASTATTN_DEVICE ClusterSteps cluster_steps(uint32_t num_row_tiles, uint32_t heads, uint32_t cluster,
+                                           uint32_t num_clusters, int lane, StepsOf&& steps_of) {
+    const StepScan steps(num_row_tiles, heads, lane, steps_of);
+    ClusterSteps own{};
+    own.per_cluster = steps.steps_per_worker(num_clusters);
+    own.is_split = own.per_cluster > 0;
+    const int64_t all = steps.row_tiles.all, begin = int64_t{cluster} * own.per_cluster;
     if (!own.is_split || begin >= all) return own;
-    own.count = static_cast<int32_t>(min(int64_t{own.per_cta}, all - begin));
-    const auto [entry, before] =
-        steps.entries.find(begin, [&](uint32_t entry) { return int64_t{steps_of(entry)} * heads; });
-    const int32_t tile_steps = steps_of(entry);
-    own.tile_idx = entry * heads + static_cast<uint32_t>(before / tile_steps);
+    own.count = static_cast<int32_t>(min(int64_t{own.per_cluster}, all - begin));
+    const auto [row_tile, before] =
+        steps.row_tiles.find(begin, [&](uint32_t row_tile) { return int64_t{steps_of(row_tile)} * heads; });
+    const int32_t tile_steps = steps_of(row_tile);
+    own.tile_idx = row_tile * heads + static_cast<uint32_t>(before / tile_steps);
     own.step = static_cast<int32_t>(before % tile_steps);
     return own;
 }
@@ -187,22 +187,22 @@ FASTATTN_DEVICE CtaSteps cta_steps(uint32_t num_entries, uint32_t heads, uint32_
 // Returns the split of a CTA that takes only one split. Called by one warp. The number of splits of a work tile is
 // proportional to its steps. It is rounded down, so that num_ctas CTAs run all splits at a time, but is at least one.
 template <typename StepsOf>
-FASTATTN_DEVICE KeySplit key_split(uint32_t num_entries, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
+FASTATTN_DEVICE KeySplit key_split(uint32_t num_row_tiles, uint32_t heads, uint32_t cta, uint32_t num_ctas, int lane,
                                    StepsOf&& steps_of) {
-    const StepScan steps(num_entries, heads, lane, steps_of);
-    if (steps.steps_per_cta(num_ctas) == 0) return {false, cta < num_entries * heads, cta, 0, 1};
-    const auto splits_of_tile = [&](uint32_t entry) {
-        const int32_t tile_steps = steps_of(entry);
-        const auto proportional = static_cast<int32_t>(int64_t{tile_steps} * num_ctas / steps.entries.all);
+    const StepScan steps(num_row_tiles, heads, lane, steps_of);
+    if (steps.steps_per_worker(num_ctas) == 0) return {false, cta < num_row_tiles * heads, cta, 0, 1};
+    const auto splits_of_tile = [&](uint32_t row_tile) {
+        const int32_t tile_steps = steps_of(row_tile);
+        const auto proportional = static_cast<int32_t>(int64_t{tile_steps} * num_ctas / steps.row_tiles.all);
         return tile_steps == 0 ? 0 : max(min(proportional, tile_steps / kCombineCost), 1);
     };
-    const auto splits_of_entry = [&](uint32_t entry) { return int64_t{splits_of_tile(entry)} * heads; };
-    const EntryScan splits(num_entries, lane, splits_of_entry);
-    if (splits.all == steps.num_work_tiles) return {false, cta < num_entries * heads, cta, 0, 1};
+    const auto splits_of_row_tile = [&](uint32_t row_tile) { return int64_t{splits_of_tile(row_tile)} * heads; };
+    const RowTileScan splits(num_row_tiles, lane, splits_of_row_tile);
+    if (splits.all == steps.num_work_tiles) return {false, cta < num_row_tiles * heads, cta, 0, 1};
     if (cta >= splits.all) return {};
-    const auto [entry, before] = splits.find(cta, splits_of_entry);
-    const int32_t num_splits = splits_of_tile(entry), split = static_cast<int32_t>(before);
-    return {true, true, entry * heads + split / num_splits, split % num_splits, num_splits};
+    const auto [row_tile, before] = splits.find(cta, splits_of_row_tile);
+    const int32_t num_splits = splits_of_tile(row_tile), split = static_cast<int32_t>(before);
+    return {true, true, row_tile * heads + split / num_splits, split % num_splits, num_splits};
 }
 
 // Returns the steps of a split of a work tile whose rows see num_tiles tiles of keys.
@@ -213,13 +213,13 @@ FASTATTN_DEVICE Steps steps_of_split(const KeySplit& split, int32_t num_tiles) {
     return {left_before(split.idx), left_before(split.idx + 1)};
 }
 
-// The position of a persistent CTA in its work.
+// The position of a persistent cluster in its work.
 struct WorkTileWalk {
     uint32_t tile_idx;   // the work tile at hand
-    int32_t step, left;  // with splits: the next step of the work tile, and how many steps the CTA has left
+    int32_t step, left;  // with splits: the next step of the work tile, and how many steps the cluster has left
     bool has_begun;      // used without splits
 
-    FASTATTN_DEVICE explicit WorkTileWalk(const CtaSteps& own)
+    FASTATTN_DEVICE explicit WorkTileWalk(const ClusterSteps& own)
         : tile_idx(own.tile_idx), step(own.step), left(own.count), has_begun(false) {}
 
     FASTATTN_DEVICE Steps steps(bool is_split, int32_t num_tiles) const {
@@ -240,11 +240,11 @@ struct WorkTileWalk {
     }
 
     // Returns the partials of this work tile. `first` and `last` are the tile's steps, counted from the first step of
-    // CTA `cta`.
-    FASTATTN_DEVICE TilePartials partials(const CtaSteps& own, uint32_t cta, int32_t num_tiles) const {
+    // cluster `cluster`.
+    FASTATTN_DEVICE TilePartials partials(const ClusterSteps& own, uint32_t cluster, int32_t num_tiles) const {
         const int32_t first = own.count - left - step, last = first + max(num_tiles, 1) - 1;
-        const int32_t ctas_before = first < 0 ? ceil_div(-first, own.per_cta) : 0;
-        return {ctas_before + last / own.per_cta + 1, static_cast<int32_t>(cta) - ctas_before, 1};
+        const int32_t clusters_before = first < 0 ? ceil_div(-first, own.per_cluster) : 0;
+        return {clusters_before + last / own.per_cluster + 1, static_cast<int32_t>(cluster) - clusters_before, 1};
     }
 };
 #endif

@@ -6,7 +6,8 @@
 
 namespace fastattn {
 
-// The lowest bits of a launch ID are zero: counters count CTAs or tokens in them.
+// The lowest bits of a launch ID are zero. Counters keep their counts in them: of CTAs, nodes of a tree, steps, tokens
+// or claimed work tiles.
 inline constexpr int kLaunchCountBits = 24;
 inline constexpr uint64_t kLaunchCountMask = (uint64_t{1} << kLaunchCountBits) - 1;
 

@@ -1,5 +1,5 @@
 // Splits the query rows of a tile of keys in the backward pass if whole tiles would leave CTAs idle: with few key heads
-// (MQA, GQA), few sequences, or a last round with fewer tiles than CTAs.
+// (MQA, GQA), few sequences, or a last wave with fewer tiles than CTAs.
 //
 // A step of a tile of keys is one tile of query rows in one query head. The steps go through the tiles of rows that see
 // the tile of keys, last rows first, and for each tile of rows through the query heads of the key head. Splits divide
@@ -16,7 +16,7 @@
 namespace fastattn {
 
 inline constexpr int32_t kMinStepsOfSplit = 4;
-inline constexpr int32_t kMostConsumersOfTile = 3;  // each orders its additions of dK and dV by its own semaphore
+inline constexpr int32_t kMostConsumersOfTile = 2;  // each orders its additions of dK and dV by its own semaphore
 struct RowSplit {
     uint32_t tile;
     int32_t idx;
@@ -48,7 +48,7 @@ struct TileRowSplits {
 };
 
 // Returns where split `split` begins if `count` is divided into num_splits splits. The first splits are longer by one.
-FASTATTN_HOST_DEVICE int32_t split_begin(int32_t count, int32_t split, int32_t num_splits) {
+FASTATTN_HOST_DEVICE int32_t begin_of_even_split(int32_t count, int32_t split, int32_t num_splits) {
     const int32_t longer = count % num_splits;
     return count / num_splits * split + (split < longer ? split : longer);
 }

@@ -1,4 +1,5 @@
-// Loads and stores the workspace slots in which CTAs leave partials for each other, four columns of a row at a time.
+// Loads and stores workspace slots, in which CTAs leave partials for each other, four columns of a row at a time.
+// slot_of() in scheduler/partial_tree.h says which slot holds which node of a tree.
 #pragma once
 
 #include <cstdint>

@@ -124,6 +124,17 @@ def test_threads_call_at_the_same_time() -> None:
         check(str(device), found[device], tensors, **OPTIONS)
 
 
+def test_a_thread_without_a_context_calls() -> None:
+    """A kernel for Hopper is the first CUDA work of a thread, as in autograd's own threads. torch's guard does nothing,
+    because the device is already current, and its allocator reuses memory. Tensor maps need a context of the thread."""
+    tensors, found = inputs(), []
+    fastattn.attention(*tensors, **OPTIONS)
+    thread = threading.Thread(target=lambda: found.append(fastattn.attention(*tensors, **OPTIONS)))
+    thread.start()
+    thread.join()
+    check("out", found[0], tensors, **OPTIONS)
+
+
 # --- CUDA graphs ---
 
 

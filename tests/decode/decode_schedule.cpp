@@ -91,7 +91,7 @@ struct Simulation {
     }
 
     void store(bool is_result, int64_t slot, const TilePartials& partials, const Combined& combined) {
-        is_right &= slot < num_slots(call.schedule);
+        is_right &= slot < num_workspace_slots(call.schedule);
         if (!is_result) {
             slots[slot] = combined;
         } else {
@@ -171,7 +171,8 @@ extern "C" int64_t decode_schedule(const int32_t* lengths, int32_t batch, const 
                                    int32_t row_tiles, int64_t num_splits, int32_t batch_invariant,
                                    int32_t resident_ctas, int64_t* facts, int64_t* rows) {
     const Call call(lengths, batch, shape, kv_heads, row_tiles, num_splits, batch_invariant, resident_ctas);
-    facts[0] = call.schedule.num_ctas, facts[1] = num_slots(call.schedule), facts[2] = num_counters(call.schedule);
+    facts[0] = call.schedule.num_ctas, facts[1] = num_workspace_slots(call.schedule),
+    facts[2] = num_counters(call.schedule);
     facts[3] = call.run;
     int64_t num_rows = 0;
     for (int32_t cta = 0; cta < call.schedule.num_ctas; ++cta) {

@@ -102,8 +102,13 @@ int64_t* write_work_tile(const MatmulSchedule& schedule, int32_t cta, const Matm
 // sizes: M, N, K. facts: tiles of M, tiles of N, steps, split tiles, splits, CTAs, slots.
 extern "C" void matmul_schedule_facts(const int32_t* sizes, const int32_t* tile, const Gpu& gpu, int64_t* facts) {
     const MatmulSchedule schedule = plan_of(sizes, tile, gpu);
-    const int64_t values[] = {schedule.m_tiles,    schedule.n_tiles,   schedule.steps,     schedule.split_tiles,
-                              schedule.num_splits, num_ctas(schedule), num_slots(schedule)};
+    const int64_t values[] = {schedule.m_tiles,
+                              schedule.n_tiles,
+                              schedule.steps,
+                              schedule.num_split_tiles,
+                              schedule.num_splits,
+                              num_ctas(schedule),
+                              num_workspace_slots(schedule)};
     std::copy(std::begin(values), std::end(values), facts);
 }
 
@@ -128,8 +133,13 @@ extern "C" int64_t cluster_work_tiles(const int32_t* sizes, int32_t tile_tokens,
     const MatmulSchedule schedule = matmul_schedule(sizes[0], sizes[1], sizes[2], cluster_tile(tile_tokens, 64, true),
                                                     sm_rates(90), resident_clusters);
     const int32_t clusters = num_clusters(schedule, resident_clusters);
-    const int64_t values[] = {schedule.m_tiles,    schedule.n_tiles, schedule.steps,     schedule.split_tiles,
-                              schedule.num_splits, clusters,         num_slots(schedule)};
+    const int64_t values[] = {schedule.m_tiles,
+                              schedule.n_tiles,
+                              schedule.steps,
+                              schedule.num_split_tiles,
+                              schedule.num_splits,
+                              clusters,
+                              num_workspace_slots(schedule)};
     std::copy(std::begin(values), std::end(values), facts);
     const int64_t* first_row = rows;
     for (int32_t cluster = 0; cluster < clusters; ++cluster) {
@@ -154,7 +164,7 @@ extern "C" double simulated_clocks(const int32_t* sizes, const int32_t* tile, co
     };
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
     for (int32_t cta = 0; cta < gpu.resident_ctas; ++cta) free_at.push(0);
-    std::vector<int32_t> arrived(schedule.split_tiles);
+    std::vector<int32_t> arrived(schedule.num_split_tiles);
     double end = 0;
     // All splits run in the first wave and advance at one speed: work tiles end in the order of their end times.
     struct WorkTile {

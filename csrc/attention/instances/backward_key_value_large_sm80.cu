@@ -7,8 +7,8 @@ static const Registrations registrations(Values<FASTATTN_HEAD_DIM>{}, [](auto dt
     constexpr DataType kDataType = dtype;
     constexpr int32_t kHeadDim = value;
     attention_backward_key_value_kernels().add(
-        KernelKey{80, kHeadDim, kDataType, /*variant=*/false,
-                  BackwardLargeTileSm80<kHeadDim>::kFitsEverywhere ? 0 : int32_t{kLargeSharedBytesPerCta}},
+        KernelKey{80, kHeadDim, kDataType, /*flag=*/false,
+                  BackwardLargeTileSm80<kHeadDim>::kFitsEverywhere ? 0 : int32_t{kSharedBytesPerCtaSm80}},
         kernel_name("attention_backward_key_value_large_sm80", {kHeadDim, kDataType}),
         tile_facts<BackwardLargeTileSm80<kHeadDim>>(),
         launch_attention_backward_key_value_large_sm80<kHeadDim, kDataType>);

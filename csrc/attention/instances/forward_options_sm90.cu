@@ -8,7 +8,7 @@ static constexpr KernelSize kHeadDims(FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM);
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
     attention_forward_options_kernels().add(
-        KernelKey{90, kHeadDims, kDataType, /*variant=*/std::nullopt},
+        KernelKey{90, kHeadDims, kDataType, /*flag=*/std::nullopt},
         kernel_name("attention_forward_options_sm90", {kHeadDims, kDataType}),
         tile_facts<ForwardOptionsConfigSm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM>>(),
         launch_attention_forward_options_sm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM, kDataType>);

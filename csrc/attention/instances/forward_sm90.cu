@@ -7,7 +7,7 @@ static constexpr KernelSize kHeadDims(FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM);
 
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
-    attention_forward_kernels().add(KernelKey{90, kHeadDims, kDataType, /*variant=*/std::nullopt},
+    attention_forward_kernels().add(KernelKey{90, kHeadDims, kDataType, /*flag=*/std::nullopt},
                                     kernel_name("attention_forward_sm90", {kHeadDims, kDataType}),
                                     tile_facts<ForwardConfigSm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM>>(),
                                     launch_attention_forward_sm90<FASTATTN_HEAD_DIM, FASTATTN_VALUE_DIM, kDataType>);

@@ -9,7 +9,7 @@ static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dty
     constexpr CacheFormat kFormat = CacheFormat::FASTATTN_CACHE;
     using Config = DecodeConfigSm80<kRows, FASTATTN_HEAD_DIM, kFormat>;
     decode_split_kernels(kFormat).add(
-        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*variant=*/kRows > kFewRows,
+        KernelKey{80, FASTATTN_HEAD_DIM, kDataType, /*flag=*/kRows > kFewRows,
                   static_cast<int32_t>(bytes_needed<Config>())},
         kernel_name("decode_split_sm80", {FASTATTN_HEAD_DIM, kDataType, name_of(kFormat),
                                           kRows > kFewRows ? NameArgument(kRows, " rows") : ""}),

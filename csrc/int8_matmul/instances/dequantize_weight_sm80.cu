@@ -5,7 +5,7 @@ namespace fastattn {
 
 static const Registrations registrations([](auto dtype) {
     constexpr DataType kDataType = dtype;
-    int8_dequantize_weight_kernels().add(KernelKey{80, 0, kDataType, /*variant=*/std::nullopt},
+    int8_dequantize_weight_kernels().add(KernelKey{80, 0, kDataType, /*flag=*/std::nullopt},
                                          kernel_name("int8_dequantize_weight_sm80", {kDataType}), TileFacts{},
                                          launch_int8_dequantize_weight_sm80<kDataType>);
 });

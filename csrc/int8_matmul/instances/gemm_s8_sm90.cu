@@ -7,7 +7,7 @@ static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dty
     constexpr DataType kDataType = dtype;
     constexpr int32_t kBlockM = value;
     int8_matmul_s8_kernels().add(
-        KernelKey{90, kBlockM, kDataType, /*variant=*/FASTATTN_GROUPED},
+        KernelKey{90, kBlockM, kDataType, /*flag=*/FASTATTN_GROUPED},
         kernel_name("int8_matmul_s8_sm90", {kBlockM, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
         cluster_tile_facts<Int8MatmulS8TileSm90<kBlockM>>(),
         launch_int8_matmul_s8_sm90<kBlockM, kDataType, FASTATTN_GROUPED>);

@@ -6,10 +6,9 @@ namespace fastattn {
 static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
     constexpr int32_t kBlockM = value;
-    int8_matmul_kernels().add(KernelKey{80, kBlockM, kDataType, /*variant=*/std::nullopt},
-                              kernel_name("int8_matmul_sm80", {kBlockM, kDataType}),
-                              int8_tile_facts<Int8MatmulTileSm80<kBlockM>>(),
-                              launch_int8_matmul_sm80<kBlockM, kDataType>);
+    int8_matmul_kernels().add(
+        KernelKey{80, kBlockM, kDataType, /*flag=*/std::nullopt}, kernel_name("int8_matmul_sm80", {kBlockM, kDataType}),
+        int8_tile_facts<Int8MatmulTileSm80<kBlockM>>(), launch_int8_matmul_sm80<kBlockM, kDataType>);
 });
 
 }  // namespace fastattn

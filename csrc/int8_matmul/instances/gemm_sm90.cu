@@ -6,7 +6,7 @@ namespace fastattn {
 static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
     constexpr int32_t kBlockM = value;
-    int8_matmul_kernels().add(KernelKey{90, kBlockM, kDataType, /*variant=*/FASTATTN_GROUPED},
+    int8_matmul_kernels().add(KernelKey{90, kBlockM, kDataType, /*flag=*/FASTATTN_GROUPED},
                               kernel_name("int8_matmul_sm90", {kBlockM, kDataType, FASTATTN_GROUPED ? "groups" : ""}),
                               cluster_tile_facts<Int8MatmulTileSm90<kBlockM>>(),
                               launch_int8_matmul_sm90<kBlockM, kDataType, FASTATTN_GROUPED>);

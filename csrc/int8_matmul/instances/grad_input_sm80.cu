@@ -6,7 +6,7 @@ namespace fastattn {
 static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
     constexpr int32_t kBlockM = value;
-    int8_matmul_grad_input_kernels().add(KernelKey{80, kBlockM, kDataType, /*variant=*/std::nullopt},
+    int8_matmul_grad_input_kernels().add(KernelKey{80, kBlockM, kDataType, /*flag=*/std::nullopt},
                                          kernel_name("int8_matmul_grad_input_sm80", {kBlockM, kDataType}),
                                          int8_tile_facts<Int8GradInputTileSm80<kBlockM>>(),
                                          launch_int8_matmul_grad_input_sm80<kBlockM, kDataType>);

@@ -6,7 +6,7 @@ namespace fastattn {
 static const Registrations registrations(Values<FASTATTN_BLOCK_M>{}, [](auto dtype, auto value) {
     constexpr DataType kDataType = dtype;
     constexpr int32_t kBlockM = value;
-    int8_matmul_grad_input_kernels().add(KernelKey{90, kBlockM, kDataType, /*variant=*/std::nullopt},
+    int8_matmul_grad_input_kernels().add(KernelKey{90, kBlockM, kDataType, /*flag=*/std::nullopt},
                                          kernel_name("int8_matmul_grad_input_sm90", {kBlockM, kDataType}),
                                          cluster_tile_facts<Int8GradInputTileSm90<kBlockM>>(/*is_gradient=*/true),
                                          launch_int8_matmul_grad_input_sm90<kBlockM, kDataType>);

@@ -23,6 +23,7 @@ struct Chosen {
     int index = 0;
 };
 thread_local Chosen chosen;
+thread_local bool is_bound = false;
 
 int locked_index() {
     return chosen.num_choices == num_choices ? chosen.index : first_choice;
@@ -75,7 +76,17 @@ bool make_current(int index) {
     if (index < 0 || index >= static_cast<int>(devices.size())) return false;
     chosen = {num_choices, index};
     with_context.insert(index);
+    is_bound = true;
     return true;
+}
+
+void bind_context() {
+    is_bound = true;
+}
+
+bool lacks_context() {
+    const std::lock_guard lock(mutex);
+    return !is_bound && !with_context.empty();
 }
 
 bool has_context(int index) {

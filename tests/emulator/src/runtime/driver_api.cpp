@@ -150,7 +150,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
     const int device = device_index();
-    *context = has_context(device) ? context_of(device) : nullptr;
+    *context = has_context(device) && !lacks_context() ? context_of(device) : nullptr;
     return CUDA_SUCCESS;
 }
 
@@ -216,6 +216,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType data_type,
                                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
                                 CUtensorMapFloatOOBfill fill) {
+    if (lacks_context()) return driver(fail(cudaErrorDeviceUninitialized, "a tensor map: this thread has no context"));
     std::string reason;
     const int error = encode_tiled(map, data_type, rank, address, dims, strides, box, element_strides, interleave,
                                    swizzle, promotion, fill, &reason);

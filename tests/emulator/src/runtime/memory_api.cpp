@@ -21,6 +21,7 @@ TrackedAllocations& all() {
 }
 
 cudaError_t allocate(void** address, size_t bytes, int owner, const char* what) {
+    bind_context();
     if (const cudaError_t error = check_allowed_now(what); error != cudaSuccess) return error;
     *address = all().allocate(bytes, owner);
     return *address != nullptr || bytes == 0 ? cudaSuccess : fail(cudaErrorMemoryAllocation);

@@ -139,6 +139,7 @@ void forget(const std::shared_ptr<Capture>& capture) {
 }  // namespace
 
 cudaError_t submit(cudaStream_t handle, const std::string& what, Work work, bool needs_own_device) {
+    bind_context();
     if (!needs_own_device) {  // not a kernel: it orders the kernels before and after it
         work = [handle, work = std::move(work)] {
             take_accesses(handle);
@@ -195,6 +196,7 @@ using namespace emulator::runtime;
 // --- Streams ---
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+    bind_context();
     const std::lock_guard lock(mutex);
     *stream = add(streams, std::make_unique<Stream>(Stream{device_index(), priority, flags, {}}));
     return cudaSuccess;
