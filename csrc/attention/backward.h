@@ -23,8 +23,8 @@ inline BackwardKernelTable& attention_backward_rows_kernels() {
 }
 
 // Computes dK and dV (on Hopper only their sums, in key_sums, where a key tile is split), and adds dQ to query_sums.
-// Selected by both head dims, dtype and flag. Kernels with the flag have every option. Kernels without it only scales scores and
-// masks them by a window.
+// Selected by both head dims, dtype and flag. Kernels with the flag have every option. Kernels without it only scale
+// scores and mask them by a window.
 inline BackwardKernelTable& attention_backward_key_value_kernels() {
     static auto& table = *new BackwardKernelTable("attention_backward, keys and values");
     return table;

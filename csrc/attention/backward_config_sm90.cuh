@@ -68,8 +68,8 @@ struct BackwardConfigSm90 : BackwardTileSm90<kHeadDim_> {
 
     static constexpr bool kAddsDqFromRegisters = FASTATTN_DQ_FROM_REGISTERS && !kOptions;
 
-    // A reduction warp adds the panels of one consumer to sums in global memory: one panel of dQ in each step and, for a
-    // split key tile, the panels of dK and dV. key_panel() returns where, among the key tile's sums, the consumer's
+    // A reduction warp adds the panels of one consumer to sums in global memory: one panel of dQ in each step and, for
+    // a split key tile, the panels of dK and dV. key_panel() returns where, among the key tile's sums, the consumer's
     // i-th panel of dK and dV belongs. For each of its blocks of keys, the consumer passes the panels of dK, then the
     // panels of dV.
     static constexpr int kReductionWarps = Tile::kNumConsumers, kPanelsPerReductionWarp = 1;

@@ -123,8 +123,8 @@ struct BackwardConsumerSm90 {
         if (lane == 0) ptx::mbarrier_arrive(ds_barrier());
     }
 
-    // Waits until every warp that writes this buffer of dS has stored its dS: the warps of all consumers with kSharesDs,
-    // else those of this consumer. Then starts this consumer's panel of dQ = dS·K.
+    // Waits until every warp that writes this buffer of dS has stored its dS: the warps of all consumers with
+    // kSharesDs, else those of this consumer. Then starts this consumer's panel of dQ = dS·K.
     FASTATTN_DEVICE void start_dq(QueryPanel& rdQ, const uint16_t* sK) {
         ptx::mbarrier_wait_parity(ds_barrier(), num_steps / kDsStages % 2);
         const int first_byte = Config::kSharesDs ? warpgroup * KeyTile::kBlockBytes

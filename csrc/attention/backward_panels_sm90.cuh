@@ -1,6 +1,6 @@
 // How the backward kernels for Hopper write dQ, dK and dV. dQ, and dK and dV of split key tiles, are passed in panels
-// of 64 rows by 64 dims to a reduction warp, which adds them to sums in global memory. dK and dV of other key tiles are stored
-// directly in the gradients.
+// of 64 rows by 64 dims to a reduction warp, which adds them to sums in global memory. dK and dV of other key tiles are
+// stored directly in the gradients.
 #pragma once
 
 #include <cstdint>

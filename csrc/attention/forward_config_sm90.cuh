@@ -98,7 +98,7 @@ struct alignas(1024) ForwardStorageSm90 {
     // kSplitTiles on hold the split work tiles, which are needed until their partials are combined at the end.
     CtaWorkTile work_tiles[4];
     int next_tile[2];     // for each stage of `work`: an index into work_tiles, or kNoMoreTiles
-    int num_split_tiles;  // this CTA's split work tiles: at most the one where its steps begin and the one where they end
+    int num_split_tiles;  // of this CTA: at most the one where its steps begin and the one where they end
 };
 
 // IDs of named barriers; __syncthreads() uses ID 0.

@@ -175,7 +175,7 @@ FASTATTN_DEVICE void publish_key_tile(ForwardStorageSm90<Config>& shared, const 
 }
 
 // Zeroes NaN and infinity in a tile of V whose first key is first_key. Records in `tile` the first and last key that
-// had any. Called by one warp, only for a tile that has some.
+// had any. Called by one warp, only for a tile that has some. A proxy fence must follow.
 template <DataType kDataType, typename ValueTile>
 FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& tile, int lane) {
     __syncwarp();  // waits until every lane has searched: below, a lane changes elements that others have searched
@@ -191,14 +191,14 @@ FASTATTN_DEVICE void make_finite(uint16_t* sV, int32_t first_key, CtaWorkTile& t
         atomicMin(&tile.first_nonfinite, key);
         atomicMax(&tile.last_nonfinite, key);
     }
-    ptx::fence_proxy_async_shared();
 }
 
 // Zeroes NaN and infinity in a tile of V in which a mask may hide keys. P = 0 does not remove a hidden key's NaN or
 // infinity, because 0 · NaN and 0 · infinity are NaN. After the last key tile,
 // ForwardConsumerSm90::add_nonfinite_values() reads these values from memory again, and adds them to the rows that see
 // their keys. Called by one warp for every tile of V. Consumers wait for this warp at masked tiles only. So the warp
-// counts as one more consumer of the ring, and no stage is refilled before the warp has released it.
+// counts as one more consumer of the ring. In a cluster, the other CTA may refill its half of a stage earlier, but only
+// of a tile that this warp does not read.
 template <DataType kDataType, typename Config>
 FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, const BiasView& bias,
                                         Ring<Config::kStages> value_ring, CtaWorkTile& tile, int32_t key_tile,
@@ -208,8 +208,12 @@ FASTATTN_DEVICE void keep_values_finite(ForwardStorageSm90<Config>& shared, cons
     value_ring.wait_full();
     uint16_t* sV = shared.sV[value_ring.stage];
     const bool may_hide = is_masked || bias.kind != BiasView::Kind::kNone;  // a bias may hide any key
-    if (may_hide && __any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
-        make_finite<kDataType, ValueTile>(sV, key_tile * Config::kBlockN, tile, lane);
+    if (may_hide) {
+        if (__any_sync(0xffffffff, tile_has_nonfinite<kDataType, ValueTile, kWarpSize, kUnroll>(sV, lane))) {
+            make_finite<kDataType, ValueTile>(sV, key_tile * Config::kBlockN, tile, lane);
+        }
+        // Makes zeros visible to wgmma, and lets the cluster's other CTA overwrite what this lane has read.
+        ptx::fence_proxy_async_shared();
     }
     __syncwarp();  // waits until every lane is done with the tile
     if (lane == 0) value_ring.arrive(shared.finite_value);

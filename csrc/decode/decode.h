@@ -12,8 +12,8 @@ namespace fastattn {
 inline constexpr int32_t kFewRows = 16;  // rows of the small tile, used if no KV head has more rows
 
 // Returns the flash-decoding kernels for caches of a format, selected by head dim and flag. A head dim that has no
-// kernel runs in the kernel of the next larger head dim, which loads only the dims that exist. Kernels with the flag have tiles
-// of more than kFewRows rows.
+// kernel runs in the kernel of the next larger head dim, which loads only the dims that exist. Kernels with the flag
+// have tiles of more than kFewRows rows.
 inline KernelTable<DecodeParams>& decode_split_kernels(CacheFormat format) {
     using Table = KernelTable<DecodeParams>;
     constexpr const char* kOperation = "attention_decode";

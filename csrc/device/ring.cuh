@@ -73,11 +73,13 @@ struct Ring {
     FASTATTN_DEVICE void wait_empty() const { ptx::mbarrier_wait_parity(empty(), phase ^ 1); }
 
     // Producer: does what wait_empty() does, before TMA fills the stage. TMA may overwrite data that threads have read
-    // only after a proxy fence. The producer executes this fence for the reads of all consumers, so that consumers need
-    // none in their loops.
+    // only after a proxy fence. The producer executes this fence for the reads of all threads of its CTA, so that
+    // consumers need none in their loops. A thread that reads what the producer of another CTA brings executes the
+    // fence itself, before it releases the stage: a fence for the whole cluster (.shared::cluster) is also a fence for
+    // the whole GPU in machine code (MEMBAR.ALL.GPU), which would delay every stage.
     FASTATTN_DEVICE void wait_empty_for_tma() const {
         wait_empty();
-        ptx::fence_proxy_async_shared_cluster();
+        ptx::fence_proxy_async_shared();
     }
 
     // Producer, one thread: calls wait_empty_for_tma(), and returns the barrier at which `bytes` bytes have to arrive

@@ -126,7 +126,8 @@ struct HeadScores {
         add_alibi(rS, first_row, first_key, lane);
     }
 
-    // Does what to_unbiased_scores() does, and adds the bias in rB, which load_bias() has loaded. A bias of -inf masks a score.
+    // Does what to_unbiased_scores() does, and adds the bias in rB, which load_bias() has loaded. A bias of -inf masks
+    // a score.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_scores_with(const uint32_t (&rB)[kTilesM][kTilesN][4], float (&rS)[kTilesM][kTilesN][4],
                                         int32_t first_row, int32_t first_key, int lane) const {

@@ -17,13 +17,17 @@ inline constexpr int kWarpgroupM = 64;
 struct OperandDescriptor {
     uint32_t low;  // address, and from bit 16 on the stride between blocks
 
+    // Returns the address's field. In a cluster, the bits of `shared` from 24 on are the CTA's rank, which must not get
+    // into the field of the stride.
+    FASTATTN_DEVICE static uint32_t address_field(uint32_t shared) { return (shared & 0x3ffff) >> 4; }
+
     // For an operand with K contiguous. A block holds 64 or 32 elements along K, and no product crosses blocks.
-    FASTATTN_DEVICE static OperandDescriptor k_major(uint32_t shared) { return {shared >> 4 | 1 << 16}; }
+    FASTATTN_DEVICE static OperandDescriptor k_major(uint32_t shared) { return {address_field(shared) | 1 << 16}; }
 
     // For an operand with M or N contiguous. A block holds 64 or 32 elements along M or N, and the next block holds the
     // elements that follow.
     FASTATTN_DEVICE static OperandDescriptor mn_major(uint32_t shared, uint32_t block_bytes) {
-        return {shared >> 4 | block_bytes >> 4 << 16};
+        return {address_field(shared) | block_bytes >> 4 << 16};
     }
 
     // Returns the descriptor of what is `bytes` bytes further on, in blocks whose rows have kRowBytes bytes. The

@@ -17,9 +17,9 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
-    // Programmatic dependent launch (PDL): lets CTAs begin when the CTAs of the previous launch have ended, before its last
-    // write is visible. Every thread must call ptx::griddepcontrol_wait() before it reads what that launch writes, or
-    // writes what that launch reads or writes. Kernels for architectures before sm_90 ignore it.
+    // Programmatic dependent launch (PDL): lets CTAs begin when the CTAs of the previous launch have ended, before its
+    // last write is visible. Every thread must call ptx::griddepcontrol_wait() before it reads what that launch writes,
+    // or writes what that launch reads or writes. Kernels for architectures before sm_90 ignore it.
     bool is_dependent = false;
 };
 

@@ -10,9 +10,9 @@
 //   W, Xq  kNumStages  before its products            after them
 //
 // The products of two steps are in flight: those of the next step are started while the tensor cores compute those of
-// this step. Sums are int32, which is exact up to kMostInt8SumK of K, so that splits of a tile do not change the result.
-// With scales per group along K, the sums of each group are scaled and added in fp32, in a second set of accumulators.
-// Meanwhile the tensor cores work for the other consumer.
+// this step. Sums are int32, which is exact up to kMostInt8SumK of K, so that splits of a tile do not change the
+// result. With scales per group along K, the sums of each group are scaled and added in fp32, in a second set of
+// accumulators. Meanwhile the tensor cores work for the other consumer.
 //
 // Preconditions: those of Int8WeightView; N a multiple of 8; K a multiple of 16 and at most kMostInt8SumK; no SwiGLU.
 #pragma once

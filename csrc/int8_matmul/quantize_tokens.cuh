@@ -109,8 +109,8 @@ struct QuantizeStorage {
     uint32_t largest[kThreads / kWarpSize];  // what each warp has found in its elements of a row
 };
 
-// Quantises one row [columns] of gX to gQ and *gScale. Called by each of kGroupThreads threads, which are a whole CTA or a
-// warp; `thread` is the caller's index among them. largest_of_all(x) returns the largest x of these threads.
+// Quantises one row [columns] of gX to gQ and *gScale. Called by each of kGroupThreads threads, which are a whole CTA
+// or a warp; `thread` is the caller's index among them. largest_of_all(x) returns the largest x of these threads.
 template <DataType kDataType, int kGroupThreads, typename LargestOfAll>
 FASTATTN_DEVICE void quantize_row(const uint16_t* gX, int8_t* gQ, float* gScale, int32_t columns, int32_t thread,
                                   LargestOfAll&& largest_of_all) {

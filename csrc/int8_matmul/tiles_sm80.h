@@ -16,11 +16,11 @@ inline constexpr int kCtasPerSm = MatmulTile{}.ctas_per_sm;
 inline constexpr int kInt8StageBytes = 80 << 10;
 
 // Each of the four warps has 32 of the tile's 128 columns of N and all of its rows of M, so that only one warp loads
-// and multiplies_in_16bit a given weight. With kBlockM = 128 a thread has 128 accumulators, and for 32 of K a warp issues 64
-// HMMA and 20 loads from shared memory: 16 of 16 bytes a lane, and 4 of 8 bytes. With few rows, loading the weights
-// takes longest. A row of a stage then has 128 bytes, and 64 KB of weights are in flight to an SM. With many rows, the
-// tensor cores take longest, so a tile's time is proportional to kBlockM. There is a tile for every multiple of 16, so
-// that at most 15 rows of a tile are computed in vain.
+// and multiplies_in_16bit a given weight. With kBlockM = 128 a thread has 128 accumulators, and for 32 of K a warp
+// issues 64 HMMA and 20 loads from shared memory: 16 of 16 bytes a lane, and 4 of 8 bytes. With few rows, loading the
+// weights takes longest. A row of a stage then has 128 bytes, and 64 KB of weights are in flight to an SM. With many
+// rows, the tensor cores take longest, so a tile's time is proportional to kBlockM. There is a tile for every multiple
+// of 16, so that at most 15 rows of a tile are computed in vain.
 template <int kBlockM_>
 struct Int8MatmulTileSm80 {
     static constexpr int kBlockM = kBlockM_;

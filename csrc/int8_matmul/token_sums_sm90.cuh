@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "device/fragment.cuh"
+#include "device/ptx/fence.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/swizzle.cuh"
 #include "int8_matmul/cluster_sm90.cuh"
@@ -71,6 +72,7 @@ FASTATTN_DEVICE void sum_tokens(ClusterStorage<Tile>& shared, const ClusterParam
             if (own.takes(step)) {
                 const auto* sdY = reinterpret_cast<const uint16_t*>(shared.stages[ring.stage]);
                 sum_step<kDataType, Tile::kBlockM>(own, sdY, step * Tile::kBlockK, lane);
+                ptx::fence_proxy_async_shared();  // so that the other CTA may overwrite what this lane has read
                 ++num_summed;
             }
             __syncwarp();  // waits until every lane has read the step

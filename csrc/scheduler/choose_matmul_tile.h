@@ -14,9 +14,9 @@
 
 namespace fastattn {
 
-// What the parts of a matmul cost with one tile, in clocks of an SM. predicted_clocks() adds them up, from a CTA's first
-// instruction to its last store. They are predictions for comparing tiles and schedules, not measurements. A work tile
-// costs the computation of addresses, the first trip to memory, the sums' way through shared memory, and trips for
+// What the parts of a matmul cost with one tile, in clocks of an SM. predicted_clocks() adds them up, from a CTA's
+// first instruction to its last store. They are predictions for comparing tiles and schedules, not measurements. A work
+// tile costs the computation of addresses, the first trip to memory, the sums' way through shared memory, and trips for
 // scale, bias and residual. A split tile also costs the way of its partial into L2, the arrival, one trip for each
 // batch of partials, and the bytes of each partial. Opening the arrival counter costs nothing, because it overlaps the
 // first trip (scheduler/arrivals.cuh).

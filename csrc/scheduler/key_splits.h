@@ -27,11 +27,11 @@
 
 namespace fastattn {
 
-// The cost of combining the partials of a work tile, in steps: a worker writes and reads fp32 rows through L2. A split has
-// at least kCombineCost steps, and splitting must save more than kCombineCost steps.
+// The cost of combining the partials of a work tile, in steps: a worker writes and reads fp32 rows through L2. A split
+// has at least kCombineCost steps, and splitting must save more than kCombineCost steps.
 inline constexpr int32_t kCombineCost = 4;
-// Nothing is split if there are more whole work tiles than this for each worker: the work is balanced already, and whole
-// tiles keep keys in the L2 cache.
+// Nothing is split if there are more whole work tiles than this for each worker: the work is balanced already, and
+// whole tiles keep keys in the L2 cache.
 inline constexpr uint32_t kTilesPerSplitWorker = 2;
 // The most row tiles, counted in one head of all sequences, that a warp counts: 32 in each lane.
 inline constexpr uint32_t kMostRowTiles = 1024;

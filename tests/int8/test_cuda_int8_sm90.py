@@ -51,7 +51,7 @@ def blocks_for(granularity: str | int) -> list[int]:
 @only_emulated
 def test_a_missing_fence_before_copies_over_weights_that_were_read_is_found() -> None:
     weight, scale = quantised(300, 1024, "channel")
-    with cuda_runtime.replaced("fence.proxy.async.shared::cluster;", ""), pytest.raises(EmulatorError) as caught:
+    with cuda_runtime.replaced("fence.proxy.async.shared::cta;", ""), pytest.raises(EmulatorError) as caught:
         check(64, normal(70, 1024, seed=1), weight, scale)
     assert caught.value.kind == "proxy"
 

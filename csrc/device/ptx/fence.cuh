@@ -8,11 +8,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Orders accesses to the shared memory of all CTAs of the cluster.
-__device__ __forceinline__ void fence_proxy_async_shared_cluster() {
-    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
-}
-
 // Also orders accesses to global memory, and writes of the async proxy. A thread that has waited for its bulk copies
 // makes them visible to other threads by this fence, followed by a release.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -69,7 +69,9 @@ std::optional<Slot> Decoder::symbol(const std::string& name, int64_t offset, int
         return special_slot(Special::kLocalBase, static_cast<int>(locals_.at({scope, name}) + offset), width);
     }
     const auto shared = program_.shared_offsets.find(name);
-    if (shared != program_.shared_offsets.end()) return constant(shared->second + offset, width);
+    if (shared != program_.shared_offsets.end()) {
+        return special_slot(Special::kSharedBase, static_cast<int>(shared->second + offset), width);
+    }
     if (code_.source->is_entry) {
         for (const Parameter& parameter : program_.parameters) {
             if (parameter.name == name) return constant(parameter.offset + offset, width);

@@ -15,7 +15,9 @@ constexpr uint64_t kLocalWindow = uint64_t{0x2} << 56;
 constexpr uint64_t kParamWindow = uint64_t{0x3} << 56;
 
 // An address of shared memory below kCtaBytes is an offset in the CTA's own; the shared memory of the cluster's CTA
-// `rank` begins at (rank + 1) * kCtaBytes.
+// `rank` begins at (rank + 1) * kCtaBytes. In a cluster, variables have such addresses, as on Hopper, where the bits
+// from 24 on are the rank. So code that packs an address into fewer bits, as wgmma's descriptors do, has to remove
+// them.
 constexpr uint64_t kCtaBytes = uint64_t{1} << 24;
 
 // The system reserves the first bytes of each CTA's shared memory; variables follow.

@@ -95,6 +95,7 @@ enum class Special : uint8_t {
     kDynamicShared,
     kTotalShared,
     kLocalBase,
+    kSharedBase,
     kSmid,
     kNsmid,
     kGridid,
@@ -110,7 +111,7 @@ enum class Special : uint8_t {
 struct SpecialSlot {
     Slot slot;
     Special special;
-    int index;  // x, y or z; the number of the lane mask; an offset for kLocalBase
+    int index;  // x, y or z; the number of the lane mask; an offset for kLocalBase and kSharedBase
     int width;
 };
 

@@ -73,6 +73,9 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                 case Special::kLocalBase:
                     value = frame->local_base + i;
                     break;
+                case Special::kSharedBase:  // in a cluster, an address tells whose shared memory it is in
+                    value = i + (cta.cluster.num_ctas() > 1 ? (cta.rank + uint64_t{1}) * kCtaBytes : 0);
+                    break;
                 case Special::kEnvironment:  // the upper or the lower half of an address
                     value = i == 1 ? launch.grid_workspace >> 32 : launch.grid_workspace & 0xffffffff;
                     break;

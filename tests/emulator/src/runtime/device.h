@@ -34,8 +34,8 @@ bool make_current(int index);  // for this thread; false: there is no such devic
 bool has_context(int index);   // true: some thread has made the device current
 // Notes that this thread has used the runtime in a way that binds the current device's context to it.
 void bind_context();
-// Returns whether functions of the driver fail in this thread, because other threads use contexts and it has none. Always
-// false while no thread has made a device current, as in tests that give CPU tensors to kernels.
+// Returns whether functions of the driver fail in this thread, because other threads use contexts and it has none.
+// Always false while no thread has made a device current, as in tests that give CPU tensors to kernels.
 bool lacks_context();
 void pretend(const Device& device);  // makes a device current for all threads, and adds it if it is new
 // Replaces all devices; the first one becomes current.
