@@ -27,7 +27,7 @@ def native_code_for(arch: int) -> str:
 
 
 def triton_version() -> str:
-    """Returns the version of the installed triton, without importing it."""
+    """Returns the installed triton's version, or a text that says it is not installed, without importing triton."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -170,12 +170,7 @@ class Int8Call(NamedTuple):
         return self.input_precision == "int8"
 
 
-class OnRecord:
-    """Calls ``function`` with a record's fields: a parameter gets the field of the same name."""
-
-    def __init__(self, function: Callable[..., Any], record: type[NamedTuple]) -> None:
-        self._function = function
-        self._names = tuple(name for name in signature(function).parameters if name in record._fields)
-
-    def __call__(self, call: Any) -> Any:
-        return self._function(**{name: getattr(call, name) for name in self._names})
+def on_record(function: Callable[..., Any], record: type[NamedTuple]) -> Callable[[Any], Any]:
+    """Returns a function that calls ``function`` with a record's fields: a parameter gets the field of its name."""
+    names = [name for name in signature(function).parameters if name in record._fields]
+    return lambda call: function(**{name: getattr(call, name) for name in names})

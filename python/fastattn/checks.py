@@ -103,7 +103,11 @@ _ADVICE = (
         "tree_mask",
         "fastattn.integrations.flash_attn.flash_attn_with_kvcache takes it",
     ),
-    (_MASKS, "window_size", "flash-attn has no masks; fastattn.attention takes a bias"),
+    (
+        _MASKS,
+        "window_size",
+        "flash-attn has no masks; fastattn.attention takes a bool mask or a bias as bias=, in [B, H, S, D]",
+    ),
     (
         "window window_size sliding_window softcap alibi_slopes sinks key_ranges dropout_seed return_lse deterministic",
         "enable_gqa",
@@ -114,7 +118,7 @@ _ADVICE = (
     ("capacity max_seq_len max_length max_cache_len", "num_pages", "num_pages * page_size tokens fit, in all"),
     ("max_seq_len max_length max_seqlen max_cache_len", "max_capacity", "max_capacity is how many tokens fit at most"),
     (
-        "modules_to_not_convert llm_int8_skip_modules",
+        "modules_to_not_convert llm_int8_skip_modules skip_modules exclude skip ignore",
         "filter",
         'pass filter=lambda name, module: "lm_head" not in name',
     ),
@@ -149,7 +153,7 @@ def advice_on_keyword(name: str, known: Collection[str]) -> str:
 
 def check_rank(name: str, tensor: Tensor, layout: str, advice: str = "") -> None:
     """Checks the number of dims. ``layout`` names them: ``"[B, Hq, Sq, D]"``. ``advice`` is appended to the error."""
-    rank = layout.count(",") + 1 if layout != "[]" else 0
+    rank = layout.count(",") + 1
     expect(tensor.dim() == rank, name, f"{rank} dimensions {layout}", f"{tensor.dim()}: {list(tensor.shape)}{advice}")
 
 

@@ -117,12 +117,6 @@ class NativeDeviceFacts(ctypes.Structure):
     )
 
 
-class _ForwardTraits(ctypes.Structure):
-    """Mirrors the struct ForwardTraits of csrc/api/kernel_choice.h."""
-
-    _fields_ = tuple((name, ctypes.c_bool) for name in ("changes_scores", "is_paged"))
-
-
 # The functions that a library with kernels exports → their result types.
 _QUERIES: dict[str, Any] = {
     "fastattn_device_facts": NativeDeviceFacts,
@@ -214,8 +208,8 @@ def attention_forward_kernel(
 ) -> str | None:
     """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or key
     ranges."""
-    is_bfloat16, traits = dtype == torch.bfloat16, ctypes.byref(_ForwardTraits(changes_scores, paged))
-    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, is_bfloat16, traits))
+    traits = dtype == torch.bfloat16, changes_scores, paged
+    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, *traits))
 
 
 def attention_backward_kernels(

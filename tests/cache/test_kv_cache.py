@@ -410,7 +410,12 @@ INPUT_ERRORS: Misuse = {
     "quantized to what": (cache_of, {"quantized": "int4"}, ("quantized", "'int8', 'fp8'", "'int4'")),
     "quantized dtype": (cache_of, {"quantized": torch.half}, ("quantized", "'int8', 'fp8'", "float16")),
     "layer": (C.attend, attend(layer=2), ("layer", "0 to 1", "2")),
-    "query batch": (C.attend, attend(query=torch.zeros(2, 4, 1, 16)), ("query", "[3, 4, 1, 16]", "[2, 4, 1, 16]")),
+    "query batch": (C.attend, attend(query=torch.zeros(2, 4, 1, 16)), ("query", "3 as first", "[2, 4, 1, 16]")),
+    "KV heads": (
+        C.attend,
+        attend(k_new=torch.zeros(3, 4, 1, 16), v_new=torch.zeros(3, 4, 1, 8)),
+        ("k_new", "[3, 2, 1, 16]", "[3, 4, 1, 16]; the cache was made with kv_heads=2, head_dim=16"),
+    ),
     "query head dim": (
         C.attend,
         attend(query=torch.zeros(3, 4, 1, 8)),

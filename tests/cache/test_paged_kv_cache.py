@@ -396,7 +396,7 @@ INPUT_ERRORS: Misuse = {
     ),
     "layer": (STEP.attend, attend(layer=2), ("layer", "0 to 1", "2")),
     "k_new count": (STEP.attend, attend(k_new=keys(0, [1, 2])), ("k_new", "1 new tokens", "2")),
-    "query batch": (STEP.attend, attend(query=queries(2, 1)), ("query", "[1, 4, 1, 16]", "[2, 4, 1, 16]")),
+    "query batch": (STEP.attend, attend(query=queries(2, 1)), ("query", "1 as first", "[2, 4, 1, 16]")),
 }
 TYPE_ERRORS: Misuse = {
     "num_pages": (cache_of, {"num_pages": 1.0}, ("num_pages", "int", "float")),

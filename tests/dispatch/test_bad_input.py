@@ -120,19 +120,19 @@ INPUT_ERRORS: Misuse = {
     "Hugging Face's mask": (
         A,
         dense(bias=torch.ones(2, 7).long()),
-        ("bias", "torch.int64 [2, 7]", "pass mask[:, None, None, :].bool()"),
+        ("bias", "torch.int64 [2, 7]", "pass bias[:, None, None, :].bool()"),
     ),
     "float padding mask": (
         A,
         dense(bias=torch.ones(2, 7)),
-        ("bias", "padding mask [B, Sk]", "mask[:, None, None, :].bool()"),
+        ("bias", "padding mask [B, Sk]", "bias[:, None, None, :].bool()"),
     ),
     "bool padding mask": (
         A,
         dense(bias=torch.ones(2, 7) == 1),
-        ("bias", "torch.bool [2, 7]", "pass mask[:, None, None, :]"),
+        ("bias", "torch.bool [2, 7]", "pass bias[:, None, None, :]"),
     ),
-    "mask of ints": (A, dense(bias=torch.ones(2, 1, 1, 7).long()), ("bias", "pass mask.bool()")),
+    "mask of ints": (A, dense(bias=torch.ones(2, 1, 1, 7).long()), ("bias", "pass bias.bool()")),
     "bias device": (A, dense(bias=torch.zeros(1, 1, 5, 7, device="meta")), ("bias", "cpu", "meta")),
     "slopes shape": (A, dense(alibi_slopes=torch.zeros(3)), ("alibi_slopes", "[Hq] = [4]", "[3]")),
     "slopes dtype": (A, dense(alibi_slopes=torch.zeros(4).int()), ("alibi_slopes", "float32", "int32")),

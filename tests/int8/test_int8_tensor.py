@@ -156,6 +156,8 @@ def test_everything_else_is_refused_by_name() -> None:
     for operation in (lambda: weight * 2, lambda: weight.abs(), lambda: weight.add_(1), lambda: weight @ weight.t()):
         with pytest.raises(InputError, match=r"^\w+: .* int8 weight.*; pass .*dequantize\(\)"):
             operation()
+    with pytest.raises(InputError, match=r"^addmm: expected beta=1 and alpha=1 over an int8 weight, got 0\.5 and 1;"):
+        torch.addmm(torch.zeros(N), torch.zeros(3, K), weight.t(), beta=0.5)
     with pytest.raises(InputError, match=r"F\.linear: expected a floating input and bias, got an int8 weight"):
         F.linear(weight, torch.zeros(3, K))
     with pytest.raises(InputError, match="weight: expected a reader that knows int8 weights"):

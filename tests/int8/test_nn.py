@@ -137,8 +137,9 @@ def test_a_float_state_dict_is_quantised_as_it_is_loaded() -> None:
             layer.load_state_dict(Int8Linear(64, 48, granularity=64).state_dict(), assign=assign)
         with pytest.raises(RuntimeError, match=r"scale: expected shape for granularity 32 = \[48, 2\], got \[48, 1\]"):
             layer.load_state_dict(plain_state_dict(Int8Linear(64, 48, granularity=64).state_dict()), assign=assign)
-        with pytest.raises(RuntimeError, match="weight_scale: expected the scales of the int8 weight, got none"):
-            layer.load_state_dict({"weight": layer.weight.int8_data}, strict=False, assign=assign)
+        with pytest.raises(RuntimeError, match=r"weight_scale: expected the scales of the int8 weight .*, got") as no:
+            layer.load_state_dict({"weight": layer.weight.int8_data, "bias": linear.bias}, assign=assign)
+        assert "Missing key" not in str(no.value)
         with pytest.raises(RuntimeError, match=r"weight: expected torch\.float16 or .*, got torch\.uint8"):
             layer.load_state_dict({"weight": layer.weight.int8_data.view(torch.uint8)}, strict=False, assign=assign)
         assert torch.equal(layer.weight, before["weight"])
@@ -477,6 +478,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], tupl
         {"model": Block(), "modules_to_not_convert": ["lm_head"]},
         TypeError,
         ("quantize_model() got", "'modules_to_not_convert'; pass filter=lambda name, module:"),
+    ),
+    "layers to exclude": (
+        quantize_model,
+        {"model": Block(), "exclude": ["lm_head"]},
+        TypeError,
+        ("'exclude'; pass filter=lambda name, module:",),
     ),
     "group_size": (
         quantize_model,

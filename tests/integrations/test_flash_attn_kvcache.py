@@ -222,8 +222,14 @@ def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
     [
         ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "^rotary_cos: expected None without new keys"),
         ({"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8)}, "^cache_seqlens: expected an int or a tensor"),
-        ({"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_leftpad: expected None with a block"),
-        ({"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]}, "^cache_batch_idx: expected None with a"),
+        (
+            {"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]},
+            "^cache_leftpad: expected None with a block.*without padding$",
+        ),
+        (
+            {"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]},
+            "^cache_batch_idx: .* got a tensor; pass block_table.cache_batch_idx. instead$",
+        ),
         ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),
         ({"q_descale": SCALES}, "^q_descale: expected None, as q is not fp8, got a tensor"),

@@ -149,6 +149,15 @@ class TestMasksOfTheUser:
         with pytest.raises(fastattn.InputError, match=r"attention_mask: expected a bool or floating mask.*int64"):
             make_model("llama", "fastattn")(**tokens(), attention_mask=mask)
 
+    def test_with_too_few_columns_are_refused_by_name(self) -> None:
+        query = torch.randn(2, 4, 9, 8)
+        for name in ("attention_mask", "position_bias"):
+            masks = {"attention_mask": None, name: torch.zeros(2, 1, 9, 8)}
+            with pytest.raises(
+                fastattn.InputError, match=rf"^{name}: expected .* = \[2, 4, 9, 9\], got \[2, 1, 9, 8\]"
+            ):
+                attention_module.attend(torch.nn.Module(), query, query, query, **masks)
+
 
 class TestRangesOfKeys:
     """Llama 4 attends in chunks in every other layer."""

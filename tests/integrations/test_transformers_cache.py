@@ -199,6 +199,12 @@ def test_a_mask_that_is_written_to_is_read_again() -> None:
         torch.testing.assert_close(came, wanted)
 
 
+def test_the_dtype_can_be_torchs() -> None:
+    config = make_model("llama", "eager").config
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert integration.Cache(config, batch_size=2, max_length=8, dtype=dtype).layers[0].eight_bit == dtype
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "error"),
@@ -206,9 +212,13 @@ class TestRefusals:
             ({"batch_size": 0}, r"^batch_size: expected at least 1"),
             ({"max_length": 2.5}, r"^max_length: expected an int"),
             ({"dtype": "int4"}, r"^dtype: expected one of None, 'int8', 'fp8'"),
+            (
+                {"config": make_model("llama", "eager")},
+                r"^config: expected .* got .*LlamaForCausalLM; pass model\.config",
+            ),
             ({"config": RecurrentGemmaConfig()}, r"^config: expected layers .* leave the cache out, and generate\(\)"),
         ],
-        ids=["batch size", "length", "dtype", "layers"],
+        ids=["batch size", "length", "dtype", "model", "layers"],
     )
     def test_of_wrong_arguments(self, changes: dict[str, Any], error: str) -> None:
         config = make_model("llama", "eager").config

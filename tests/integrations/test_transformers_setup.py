@@ -33,9 +33,7 @@ SMALL = {
     "num_attention_heads": 4,
 }
 BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4}
-REFUSED = (
-    r"expected one that BloomForCausalLM has, got 'fastattn'; its layers do not use .* attn_implementation=\"eager\""
-)
+REFUSED = r"expected one that BloomForCausalLM supports, got 'fastattn'; its layers .* attn_implementation=\"eager\""
 
 MODULE = """
 from torch import nn
@@ -111,7 +109,7 @@ class TestRefused:
         """Such layers would take a mask that is left out for no mask at all."""
         model = bloom("eager")
         model.config._attn_implementation = "fastattn"
-        with pytest.raises(fastattn.InputError, match=r"expected one that bloom has, got 'fastattn'.*\"eager\""):
+        with pytest.raises(fastattn.InputError, match=r"expected one that bloom supports, got 'fastattn'.*\"eager\""):
             model(**tokens())
 
     def test_what_to_do_where_a_model_calls_torchs_attention(self) -> None:
@@ -125,7 +123,7 @@ class TestRefused:
 
     def test_classes_that_inherit_from_such_a_model(self, tmp_path: Path) -> None:
         module = load_module(tmp_path, "class MyBloom(BloomForCausalLM):\n    pass")
-        with pytest.raises(fastattn.InputError, match="expected one that MyBloom has"):
+        with pytest.raises(fastattn.InputError, match="expected one that MyBloom supports"):
             module.MyBloom._from_config(BloomConfig(**BLOOM), attn_implementation="fastattn")
 
     def test_a_part_of_a_larger_model_unless_it_has_an_implementation_of_its_own(self) -> None:
@@ -185,7 +183,7 @@ class TestServed:
         if is_served:
             assert module.OwnModel._from_config(module.OwnConfig(), attn_implementation="fastattn")
         else:
-            with pytest.raises(fastattn.InputError, match="expected one that OwnModel has"):
+            with pytest.raises(fastattn.InputError, match="expected one that OwnModel supports"):
                 module.OwnModel._from_config(module.OwnConfig(), attn_implementation="fastattn")
 
     @pytest.mark.parametrize("base", ["LlamaForCausalLM", "PreTrainedModel"])

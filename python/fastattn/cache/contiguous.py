@@ -46,9 +46,10 @@ class KVCache(StepCache):
     call appends the tokens again. The cache warns if layer 0 attends again before the last layer has attended. If
     prompts differ in length, pad them on the right, and remove the padding afterwards with ``cache.truncate(lengths)``.
 
-    The capacity doubles when new tokens might not fit. The host counts the tokens that it appends and never reads
-    lengths from the device. A CUDA graph captures addresses, so the cache cannot grow in a graph: call ``reserve``
-    before the capture. The host does not see what a replayed graph appends: call ``note_replayed`` after each replay.
+    The capacity doubles when new tokens might not fit. The host counts the tokens that it appends, so only
+    ``lengths()`` reads lengths from the device. A CUDA graph captures addresses, so the cache cannot grow in a graph:
+    call ``reserve`` before the capture. The host does not see what a replayed graph appends: call ``note_replayed``
+    after each replay.
 
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
@@ -122,8 +123,7 @@ class KVCache(StepCache):
 
     def lengths(self) -> list[int]:
         """Returns the number of tokens of each sequence, which the host reads from the device."""
-        lengths: list[int] = self.cache_seqlens.tolist()
-        return lengths
+        return self.cache_seqlens.tolist()
 
     def positions(self, num_new: int) -> Tensor:
         check_int("num_new", num_new, minimum=0)

@@ -68,8 +68,9 @@ class PagedKVCache:
         model(tokens[None], chunk)                               # chunk.attend takes [1, heads, 317, head_dim]
 
     Tokens count once every layer has stored them. So a step that is abandoned half-way has no effect: the next step of
-    the same sequences begins at the same position, and the abandoned step's pages become free. The cache warns of such
-    a step, because with a model that has fewer layers than the cache all lengths would stay 0.
+    the same sequences begins at the same position, and the abandoned step's pages become free. If some layers had
+    stored the tokens of such a step, the cache warns once another step replaces it, or nobody holds it any more: with a
+    model that has fewer layers than the cache, all lengths would stay 0.
 
     Sequences can share a page. The cache copies the page when one of these sequences is about to write to it. The host
     keeps the list of each sequence's pages; each step makes a block table and lengths from these lists. A call that
@@ -140,10 +141,11 @@ class PagedKVCache:
         return self._pool.add()
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """Adds a sequence that shares the first ``length`` tokens of ``sequence``, by default all. Returns the new
+        """Adds a sequence that shares the first ``length`` tokens of ``sequence``, by default all, and returns its
         number.
 
-        ``fork`` copies no page. A step copies a shared page when a sequence is about to write to it.
+        An open step of ``sequence`` ends: tokens that not every layer has stored are lost. No page is copied until one
+        of the sequences writes to it.
         """
         return self._pool.fork(sequence, length)
 

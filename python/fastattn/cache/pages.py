@@ -70,8 +70,9 @@ class PageDemand:
     """Holds the pages that a step will take from the pool. Making a demand does not change the pool.
 
     Attributes:
-        names, sequences, num_new: the numbers of the step's sequences (as `PagePool.add` returns them), the sequences,
-            and the number of tokens that each sequence gets.
+        names: the numbers of the step's sequences, as `PagePool.add` returns them.
+        sequences: their page lists, in the same order.
+        num_new: the number of tokens that each gets.
         pages: the new pages that each sequence gets.
         copies: the pages to copy before ``PagePool.reserve``.
         superseded: the open steps of these sequences, which this step ends.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Generic, TypeVar, overload
 
 from torch import Tensor
@@ -18,16 +17,6 @@ _SET_BY_THE_CACHE = frozenset(
     ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table", "key", "value")
     + ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 )
-
-
-def check_options(function: str, names: Iterable[str]) -> None:
-    """Raises ``TypeError`` for the first of ``names`` that ``attend`` does not take as a keyword."""
-    for name in names:
-        if name in _SET_BY_THE_CACHE:
-            raise TypeError(f"{name}: {function} passes it itself; leave it out")
-        if name not in _OPTIONS:
-            advice = advice_on_keyword(name, _OPTIONS) or f"; it takes {', '.join(sorted(_OPTIONS))}"
-            raise TypeError(f"{name}: {function} takes no such argument{advice}")
 
 
 _Lse = TypeVar("_Lse")
@@ -111,7 +100,12 @@ class StepCache(ABC):
             CacheFull: the new tokens do not fit.
             InputError, TypeError: an argument is wrong. The cache is then unchanged.
         """
-        check_options(f"{type(self).__name__}.attend", options)
+        for name in options:
+            if name in _SET_BY_THE_CACHE:
+                raise TypeError(f"{name}: {type(self).__name__}.attend passes it itself; leave it out")
+            if name not in _OPTIONS:
+                advice = advice_on_keyword(name, _OPTIONS) or f"; it takes {', '.join(sorted(_OPTIONS))}"
+                raise TypeError(f"{name}: {type(self).__name__}.attend takes no such argument{advice}")
         return self._attend(layer, query, k_new, v_new, return_lse, options)
 
     @abstractmethod

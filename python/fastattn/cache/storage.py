@@ -75,8 +75,13 @@ class CacheLayout:
         for name, tensor in (("query", query), ("k_new", k_new), ("v_new", v_new)):
             check_tensor(name, tensor)
         check_rank("k_new", k_new, "[B, Hkv, S_new, D]")
-        check_shape("query", query, (batch, *query.shape[1:]), "[batch, Hq, Sq, D] with the cache's batch")
+        expected = f"{batch} as first dimension, one row per sequence"
+        expect(tuple(query.shape[:1]) == (batch,), "query", expected, list(query.shape))
         self.check_query(query)
+        if k_new.shape[1] != self.kv_heads != k_new.shape[2]:  # otherwise a later check may advise to swap them
+            shape = (batch, self.kv_heads, k_new.shape[2], self.head_dim)
+            advice = f"; the cache was made with kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+            check_shape("k_new", k_new, shape, "[B, Hkv, S_new, D]", advice)
         return k_new.shape[2]
 
     def check_query(self, query: Tensor) -> None:

@@ -7,6 +7,7 @@ the reasons. Public functions formulate the reasons about their own arguments, a
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -109,9 +110,8 @@ def _kernel_reason(backend: str, support: Support, request: Request, device_fact
 
 def _advice_on_padding(name: str, dim: int, support: Support) -> str:
     """Returns advice to create the cache with a head dim that the kernels take, because fastattn never pads a cache."""
-    assert support.head_dims is not None
-    padded = max(support.head_dims.start, -(-dim // support.head_dims.step) * support.head_dims.step)
-    if dim < 1 or padded not in support.head_dims:
+    padded = replace(support, pads=True).kernel_head_dim(dim)
+    if padded is None:
         return ""
     scale = f", and pass scale={dim} ** -0.5 to attention" if name == "head dim" else ""
     return f"; fastattn never pads a cache: create it with {name} {padded}, zero-pad the other tensors to match{scale}"

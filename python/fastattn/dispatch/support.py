@@ -166,7 +166,8 @@ OLDEST_ARCH = min(support.min_arch for backends in SUPPORT.values() for support 
 def support_table() -> str:
     """Returns the README's support table in Markdown, and below the table the features of each operation."""
     lines = [
-        'Cells list options, dtypes and head dims. "Everything" is spelt out below the table; "–" means no kernel.',
+        'Cells list options, dtypes and head dims. "Everything" means all options that are listed for the function '
+        'below the table; "–" means no kernel.',
         "",
         "| | CUDA C++ | Triton | PyTorch |",
         "|---|---|---|---|",

@@ -270,7 +270,7 @@ def _reading_of_parts(own: Sequence[Part], source_parts: Sequence[Part], window:
 
 
 def _block_over(part: Part, keys: Part, window: Window) -> Block:
-    """Returns the block of the rows of ``part`` over those keys of ``keys`` that these rows see.
+    """Returns the block of the rows of ``part`` and the keys that they see within ``keys``.
 
     ``keys.rows`` is the place of ``keys`` in a tensor. ``Block.keys`` is a slice of the same tensor.
     """

@@ -140,19 +140,16 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     The gradient of ``x`` is summed over all ranks.
     """
-    gathered: Tensor = _AllGather.apply(x, group)
-    return gathered
+    return _AllGather.apply(x, group)
 
 
 def to_own_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchanges a rank's rows of all heads, ``[B, H, n, D]``, for all rows of its heads, ``[B, H / W, W * n, D]``."""
     by_rank = _AllToAll.apply(x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0), group)
-    whole: Tensor = by_rank.movedim(0, 2).flatten(2, 3)
-    return whole
+    return by_rank.movedim(0, 2).flatten(2, 3)
 
 
 def to_all_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Undoes ``to_own_heads``."""
     by_rank = _AllToAll.apply(x.unflatten(2, (dist.get_world_size(group), -1)).movedim(2, 0), group)
-    own: Tensor = by_rank.movedim(0, 1).flatten(1, 2)
-    return own
+    return by_rank.movedim(0, 1).flatten(1, 2)

@@ -57,15 +57,11 @@ class LocalAttention(NamedTuple):
         """
         query_sum, slopes_sum = other_sums
         key_sum, value_sum = (zeros_of_sums(t, tensors.lse.dtype) for t in (tensors.key, tensors.value))
-        grad_out, grad_lse, query, key, value, out, lse = tensors
-        own = BackwardTensors(
-            grad_out[:, heads], grad_lse[:, heads], query[:, heads], key, value, out[:, heads], lse[:, heads]
-        )
         own_slopes = None if slopes_sum is None else slopes_sum[..., heads]
         attention = self.for_heads(heads)
         for block in blocks:
             sums = query_sum[:, heads, block.rows], key_sum[:, :, block.keys], value_sum[:, :, block.keys]
-            of_block = own.of(block.rows, block.keys)
+            of_block = tensors.of(heads, block.rows, block.keys)
             for entries, call in attention._calls_of_entries(of_block.query, block):
                 grad_query, grad_key, grad_value = (total[entries] for total in sums)
                 grad_slopes = _slopes_of(own_slopes, block, entries)

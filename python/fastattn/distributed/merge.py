@@ -23,7 +23,7 @@ from fastattn.ops.merge import merge_attention as merge_by_kernel
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two results of attention, over keys a and over keys b, into output and lse over the keys of both.
 
-    The output is float32, so that any number of merges is as exact as one call if the last result is rounded once. The
+    The output is float32, so a chain of merges does not add up rounding errors: round once, after the last merge. The
     merge is differentiable in all four arguments. If a row sees no key of one set (lse -inf), that set's output is
     ignored. If a row sees no key of either set, its output is 0 and its lse is -inf. On a GPU one Triton kernel merges
     and another computes gradients; each kernel reads its arguments once, in any layout.

@@ -20,8 +20,7 @@ def attend_over_keys(
 ) -> tuple[Tensor, Tensor]:
     """Returns output and lse of this rank's rows, differentiable in all tensors."""
     function, module = _STRATEGIES[strategy]
-    out, lse = function.apply(*inputs, spread, group, module)
-    return out, lse
+    return function.apply(*inputs, spread, group, module)
 
 
 class _AttentionOverKeys(torch.autograd.Function):

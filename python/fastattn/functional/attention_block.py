@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastattn import reference, run
-from fastattn.call import AttentionCall, OnRecord
+from fastattn.call import AttentionCall, on_record
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
 from fastattn.functional.attention_backward import through_the_block
@@ -36,10 +36,10 @@ class BackwardTensors(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def of(self, rows: slice, keys: slice) -> BackwardTensors:
-        """Returns the tensors of a smaller block, which has only ``rows`` and ``keys``."""
+    def of(self, heads: slice, rows: slice, keys: slice) -> BackwardTensors:
+        """Returns the tensors of a smaller block: only ``rows`` of the query heads ``heads``, and only ``keys``."""
         grad_out, grad_lse, query, out, lse = (
-            tensor[:, :, rows] for tensor in (self.grad_out, self.grad_lse, self.query, self.out, self.lse)
+            tensor[:, heads, rows] for tensor in (self.grad_out, self.grad_lse, self.query, self.out, self.lse)
         )
         return BackwardTensors(grad_out, grad_lse, query, self.key[:, :, keys], self.value[:, :, keys], out, lse)
 
@@ -57,7 +57,7 @@ def attention_block(block: AttentionCall) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_by_reference = OnRecord(reference.attention, AttentionCall)
+_by_reference = on_record(reference.attention, AttentionCall)
 
 
 def add_gradients_of_block(

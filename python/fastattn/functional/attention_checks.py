@@ -159,14 +159,14 @@ def check_bias(bias: Any, query: Tensor, full: tuple[int, ...]) -> None:
             came += f"; for one [Sq, Sk] pass bias[None, None]{as_bool}"
         if tuple(bias.shape) == (full[0], full[3]):
             as_bool = "" if bias.dtype == torch.bool else ".bool()"
-            came += f"; for a padding mask [B, Sk], 1 for tokens, pass mask[:, None, None, :]{as_bool}"
+            came += f"; for a padding mask [B, Sk], 1 for tokens, pass bias[:, None, None, :]{as_bool}"
         expect(False, "bias", f"a bool or floating {layout}", came)
     is_of_sequences = bias.dim() == 3 and tuple(bias.shape) == (full[0], *full[2:])
-    advice = "; for an [Sq, Sk] of each sequence pass bias[:, None]" if is_of_sequences else ""
+    advice = "; for one mask [Sq, Sk] per sequence pass bias[:, None]" if is_of_sequences else ""
     check_rank("bias", bias, layout, advice)
     if is_mask and bias.dtype != torch.bool:
         expected = " or ".join(map(str, dtypes))
-        expect(False, "bias", expected, f"{bias.dtype}; if 1 means that a query sees a key, pass mask.bool()")
+        expect(False, "bias", expected, f"{bias.dtype}; if 1 means that a query sees a key, pass bias.bool()")
     check_dtype("bias", bias, dtypes, f"; cast it with bias.to({query.dtype})")
     fits = all(size in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
     expect(fits, "bias", f"each dimension 1 or that of [B, Hq, Sq, Sk] = {list(full)}", list(bias.shape))

@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from fastattn.call import AppendCall, DecodeCall
+from fastattn.call import AppendCall, AttentionCall, DecodeCall
 from fastattn.checks import is_readable
 from fastattn.functional import composite, torch_sdpa
 from fastattn.quantization import FP8, QUANTIZE_ROWS, are_given, as_numbers, to_fp8
@@ -151,17 +151,8 @@ def _attend(call: DecodeCall, query: Tensor, run: slice, tokens: slice) -> tuple
         if nonfinite is not None:
             out = out.masked_fill(nonfinite.any(2, keepdim=True), torch.nan)
         return out.reshape(query.shape), query
-    found = composite.attend(
-        query,
-        key,
-        value,
-        window=(left, right),
-        softcap=call.softcap,
-        bias=mask,
-        alibi_slopes=slopes,
-        sinks=call.sinks,
-        scale=scale,
-    )
+    dense = AttentionCall(query, key, value, mask, slopes, call.sinks)
+    found = composite.attend(dense._replace(window=(left, right), softcap=call.softcap, scale=scale))
     assert found is not None, "the lengths were readable"
     return found
 

@@ -14,36 +14,26 @@ import torch
 from torch import Tensor
 
 from fastattn import reference
-from fastattn.call import AttentionCall, OnRecord
+from fastattn.call import AttentionCall, on_record
 from fastattn.checks import is_readable
 from fastattn.dispatch.request import Request
 from fastattn.functional import torch_sdpa
 from fastattn.functional.torch_sdpa import band, is_known_finite
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: tuple[int, int],
-    softcap: float,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor] | None:
-    """Returns output and lse, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None if a tensor is empty or not readable.
-
-    The arguments are those of ``attention``; a causal mask is part of ``window``. All operations are differentiable.
-    """
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+    """Returns output and lse of a dense call, ``([B, Hq, Sq, Dv], [B, Hq, Sq])``, or None if a tensor is empty, or if
+    the host cannot read its values (see ``is_readable``). All operations are differentiable."""
+    query, key, value, bias, alibi_slopes, sinks = call[:6]
+    softcap, scale = call.softcap, call.scale
+    assert scale is not None
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
     if not is_readable(query, key, value, bias, alibi_slopes, sinks):
         return None
     if 0 in (*query.shape, *key.shape, *value.shape):
         return None
-    visible = band(num_queries, num_keys, *window, query.device)
+    visible = band(num_queries, num_keys, *call.window, query.device)
     nonfinite_keys = nonfinite_values = None
     if (visible is not None or bias is not None) and not is_known_finite(key, value):
         # The product of a NaN and a zero weight is NaN, but a masked NaN must not have any influence. So replace NaN
@@ -107,10 +97,9 @@ def attend(
 
 
 _COMPOSED = torch_sdpa.IN_TORCH | {"softcap", "alibi", "slope gradients", "sinks"}
-_attend_by_sdpa = OnRecord(torch_sdpa.attend, AttentionCall)
-_attend_composite = OnRecord(attend, AttentionCall)
-_attend_by_reference = OnRecord(reference.attention, AttentionCall)
-_attend_packed_by_reference = OnRecord(reference.attention_varlen, AttentionCall)
+_attend_by_sdpa = on_record(torch_sdpa.attend, AttentionCall)
+_attend_by_reference = on_record(reference.attention, AttentionCall)
+_attend_packed_by_reference = on_record(reference.attention_varlen, AttentionCall)
 
 
 def _with_mask(call: AttentionCall, request: Request) -> tuple[AttentionCall, Request]:
@@ -141,15 +130,14 @@ def attend_in_pytorch(call: AttentionCall, request: Request) -> tuple[Tensor, ..
     if request.features <= _COMPOSED:
         slopes = call.alibi_slopes
         if not call.is_packed:
-            composed: tuple[Tensor, Tensor] | None = _attend_composite(call)
+            composed = attend(call)
             if composed is not None:
                 return composed
         elif (
             not call.return_lse and (slopes is None or slopes.dim() == 1) and call.query.numel() and call.value.numel()
         ):
             # `attend_packed` passes only readable tensors, for which `attend` never returns None.
-            out = torch_sdpa.attend_packed(call, lambda some: _attend_composite(some)[0])
+            out = torch_sdpa.attend_packed(call, lambda some: attend(some)[0])  # type: ignore[index]
             if out is not None:
                 return out, out.new_empty(0)
-    found: tuple[Tensor, ...] = _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)
-    return found
+    return _attend_packed_by_reference(call) if call.is_packed else _attend_by_reference(call)

@@ -138,7 +138,7 @@ def attend_locally(
     result: Any = attend(local)
 
     def spread(part: Tensor, of: Dims) -> DTensor:
-        return DTensor.from_local(part, mesh, _placements(kinds, of), run_check=False)
+        return DTensor.from_local(part, mesh, [placement(kind, of) for kind in kinds], run_check=False)
 
     whole: Any = (
         tuple(map(spread, result, dims_of_results)) if isinstance(result, tuple) else spread(result, dims_of_results[0])
@@ -184,10 +184,6 @@ def _kinds(tensors: tuple[DTensor, ...], dims: Dims, may_shard: bool) -> list[st
     return kinds
 
 
-def _placements(kinds: list[str | None], dims: Dims) -> list[Placement]:
-    return [placement(kind, dims) for kind in kinds]
-
-
 def placement(kind: str | None, dims: Dims) -> Placement:
     """Returns the placement of a tensor on a mesh dimension that shards ``kind``: batch, heads or None."""
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -209,10 +205,10 @@ def _local(tensor: Any, mesh: Any, kinds: list[str | None], dims: Dims) -> Any:
         if not any(kinds) or (dims == NEITHER and not tensor.requires_grad):
             return tensor
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    placements = _placements(kinds, dims)
+    placements = [placement(kind, dims) for kind in kinds]
     grad_placements = [
-        Partial() if kind is not None and placement.is_replicate() else placement
-        for kind, placement in zip(kinds, placements, strict=True)
+        Partial() if kind is not None and own.is_replicate() else own
+        for kind, own in zip(kinds, placements, strict=True)
     ]
     return redistributed_local(tensor, placements, grad_placements)
 

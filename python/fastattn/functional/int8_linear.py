@@ -159,9 +159,14 @@ def _mm(op: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 @replaces_operator(torch.ops.aten.addmm.default)
 def _addmm(op: Any, bias: Tensor | None, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    is_plain = not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor) and (beta, alpha) == (1, 1)
+    is_plain = not isinstance(x, Int8Tensor) and not isinstance(bias, Int8Tensor)
     if not is_plain or not isinstance(weight, Int8Tensor) or weight.form == "flat":
-        raise InputError("matmul: expected an int8 weight as the last factor only; pass dequantize() of the others")
+        raise InputError(
+            "matmul: expected x @ weight.t() with a floating x and an int8 weight, got an int8 weight as another "
+            "argument; pass its dequantize()"
+        )
+    came = f"{beta} and {alpha}; scale x and the bias before the call, or pass weight.dequantize()"
+    expect((beta, alpha) == (1, 1), "addmm", "beta=1 and alpha=1 over an int8 weight", came)
     if weight.form == "transposed":
         return linear_over(Int8Call(x, weight.int8_data, weight.int8_scale, bias))
     return _grad_input(x, weight.int8_data, weight.int8_scale)
@@ -204,11 +209,19 @@ def _check_gated(activation: str | None, rows: int) -> None:
         expect(rows % 2 == 0, "weight", halves, f"N = {rows}")
 
 
+def _check_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
+    cast_x = f"pass x.to({tensor.dtype}), or " if tensor.dtype in FLOATING else ""
+    came = f"{tensor.dtype}; {cast_x}cast it with {name}.to({x.dtype})"
+    expect(tensor.dtype == x.dtype, name, f"the dtype of x, {x.dtype}", came)
+    check_same_device(name, tensor, x.device)
+
+
 def _check(call: Int8Call) -> tuple[Int8Call, Request]:
     x, bias, residual, activation = call.x, call.bias, call.residual, call.activation
     rows, columns = call.weight.shape
     check_dtype("x", x, FLOATING)
-    expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", list(x.shape))
+    came = f"{list(x.shape)}; the weight [N, K] is {[rows, columns]}"
+    expect(x.dim() >= 1 and x.shape[-1] == columns, "x", f"shape [..., K] with K = {columns}", came)
     device = call.weight.device
     came = f'one on {device}; pass weight.to("{x.device}")'
     expect(device == x.device, "weight", f"a weight on {x.device} like x", came)
@@ -216,14 +229,12 @@ def _check(call: Int8Call) -> tuple[Int8Call, Request]:
     _check_gated(activation, rows)
     if bias is not None:
         check_shape("bias", bias, (rows,), "[N]")
-        check_dtype("bias", bias, (x.dtype,))
-        check_same_device("bias", bias, x.device)
+        _check_like_x("bias", bias, x)
     if residual is not None:
         result = result_columns(activation, rows)
         meaning = "[..., N]" if result == rows else "[..., N / 2]"
         check_shape("residual", residual, (*x.shape[:-1], result), meaning)
-        check_dtype("residual", residual, (x.dtype,))
-        check_same_device("residual", residual, x.device)
+        _check_like_x("residual", residual, x)
     check_choice("input_precision", call.input_precision, INPUT_PRECISIONS)
     checked = call._replace(activation=activation or "none")
     return checked, describe_int8(checked)

@@ -189,8 +189,7 @@ def _all_gather(op: Any, weight: Int8Tensor, group_size: int, group_name: Any) -
     """Gathers the rows of all ranks, waits for the rows, and returns them concatenated."""
 
     def gather(part: Tensor) -> Tensor:
-        whole: Tensor = torch.ops._c10d_functional.wait_tensor(op(part.contiguous(), group_size, group_name))
-        return whole
+        return torch.ops._c10d_functional.wait_tensor(op(part.contiguous(), group_size, group_name))
 
     scale = gather(weight.int8_scale) if scales_have_rows(weight) else weight.int8_scale.clone()
     return like(weight, with_aligned_rows(gather(weight.int8_data)), scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,27 +23,17 @@ _FUNCTIONS: dict[Any, Operator] = {}
 _OPERATORS: dict[Any, Operator] = {}
 
 
-def replaces_function(*functions: Any) -> Callable[[Operator], Operator]:
-    """Makes the decorated function replace these torch functions if an argument is an ``Int8Tensor``."""
-
+def _replaces(table: dict[Any, Operator], *replaced: Any) -> Callable[[Operator], Operator]:
     def register(replacement: Operator) -> Operator:
-        _FUNCTIONS.update(dict.fromkeys(functions, replacement))
+        table.update(dict.fromkeys(replaced, replacement))
         return replacement
 
     return register
 
 
-def replaces_operator(*operators: Any) -> Callable[[Operator], Operator]:
-    """Makes the decorated function replace these operators if an argument is an ``Int8Tensor``.
-
-    The decorated function takes the operator itself, then the operator's arguments.
-    """
-
-    def register(replacement: Operator) -> Operator:
-        _OPERATORS.update(dict.fromkeys(operators, replacement))
-        return replacement
-
-    return register
+# Decorators with the torch functions, or the operators, that a function replaces if an argument is an Int8Tensor. A
+# function that replaces operators takes the operator itself, then the operator's arguments.
+replaces_function, replaces_operator = partial(_replaces, _FUNCTIONS), partial(_replaces, _OPERATORS)
 
 
 class Int8Tensor(Tensor):

@@ -22,6 +22,7 @@ from fastattn.checks import (
     expect,
     shown,
 )
+from fastattn.errors import InputError
 from fastattn.layout import has_aligned_rows, with_aligned_rows
 from fastattn.namespace import PACKAGE
 
@@ -149,8 +150,12 @@ def scale_shape(shape: torch.Size, granularity: str | int) -> tuple[int, int]:
 
 def advice_on_weight(weight: Any) -> str:
     """Returns what to pass instead of ``weight`` where an `Int8Weight` is expected, or an empty string."""
+    if hasattr(type(weight), "int8_weight"):  # an Int8Linear, whose class cannot be imported here
+        return "; pass weight.int8_weight"
     if isinstance(weight, nn.Linear):
         return "; pass fastattn.quantize_int8(weight.weight)"
+    if isinstance(weight, Tensor) and weight.dtype == torch.int8:
+        return "; pass fastattn.Int8Weight(data, scale, granularity), because int8 numbers need their scales"
     return "; pass fastattn.quantize_int8(weight)" if isinstance(weight, Tensor) else ""
 
 
@@ -166,7 +171,13 @@ def quantize_int8(weight: Tensor, granularity: str | int = "channel") -> Int8Wei
         InputError, TypeError: the host can see that an argument is wrong. With ``FASTATTN_CHECK=1``, a weight that is
             not finite also raises.
     """
+    if isinstance(weight, Int8Weight) or hasattr(type(weight), "int8_weight"):
+        came = "an int8 weight, which is quantised already; dequantize() returns a floating tensor"
+        raise TypeError(f"weight: expected a floating tensor, got {came}")
     check_tensor("weight", weight)
+    if weight.dtype == torch.int8:
+        came = "torch.int8; if it is quantised already, pass fastattn.Int8Weight(data, scale, granularity)"
+        raise InputError(f"weight: expected a floating tensor, got {came}")
     check_dtype("weight", weight, FLOATING)
     check_rank("weight", weight, "[N, K]")
     check_granularity(granularity, weight.shape[1])

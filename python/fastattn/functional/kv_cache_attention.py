@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Never, TypedDict, Unpack  # torch needs it; typing's TypedDict is generic from 3.11 on
 
 from fastattn import reference, run
-from fastattn.call import UNBOUNDED, DecodeCall, OnRecord
+from fastattn.call import UNBOUNDED, DecodeCall, on_record
 from fastattn.checks import check_tensor, contents_are_checked, device_checks_are_on, refuse_keywords
 from fastattn.dispatch.choose import choose
 from fastattn.dispatch.recording import note
@@ -98,10 +98,8 @@ def attention_with_kv_cache(
     """Appends ``k_new`` and ``v_new`` to a cache in place, then computes attention over the cache: one decoding step.
 
     Each sequence's cache is split among many CTAs, whose results are merged (Dao et al., "Flash-Decoding for
-    long-context inference", 2023). For more than 64 queries, the kernel of ``attention_varlen`` attends after the
-    append, unless ``num_splits`` or ``tree_mask`` is given. Over an 8-bit cache, that kernel runs only for more than
-    256 rows (queries times query heads per KV head), and reads a copy of keys and values in the query's dtype. The copy
-    has at most 256 MB, or holds one head's tokens if these take more. The call is for inference only. It does not
+    long-context inference", 2023). For many queries, the kernel of ``attention_varlen`` attends after the append,
+    unless ``num_splits`` or ``tree_mask`` is given (docs/concepts.md). The call is for inference only. It does not
     change ``cache_seqlens``. The host does not read lengths or tables from the device, so the call works in CUDA
     graphs.
 
@@ -113,7 +111,8 @@ def attention_with_kv_cache(
             a GPU, the last dim must be contiguous, and the base and the strides must be multiples of 16 bytes.
         cache_seqlens: int32 ``[B]``, the number of tokens of each sequence before this call.
         k_new, v_new: ``[B, Hkv, S_new, D]`` and ``[B, Hkv, S_new, Dv]``: token ``j`` goes to position ``cache_seqlens +
-            j``. Tokens beyond the capacity are dropped.
+            j``. Tokens beyond the capacity are dropped on a GPU; where lengths are checked (see Raises), they raise an
+            error.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]``: rotate the query and ``k_new`` by their positions
             (RoPE). Keys in the cache were rotated when they were appended.
         rotary_interleaved: RoPE pairs dims ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``.
@@ -201,4 +200,4 @@ def attention_with_kv_cache(
     return (result, lse) if call.return_lse else result
 
 
-_attend_by_reference = OnRecord(reference.attention_with_kv_cache, DecodeCall)
+_attend_by_reference = on_record(reference.attention_with_kv_cache, DecodeCall)

@@ -39,8 +39,6 @@ from fastattn.functional.checked_once import CheckedOnce
 from fastattn.ops.describe import describe_append, describe_decode
 from fastattn.quantization import FP8, are_given
 
-_NEEDED = ("query", "k_cache", "v_cache", "cache_seqlens")
-
 
 def _check_tensors(named: dict[str, Any], needed: tuple[str, ...]) -> None:
     """Checks that every argument is a plain tensor that needs no gradient, or None if its name is not in ``needed``."""
@@ -60,7 +58,7 @@ def check_call(call: DecodeCall) -> tuple[DecodeCall, Request]:
     wrong."""
     query = call.query
     named = dict(zip(call._fields, call.tensors, strict=False))
-    _check_tensors(named, _NEEDED)
+    _check_tensors(named, call._fields[:4])
     check_dtype("query", query, FLOATING)
     check_rank("query", query, "[B, Hq, Sq, D]")
     batch, heads, num_queries, head_dim = query.shape

@@ -50,8 +50,7 @@ class _SdpaCall(NamedTuple):
     enable_gqa: bool
 
     def in_torch(self) -> Tensor:
-        result: Tensor = torch_sdpa(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
-        return result
+        return torch_sdpa(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
 
 class _Facts(NamedTuple):

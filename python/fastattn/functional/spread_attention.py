@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -14,19 +14,7 @@ class SpreadAttention(Protocol):
 
     num_parts: int  # the number of separate ranges of the sequence in a rank's shard
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: tuple[int, int],
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        deterministic: bool | None = None,
-    ) -> Tensor: ...
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
 
     def sdpa(
         self,

@@ -44,15 +44,15 @@ class Int8Linear(nn.Linear):
     this layer gets the dequantised weight, or the int8 weight with ``assign=True``.
 
     Args:
-        in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is the dtype of the bias, and of
-            the floating weight that the int8 weight represents.
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``; ``dtype`` is the dtype of the bias, and
+            what ``weight.dtype`` reports.
         granularity: which values share one scale, as in ``quantize_int8``.
         input_precision: ``"16bit"`` or ``"int8"``, as in ``int8_linear``.
 
     Attributes:
         weight: ``Int8Tensor [out_features, in_features]``, a parameter; zeros until a weight is loaded. If
             ``in_features`` is not a multiple of 16, the int8 rows are padded. ``torch.export.save`` loses the padding
-            of a weight on a GPU, so export such a model on the CPU.
+            of a weight on a GPU, and each call would then copy the weight: export such a model on the CPU.
         bias: ``[out_features]``, a parameter, or None.
     """
 
@@ -132,7 +132,7 @@ class Int8Linear(nn.Linear):
     def _int8_tensor(self) -> Int8Tensor:
         if not isinstance(self.weight, Int8Tensor):
             came = f"a {type(self.weight).__name__} of {self.weight.dtype}"
-            advice = "a sharded weight's to_local() is one"
+            advice = "for a sharded weight, use weight.to_local()"
             if not is_distributed(self.weight):
                 advice = "make the layer with Int8Linear.from_weight(fastattn.quantize_int8(layer.weight), layer.bias)"
             raise InputError(f"weight: expected an Int8Tensor, got {came}; {advice}")
@@ -188,7 +188,7 @@ class Int8Linear(nn.Linear):
                 state_dict[weight_key] = self._as_own_weight(found, state_dict.pop(scale_key, None))
             except InputError as error:
                 errors.append(f"While loading {weight_key!r}: {error}")
-                del state_dict[weight_key]
+                state_dict[weight_key] = self.weight  # so that torch does not also call the weight missing
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _as_own_weight(self, found: Tensor, scale: Tensor | None) -> Tensor:
@@ -200,7 +200,7 @@ class Int8Linear(nn.Linear):
         if found.dtype == torch.int8:
             if scale is None:
                 raise InputError(
-                    "weight_scale: expected the scales of the int8 weight, got none: Missing key; save them with "
+                    "weight_scale: expected the scales of the int8 weight in the same state dict, got none; save with "
                     "fastattn.nn.plain_state_dict(model.state_dict())"
                 )
             data = found[0] if found.dim() == 3 else found
@@ -233,7 +233,7 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns ``state_dict`` without tensor subclasses, for formats that save only plain tensors, like safetensors.
 
     Each int8 ``weight [N, K]`` becomes an int8 ``weight [1, N, K]`` and a ``weight_scale``; tensors that shared memory
-    still share memory. ``Int8Linear`` loads ``state_dict`` and the result. Other layers cannot load the result by
+    still share memory. ``Int8Linear`` loads both forms. Other layers cannot load the result by
     mistake, because the weight has another shape.
     """
     plain: dict[str, Any] = {}

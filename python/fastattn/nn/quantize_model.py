@@ -80,6 +80,7 @@ def quantize_model(
 ) -> QuantizationReport:
     """Replaces the ``nn.Linear`` layers inside ``model`` with ``Int8Linear``, in place.
 
+    - The head (``lm_head``) is replaced too; leave it out with ``filter``.
     - A layer that the model uses in several places stays one layer; layers that share one weight share one int8 weight.
     - A layer that shares its weight with another module (an embedding, say) is not replaced, and the report says so.
       ``include_tied=True`` replaces such a layer too; the other module keeps its floating weight.
@@ -110,7 +111,8 @@ def quantize_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
     if isinstance(model, nn.Linear):
-        advice = ", which is int8 already" if isinstance(model, Int8Linear) else "; use Int8Linear.from_linear(model)"
+        is_int8 = isinstance(model, Int8Linear)
+        advice = ", which is int8 already" if is_int8 else "; use fastattn.nn.Int8Linear.from_linear(model)"
         raise InputError(
             f"model: expected a module that holds nn.Linear layers, got such a layer: {type(model).__name__}{advice}"
         )

@@ -62,8 +62,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, deterministic: bool, *arguments: Any) -> Results:
-        out, lse, max_logit = attention_forward.run(backend, arguments)
-        return out, lse, max_logit
+        return attention_forward.run(backend, arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:

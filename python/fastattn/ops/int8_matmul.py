@@ -45,8 +45,7 @@ def differentiable_int8_product(backend: str, call: Int8Call) -> Tensor:
 
     The gradient passes straight through the rounding of ``int8_activations``.
     """
-    product: Tensor = apply(_Int8Product, backend, *call[:4], call.input_precision)
-    return product
+    return apply(_Int8Product, backend, *call[:4], call.input_precision)
 
 
 class _Int8Product(torch.autograd.Function):
@@ -56,8 +55,7 @@ class _Int8Product(torch.autograd.Function):
     def forward(
         backend: str, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, input_precision: str
     ) -> Tensor:
-        product: Tensor = int8_matmul(backend, Int8Call(x, weight, scale, bias, None, "none", input_precision))
-        return product
+        return int8_matmul(backend, Int8Call(x, weight, scale, bias, None, "none", input_precision))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

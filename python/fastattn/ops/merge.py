@@ -35,8 +35,7 @@ class MergeInto(NamedTuple):
 
 def differentiable_merge(backend: str, merge: Merge) -> tuple[Tensor, Tensor]:
     """Returns output and lse in float32, differentiable in all arguments."""
-    out, lse = apply(_Merge, backend, *merge)
-    return out, lse
+    return apply(_Merge, backend, *merge)
 
 
 class _Merge(torch.autograd.Function):
@@ -44,8 +43,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     def forward(backend: str, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = merge_attention.run(backend, arguments)
-        return out, lse
+        return merge_attention.run(backend, arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -88,16 +88,6 @@ def _native_rows(call: OperatorCall) -> Work:
     return Work(2 * rows * value_dim, read + 2 * rows * work.LSE_BYTES + _sums_bytes(call))
 
 
-def _native_sinks(call: OperatorCall) -> Work:
-    """Counts the reads of the lse and rowsum(dO * O)."""
-    return Work(0, 2 * call["lse"].nbytes)
-
-
-def _native_slope_sums(call: OperatorCall) -> Work:
-    """Counts reads of one partial sum for every 64 rows of a head, and writes of the slopes' gradient."""
-    return Work(0, call["lse"].nbytes // 64 + call["alibi_slopes"].nbytes)
-
-
 def _backward_rows(call: OperatorCall) -> Work:
     """Counts the work of recomputing the scores, and of writing the lse (two floats a row) and rowsum(dO * O)."""
     pairs, is_upper_bound = _pairs(call)
@@ -164,16 +154,6 @@ def _merge(call: OperatorCall) -> Work:
     return Work(0, call.nbytes() + 4 * math.prod(call["out_a"].shape) + 4 * math.prod(call["lse_a"].shape))
 
 
-def _merge_into(call: OperatorCall) -> Work:
-    """Counts reads of all tensors, and writes of output and lse."""
-    return Work(0, call.nbytes() + call.nbytes("out", "lse"))
-
-
-def _merge_backward(call: OperatorCall) -> Work:
-    """Counts reads of all tensors, and writes of four gradients: those of both outputs and of both lse."""
-    return Work(0, call.nbytes() + call.nbytes("out_a", "lse_a", "out_b", "lse_b"))
-
-
 # Substring of a kernel's name → the function that counts its work, or None if the operator's arguments do not determine
 # the work. The first match counts.
 _WorkOf: TypeAlias = dict[str, Callable[[OperatorCall], Work] | None]
@@ -193,12 +173,14 @@ _BACKWARD: _WorkOf = {
     "attention_backward_key_value_large_sm": _native_key_value,
     "attention_backward_key_value_wide_sm": _native_key_value,
     "attention_backward_query_sm": _native_query,
-    "attention_backward_sinks_sm": _native_sinks,
+    # Counts reads of the lse and rowsum(dO * O).
+    "attention_backward_sinks_sm": lambda call: Work(0, 2 * call["lse"].nbytes),
     "attention_backward_rows": _backward_rows,
     "attention_backward_key_value": _backward_part(2, 2, ("key", "value")),
     "attention_backward_query": _backward_part(2, 1, ("query",)),
     "attention_backward_bias": _backward_part(1, 1, ("bias",)),
-    "attention_backward_slope_sums": _native_slope_sums,
+    # Counts reads of a partial sum for every 64 rows of a head, and writes of the slopes' gradient.
+    "attention_backward_slope_sums": lambda call: Work(0, call["lse"].nbytes // 64 + call["alibi_slopes"].nbytes),
     "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
 }
 _WORK: dict[str, _WorkOf] = {  # by operator
@@ -211,8 +193,11 @@ _WORK: dict[str, _WorkOf] = {  # by operator
     "dequantize_cache": {"dequantize": _dequantise},
     "attention_split_keys": {"split": _split_keys, "combine": None},
     "merge_attention": {"merge": _merge},
-    "merge_attention_into": {"merge": _merge_into},
-    "merge_attention_backward": {"merge": _merge_backward},
+    # Both count reads of all tensors, and writes: of the totals, or of the four gradients.
+    "merge_attention_into": {"merge": lambda call: Work(0, call.nbytes() + call.nbytes("out", "lse"))},
+    "merge_attention_backward": {
+        "merge": lambda call: Work(0, call.nbytes() + call.nbytes("out_a", "lse_a", "out_b", "lse_b"))
+    },
     # If cuBLAS computes the product, fastattn's kernel only dequantises the weights. For int8 activations on Hopper,
     # a kernel before the matmul quantises the tokens. The work of these kernels is not counted.
     "int8_matmul": {"quantize": None, "merge": None, "forward": _int8, "int8_matmul": _int8},

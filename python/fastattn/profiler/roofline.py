@@ -31,10 +31,6 @@ class Limits:
     eager_launch_s: float
     graph_launch_s: float
 
-    def balance(self, dtype: str) -> float:
-        """Returns the least arithmetic intensity, in FLOPs per byte, at which ``dtype`` is bound by compute."""
-        return self.flops_per_s[dtype] / self.bytes_per_s
-
 
 class Bound(NamedTuple):
     """Names the resource that binds a kernel, and gives the least time that it can take."""
@@ -50,14 +46,11 @@ class Bound(NamedTuple):
 def bound(work: Work, limits: Limits, dtype: str, launch_s: float) -> Bound:
     """Returns the resource that binds ``work`` in ``dtype``, and the least time.
 
-    If compute and memory traffic each take less than ``launch_s``, launch overhead binds. Otherwise compute binds if
-    the arithmetic intensity reaches the machine's balance, and else memory. Raises ``KeyError`` if ``limits`` lacks
-    ``dtype``, unless ``work`` has no FLOPs.
+    If compute and memory traffic each take less than ``launch_s``, launch overhead binds; otherwise the slower of the
+    two. Raises ``KeyError`` if ``limits`` lacks ``dtype``, unless ``work`` has no FLOPs.
     """
     compute_s = work.flops / limits.flops_per_s[dtype] if work.flops else 0.0
     memory_s = work.bytes / limits.bytes_per_s
     if max(compute_s, memory_s) < launch_s:
         return Bound(LAUNCH, launch_s)
-    if work.flops and work.intensity >= limits.balance(dtype):
-        return Bound(COMPUTE, compute_s)
-    return Bound(MEMORY, memory_s)
+    return Bound(COMPUTE, compute_s) if work.flops and compute_s >= memory_s else Bound(MEMORY, memory_s)

@@ -17,8 +17,7 @@ def int8_linear(choice: Choice, call: Int8Call, needs_grad: bool) -> Tensor:
     residual to the kernel's product.
     """
     if not needs_grad:
-        result: Tensor = int8_matmul(choice.backend, call)
-        return result
+        return int8_matmul(choice.backend, call)
     assert call.activation is not None
     y = ACTIVATIONS[call.activation](differentiable_int8_product(choice.backend, call))
     return y if call.residual is None else y + call.residual

@@ -33,8 +33,7 @@ def kv_cache_attention(choice: Choice, call: DecodeCall) -> tuple[Tensor, Tensor
         return (result if call.out is None else call.out.copy_(result)), lse
     if call.out is not None:
         return call.out, attention_decode_out(choice.backend, call)
-    result, lse = attention_decode(choice.backend, call)
-    return result, lse
+    return attention_decode(choice.backend, call)
 
 
 # The 16-bit copy of 8-bit caches takes at most so many bytes at a time, unless one KV head of a sequence needs more.
@@ -113,7 +112,8 @@ def _dequantised(backend: str, call: DecodeCall) -> DecodeCall:
 
 
 def _within_limit(call: DecodeCall) -> Iterator[tuple[slice, slice, DecodeCall]]:
-    """Yields calls over slices of the sequences and heads that are small enough for the limit of the 16-bit copy."""
+    """Yields slices of the sequences and of the query heads, with the call over them. The call's 16-bit copy takes at
+    most _DEQUANTISED_BYTES, or holds one KV head of one sequence."""
     query, k_cache, v_cache, slopes = call.query, call.k_cache, call.v_cache, call.alibi_slopes
     batch, kv_heads = query.shape[0], k_cache.shape[1]
     group = query.shape[1] // kv_heads

@@ -14,7 +14,6 @@ from fastattn.functional.attention import attention, attention_varlen
 from fastattn.functional.attention_backward import Packed, attention_backward
 from fastattn.functional.dropout_seed import draw_seed
 from fastattn.integrations.flash_attn.conventions import (
-    Alibi,
     alibi_of_dense,
     alibi_of_packed,
     bounds,
@@ -72,7 +71,13 @@ def forward_dense(
     """Attends over dense tensors ``q [B, Sq, H, D]``, ``k [B, Sk, Hk, D]`` and ``v [B, Sk, Hk, Dv]``."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-        check_rank(name, tensor, "[B, S, H, D]")
+        packed = "; flash_attn_varlen_func takes packed sequences; for one sequence pass q[None], k[None] and v[None]"
+        check_rank(name, tensor, "[B, S, H, D]", packed if tensor.dim() == 3 else "")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if kv_heads and heads % kv_heads and k.shape[1] and q.shape[1] % k.shape[1] == 0:
+        swaps = "q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
+        came = f"q {list(q.shape)}, k {list(k.shape)}; if yours are [B, H, S, D], pass {swaps}"
+        raise InputError(f"q: expected a multiple of the {kv_heads} heads of k in [B, S, H, D], got {came}")
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     options = options.seeded(q.device)
     found: Any = attention(query, key, value, return_lse=return_lse, **options._asdict())
@@ -155,7 +160,7 @@ def backward(
         return (dout.float() * out.float()).sum(-1).transpose(-1, -2)
 
 
-def _alibi(options: Options, query: Tensor, key: Tensor, packed: Packed | None) -> Alibi | None:
+def _alibi(options: Options, query: Tensor, key: Tensor, packed: Packed | None) -> Tensor | None:
     if packed is not None:
         return alibi_of_packed(options.alibi_slopes, options.window, query.shape[0], packed)
     num_keys = key.shape[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,40 +61,28 @@ def without_idle_bounds(window: tuple[int, int], most_keys: int) -> tuple[int, i
     return left, right
 
 
-class Alibi(NamedTuple):
-    """Holds the factors of ``-slope * position``, which flash-attn leaves out of causal scores and thus of the lse."""
-
-    slopes: Tensor
-    position: Tensor
-
-    def left_out(self) -> Tensor:
-        """Returns the term, ``[B or 1, H, Sq]`` or ``[H, total_q]``."""
-        return -self.slopes * self.position
-
-
 def alibi_of_dense(
     slopes: Tensor | None, window: tuple[int, int], num_queries: int, num_keys: int | Tensor, most_keys: int
-) -> Alibi | None:
-    """Returns the term that flash-attn leaves out of the lse of a dense call, or None if it leaves out nothing.
-
-    ``num_keys`` is an int, or a tensor ``[B]``.
-    """
+) -> Tensor | None:
+    """Returns ``-slope * position``, ``[B or 1, H, Sq]``, if flash-attn leaves it out of the lse of a dense call, or
+    None. ``num_keys`` is an int, or a tensor ``[B]``."""
     if slopes is None or not _adds_columns(window, most_keys):
         return None
     row = torch.arange(num_queries, device=slopes.device)
     if isinstance(num_keys, Tensor):
         num_keys = num_keys[:, None, None]
-    return Alibi(torch.atleast_2d(slopes).float()[..., None], row + num_keys - num_queries)
+    return -torch.atleast_2d(slopes).float()[..., None] * (row + num_keys - num_queries)
 
 
-def alibi_of_packed(slopes: Tensor | None, window: tuple[int, int], total_q: int, packed: Packed) -> Alibi | None:
+def alibi_of_packed(slopes: Tensor | None, window: tuple[int, int], total_q: int, packed: Packed) -> Tensor | None:
+    """Returns the same term, ``[H, total_q]``, for packed sequences."""
     if slopes is None or not _adds_columns(window, packed.max_seqlen_k):
         return None
     sequence, row = rows_of(packed.cu_seqlens_q, total_q)
     lengths_q, lengths_k = (offsets.diff()[sequence] for offsets in (packed.cu_seqlens_q, packed.cu_seqlens_k))
     batch = packed.cu_seqlens_q.shape[0] - 1
     slopes = torch.atleast_2d(slopes).float().expand(batch, -1)[sequence].transpose(0, 1)
-    return Alibi(slopes, row + lengths_k - lengths_q)
+    return -slopes * (row + lengths_k - lengths_q)
 
 
 def _adds_columns(window: tuple[int, int], most_keys: int) -> bool:
@@ -105,15 +93,15 @@ def _adds_columns(window: tuple[int, int], most_keys: int) -> bool:
     return most_keys > 0 and without_idle_bounds(window, most_keys) == (-1, 0)
 
 
-def to_flash_lse(lse: Tensor, alibi: Alibi | None) -> Tensor:
+def to_flash_lse(lse: Tensor, alibi: Tensor | None) -> Tensor:
     if alibi is not None:
-        lse = lse - alibi.left_out()
+        lse = lse - alibi
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
-def from_flash_lse(lse: Tensor, alibi: Alibi | None) -> Tensor:
+def from_flash_lse(lse: Tensor, alibi: Tensor | None) -> Tensor:
     lse = lse.masked_fill(lse == math.inf, -math.inf)
-    return lse if alibi is None else lse + alibi.left_out()
+    return lse if alibi is None else lse + alibi
 
 
 # --- packed sequences with unused rows ------------------------------------------------------------------------------

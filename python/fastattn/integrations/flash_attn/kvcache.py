@@ -92,11 +92,12 @@ def flash_attn_with_kvcache(
         raise InputError(
             "cache_seqlens: expected an int or a tensor if k is given, got None; pass how many tokens the cache holds"
         )
-    for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+    for name, tensor, advice in (
+        ("cache_batch_idx", cache_batch_idx, "pass block_table[cache_batch_idx] instead"),
+        ("cache_leftpad", cache_leftpad, "paged sequences begin at their first page: store them without padding"),
+    ):
         if tensor is not None and block_table is not None:
-            raise InputError(
-                f"{name}: expected None with a block_table, got a tensor; select rows and pages of the table instead"
-            )
+            raise InputError(f"{name}: expected None with a block_table, got a tensor; {advice}")
     cache_layout = "[B, capacity, Hk, D]" if block_table is None else "[num_pages, page_size, Hk, D]"
     for name, tensor, layout in (
         ("q", q, "[B, Sq, H, D]"),
@@ -113,7 +114,7 @@ def flash_attn_with_kvcache(
         q = q.to(torch.bfloat16)
     query = q.detach().transpose(1, 2)
     for descale in (keywords.q_descale, keywords.k_descale):  # scores are products of q and k: scale q by both
-        query = _scaled("q", query, descale)
+        query = _scaled(query, descale)
     key_pages, value_pages = (cache.detach().transpose(1, 2) for cache in (k_cache, v_cache))
     k_new, v_new = (
         None if new is None else _as_appended(name, new.detach(), getattr(keywords, f"{name}_descale"), query.dtype)
@@ -167,7 +168,7 @@ def flash_attn_with_kvcache(
             return_lse=True,
             num_splits=max(num_splits, 0),
         )
-        out = _scaled("q", out, keywords.v_descale).transpose(1, 2).contiguous()
+        out = _scaled(out, keywords.v_descale).transpose(1, 2).contiguous()
         if not return_softmax_lse:
             return out
         alibi = alibi_of_dense(alibi_slopes, window, num_queries, cache_seqlens + num_new, capacity)
@@ -184,12 +185,12 @@ def _check_descale(name: str, descale: Tensor | None, scaled: Tensor, shape: tup
     check_shape(name, descale, shape, "[B, Hk]")
 
 
-def _scaled(name: str, x: Tensor, descale: Tensor | None) -> Tensor:
+def _scaled(x: Tensor, descale: Tensor | None) -> Tensor:
     """Returns ``x [B, H, S, D]`` times the ``descale [B, Hk]`` of each head's KV head."""
     if descale is None:
         return x
     heads, kv_heads = x.shape[1], descale.shape[1]
-    expect(kv_heads > 0 and heads % kv_heads == 0, name, f"a multiple of the {kv_heads} heads of k_cache", heads)
+    expect(kv_heads > 0 and heads % kv_heads == 0, "q", f"a multiple of the {kv_heads} heads of k_cache", heads)
     of_heads = descale.repeat_interleave(heads // kv_heads, dim=1)
     return (x * of_heads[:, :, None, None]).to(x.dtype)
 

@@ -32,7 +32,7 @@ from fastattn.functional.attention import carry_out, prepare
 from fastattn.functional.attention_backward import Packed, attention_backward
 from fastattn.functional.autocast import without_autocast
 from fastattn.functional.dropout_seed import draw_seed
-from fastattn.integrations.flash_attn.conventions import Alibi, alibi_of_dense, alibi_of_packed, bounds, used_keys
+from fastattn.integrations.flash_attn.conventions import alibi_of_dense, alibi_of_packed, bounds, used_keys
 
 _OUR_RNG_STATE = 0x66617374_6174746E  # "fastattn" in ASCII; torch's own states have a small number here
 # The indices of these arguments in both backward operators.
@@ -202,7 +202,7 @@ def _flash_forward(
         return_lse=True,
         dropout_seed=seed,
     )
-    alibi: Alibi | None
+    alibi: Tensor | None
     if cum_seq_q is None:
         call = call.with_tensors(tuple(tensor.transpose(1, 2) for tensor in (query, key, value)))
         num_queries, num_keys = query.shape[1], key.shape[1]
@@ -220,7 +220,7 @@ def _flash_forward(
         if cum_seq_q is None:
             out = out.transpose(1, 2)
         if alibi is not None:
-            lse = lse - alibi.left_out()
+            lse = lse - alibi
         out = _laid_out_like(query, out)
     return out, lse, *_auxiliary(query, seed)
 

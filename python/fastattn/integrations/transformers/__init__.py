@@ -59,7 +59,8 @@ def register(name: str = "fastattn") -> None:
     if "flash" in name or "|" in name or "/" in name or name == "eager":
         raise InputError(
             f'name: expected one that means nothing else to transformers, got {name!r} (names with "flash" are taken '
-            'for packages like flash-attn, those with "/" for kernels of the Hub, "eager" for the models\' own code)'
+            'for packages like flash-attn, those with "/" for kernels of the Hub, those with "|" for prefixes like '
+            '"paged|", "eager" for the models\' own code)'
         )
     for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
         registered = interface().get(name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.checks import shown
+from fastattn.checks import expect, shown
 from fastattn.dispatch.device import facts
 from fastattn.dispatch.support import FEATURE_OF_CACHE
 from fastattn.errors import InputError
@@ -245,8 +245,13 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key:
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             f"attention_mask: expected a bool or floating mask [B, 1, Sq, Sk], got {mask.dtype}; if the mask is 1 "
-            "where a query sees a key, pass mask.bool()"
+            "where a query sees a key, pass attention_mask.bool()"
         )
+    whole = (*query.shape[:3], key.shape[2])
+    for name, part in (("attention_mask", mask), ("position_bias", position_bias)):
+        if part is not None:
+            fits = all(size in (1, most) for size, most in zip(part.shape[::-1], whole[::-1], strict=False))
+            expect(fits, name, f"each dimension 1 or that of [B, H, Sq, Sk] = {list(whole)}", list(part.shape))
     bias = mask if position_bias is None else position_bias
     if mask is not None and position_bias is not None:
         is_bool = mask.dtype == torch.bool

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DummyLayer, StaticLayer, get_layer_types_and_kwargs
 
 from fastattn.cache.storage import QUANTIZED, zeros_in_aligned_rows
-from fastattn.checks import check_choice, check_int, expect
+from fastattn.checks import check_choice, check_int, expect, type_name
 from fastattn.errors import CacheFull, InputError
 from fastattn.quantization import QUANTIZE_ROWS, as_numbers
 
@@ -23,10 +23,10 @@ class Cache(transformers.Cache):
     >>> cache = Cache(model.config, batch_size=2, max_length=4096, dtype="int8")
     >>> model.generate(**inputs, cache=cache, max_new_tokens=100)  # before 5.24: past_key_values=cache
 
-    With ``dtype="int8"`` or ``"fp8"`` each head of a token has a scale, and attention reads the 8-bit values without a
-    dequantised copy. Attention over the prompt that fills an empty cache runs in the model's own dtype. Only models
-    whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a ``batch_size`` of batch times
-    beams.
+    With ``dtype="int8"`` or ``"fp8"`` (or their ``torch.dtype``) each head of a token has a scale, and attention reads
+    the 8-bit values without a dequantised copy. Attention over the prompt that fills an empty cache runs in the model's
+    own dtype. Only models whose ``attn_implementation`` is fastattn's can read such a cache. Beam search needs a
+    ``batch_size`` of batch times beams.
 
     The memory is allocated when the first tokens come, and never moves. Layers with a sliding window keep all tokens,
     too. For encoder-decoders pass ``EncoderDecoderCache(Cache(…), DynamicCache())``.
@@ -35,16 +35,22 @@ class Cache(transformers.Cache):
         InputError, TypeError: an argument is wrong, or the model has layers of a kind that is not supported.
     """
 
-    def __init__(self, config: Any, *, batch_size: int, max_length: int, dtype: str | None = None) -> None:
+    def __init__(
+        self, config: Any, *, batch_size: int, max_length: int, dtype: str | torch.dtype | None = None
+    ) -> None:
+        if not hasattr(config, "get_text_config"):
+            advice = "; pass model.config" if hasattr(config, "config") else ""
+            raise TypeError(f"config: expected a model's config, got {type_name(config)}{advice}")
         check_int("batch_size", batch_size, minimum=1)
         check_int("max_length", max_length, minimum=1)
-        check_choice("dtype", dtype, (None, *QUANTIZED))
+        check_choice("dtype", dtype, (None, *QUANTIZED, *QUANTIZED.values()))
+        eight_bit = QUANTIZED[dtype] if isinstance(dtype, str) else dtype
         layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         for layer_type in layer_types:
             came = f"a layer of kind {layer_type!r}; leave the cache out, and generate() makes transformers' own"
             expect(layer_type in _SERVED, "config", f"layers of the kinds {', '.join(_SERVED)}", came)
         layers = [
-            DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, dtype)
+            DummyLayer() if layer_type == "dummy" else _Layer(batch_size, max_length, eight_bit)
             for layer_type in layer_types
         ]
         super().__init__(layers=layers)
@@ -72,10 +78,10 @@ class _Layer(StaticLayer):
 
     cumulative_length: Tensor
 
-    def __init__(self, batch_size: int, max_length: int, eight_bit: str | None) -> None:
+    def __init__(self, batch_size: int, max_length: int, eight_bit: torch.dtype | None) -> None:
         super().__init__(max_length)
         self.batch_size = batch_size
-        self.eight_bit = None if eight_bit is None else QUANTIZED[eight_bit]
+        self.eight_bit = eight_bit
         self.is_empty = True
         # The number of tokens that the host has counted. Compiled steps do not count theirs, because a graph that reads
         # the number would guard on its value.

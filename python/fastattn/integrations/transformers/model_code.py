@@ -43,7 +43,7 @@ def check_model(model: PreTrainedModel, implementation: str) -> None:
 
 def _refusal(name: str, implementation: str, instead: str) -> InputError:
     return InputError(
-        f"attn_implementation: expected one that {name} has, got {implementation!r}; its layers do not use the "
+        f"attn_implementation: expected one that {name} supports, got {implementation!r}; its layers do not use the "
         f"AttentionInterface of transformers. {instead}"
     )
 

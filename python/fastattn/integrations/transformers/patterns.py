@@ -47,10 +47,8 @@ def recognise(mask_function: Callable[..., Any], last_position: int) -> Pattern 
 
     It reads closures, which is impossible while a graph is traced: `recognise_traced` serves that case.
     """
-    if mask_function is _CAUSAL:
-        return Pattern(causal=True)
-    if mask_function is _BIDIRECTIONAL:
-        return Pattern(causal=False)
+    if mask_function in (_CAUSAL, _BIDIRECTIONAL):
+        return Pattern(causal=mask_function is _CAUSAL)
     if not isinstance(mask_function, FunctionType) or mask_function.__code__ is not _AND:
         return None
     parts = _closure(mask_function)["mask_functions"]
@@ -80,10 +78,8 @@ def recognise_traced(
 
     ``is_plain`` says that, according to transformers, the mask has nothing but causality and ``local_size``.
     """
-    if mask_function is _CAUSAL:
-        return Pattern(causal=True)
-    if mask_function is _BIDIRECTIONAL:
-        return Pattern(causal=False)
+    if mask_function in (_CAUSAL, _BIDIRECTIONAL):
+        return Pattern(causal=mask_function is _CAUSAL)
     if is_plain and local_size is not None and local_size != getattr(config, "attention_chunk_size", None):
         return Pattern(causal=True, window=local_size)
     return None
