@@ -95,7 +95,7 @@ class PackedAttention:
     max_seqlen: int
 
     def __call__(self, depth: int, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
-        out = fastattn.attention_varlen(
+        return fastattn.attention_varlen(
             rotary.rotate(query),
             rotary.rotate(key),
             value,
@@ -105,8 +105,6 @@ class PackedAttention:
             self.max_seqlen,
             causal=True,
         )
-        assert isinstance(out, Tensor)  # with return_lse=True it would be a pair
-        return out
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,7 @@ class Attention(nn.Module):
         query = self.query(x).unflatten(-1, (self.num_heads, -1))
         key = self.key(x).unflatten(-1, (self.num_kv_heads, -1))
         value = self.value(x).unflatten(-1, (self.num_kv_heads, -1))
-        out: Tensor = self.out(attend(depth, query, key, value, rotary).flatten(1))
-        return out
+        return self.out(attend(depth, query, key, value, rotary).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -183,8 +180,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Layer(nn.Module):
@@ -199,8 +195,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, depth: int, rotary: Rotary, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), depth, rotary, attend)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class Decoder(nn.Module):
@@ -244,5 +239,4 @@ class Decoder(nn.Module):
                 x = checkpoint(layer, x, depth, rotary, attend, use_reentrant=False)
             else:
                 x = layer(x, depth, rotary, attend)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))

@@ -76,7 +76,8 @@ class Scores:
         self._left, self._right = 0 <= given.window_left < behind, 0 <= given.window_right < before
 
     def options(self) -> Arguments:
-        """Returns the constexprs that say which options the call has, by their names in lower case."""
+        """Returns the values of the kernels' constexprs for the call's options, keyed by the constexprs' names in lower
+        case."""
         given = self.given
         return {
             "left": self._left,
@@ -149,8 +150,7 @@ class Scores:
 
 def is_crowded(options: Arguments) -> bool:
     """Returns whether the options need registers for every score, so that tiles.py chooses other tiles."""
-    crowded: bool = options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
-    return crowded
+    return options["bias"] != NO_BIAS.value or options["dropout"] or options["alibi"] or options["softcap"]
 
 
 def bias_kind(bias: Tensor | None) -> int:

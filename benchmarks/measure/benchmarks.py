@@ -24,7 +24,6 @@ def attention_forward(options: argparse.Namespace) -> Benchmark:
     """
     return Benchmark(
         name="attention_forward",
-        title="attention forward",
         cases=case_attention.forward_cases(options),
         implementations=chosen_implementations(
             options, case_attention.prepare_forward, peers_attention.forward_peers()
@@ -33,7 +32,6 @@ def attention_forward(options: argparse.Namespace) -> Benchmark:
         work=case_attention.AttentionCase.forward_work,
         expected=case_attention.expected_forward,
         checked=case_attention.checked_slice,
-        differentiates=lambda case: False,
     )
 
 
@@ -45,7 +43,6 @@ def attention_backward(options: argparse.Namespace) -> Benchmark:
     """
     return Benchmark(
         name="attention_backward",
-        title="attention backward",
         cases=case_attention.backward_cases(options),
         implementations=chosen_implementations(
             options, case_attention.prepare_backward, peers_attention.backward_peers()
@@ -66,14 +63,12 @@ def decode(options: argparse.Namespace) -> Benchmark:
     """
     return Benchmark(
         name="decode",
-        title="decode",
         cases=case_decode.chosen(options),
         implementations=chosen_implementations(options, case_decode.prepare, peers_decode.peers()),
         make_inputs=case_decode.make_inputs,
         work=case_decode.DecodeCase.work,
         expected=case_decode.expected,
         checked=case_decode.checked_slice,
-        differentiates=lambda case: False,
     )
 
 
@@ -85,7 +80,6 @@ def int8_matmul(options: argparse.Namespace) -> Benchmark:
     """
     return Benchmark(
         name="int8_matmul",
-        title="int8 matmul",
         cases=case_int8.chosen(options),
         implementations=chosen_implementations(options, case_int8.prepare, peers_int8.peers()),
         make_inputs=case_int8.make_inputs,

@@ -50,6 +50,7 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
     import torch
 
     import fastattn
+    from benchmarks.measure.implementations import version_of
 
     properties = torch.cuda.get_device_properties(device)
     return {
@@ -61,16 +62,8 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
         "driver": driver_version(),
         "cuda": torch.version.cuda or "none",
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": version_of("triton"),
         "python": platform.python_version(),
         "fastattn": fastattn.native.BUILD["version"],
         "nvcc": fastattn.native.BUILD["nvcc"] or "none",
     }
-
-
-def _triton_version() -> str:
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return str(triton.__version__)

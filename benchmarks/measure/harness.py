@@ -41,7 +41,6 @@ class Benchmark:
 
     Args:
         name: one of ``results.BENCHMARKS``.
-        title: the name that is shown to people.
         cases: the cases of a run, the most informative first.
         implementations: fastattn's implementations, then the peers.
         make_inputs: makes random inputs of a case on a device, from a seed.
@@ -52,14 +51,18 @@ class Benchmark:
     """
 
     name: str
-    title: str
     cases: Sequence[Any]
     implementations: Sequence[Implementation]
     make_inputs: Callable[[Any, torch.device, int], Any]
     work: Callable[[Any], Work]
     expected: Callable[[Any, Any], Expected]
     checked: Callable[[Any, Tensor], Tensor]
-    differentiates: Callable[[Any], bool]
+    differentiates: Callable[[Any], bool] = lambda case: False
+
+    @property
+    def title(self) -> str:
+        """Returns the name that is shown to people."""
+        return self.name.replace("_", " ")
 
 
 class DeviceLost(RuntimeError):

@@ -90,7 +90,7 @@ def _overhead(document: dict[str, Any]) -> str:
         "`python -m benchmarks overhead`: the time from the public function to the operator, with operators that "
         "do nothing; no GPU takes part.\n\n"
         f"{machine.get('date', 'date not recorded')}, commit {machine['commit']}; {machine['cpu']}, Python "
-        f"{machine['python']}, torch {machine['torch']}.\n\n" + table.overhead_table(document["rows"], table.markdown)
+        f"{machine['python']}, torch {machine['torch']}.\n\n" + table.overhead_table(document["rows"], "pipe")
     )
 
 

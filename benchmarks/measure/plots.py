@@ -18,13 +18,6 @@ from benchmarks.measure.results import Document, Row, limits_of
 
 Figure = Any
 _MARKERS = "osD^vP*X<>ph"
-# The field of a case along the x axis, and the field that changes along with it to keep the number of tokens constant.
-_AXES = {
-    "attention_forward": ("seqlen", "batch"),
-    "attention_backward": ("seqlen", "batch"),
-    "decode": ("context",),
-    "int8_matmul": ("m",),
-}
 _PANELS, _FEWEST_POINTS = 9, 3
 _ROOF_STYLES = ("-", "--", ":")
 
@@ -56,8 +49,8 @@ def draw_throughput(document: Document, rows: list[Row]) -> Figure:
     """Draws TFLOP/s by length, with one panel for each head dim, mask, heads and dtype."""
     limits = limits_of(document)
     return _panels(
-        document,
         rows,
+        ("seqlen", "batch"),
         "sequence length",
         "TFLOP/s",
         lambda row: row["flops"] / seconds_of(row) / 1e12,
@@ -70,8 +63,8 @@ def draw_decode(document: Document, rows: list[Row]) -> Figure:
     """Draws GB/s by context, with one panel for each batch, grouping and kind of cache."""
     limits = limits_of(document)
     return _panels(
-        document,
         rows,
+        ("context",),
         "context",
         "GB/s",
         lambda row: row["bytes"] / seconds_of(row) / 1e9,
@@ -85,8 +78,8 @@ def draw_int8(document: Document, rows: list[Row]) -> Figure:
     baseline = {label(row["case"]): seconds_of(row) for row in rows if row["implementation"] == CUBLAS}
     compared = [row for row in rows if label(row["case"]) in baseline]
     return _panels(
-        document,
         compared or rows,
+        ("m",),
         "rows M",
         "speed-up over cuBLAS with a 16-bit weight" if compared else "calls per second",
         lambda row: baseline.get(label(row["case"]), 1.0) / seconds_of(row),
@@ -132,17 +125,16 @@ _LINES: dict[str, Callable[[Document, list[Row]], Figure]] = {
 
 
 def _panels(
-    document: Document,
     rows: list[Row],
+    running: tuple[str, ...],
     x_title: str,
     y_title: str,
     rate: Callable[[Row], float],
     limit: Callable[[Row], float],
     limit_name: str,
 ) -> Figure:
-    """Draws ``rate`` over the benchmark's axis, with a panel for each setting of the other fields and a line for each
-    implementation."""
-    running = _AXES[document["benchmark"]]
+    """Draws ``rate``, with a panel for each setting of the fields that are not ``running``, and a line for each
+    implementation. ``running`` has the field along the x axis, then one that changes with it to keep the tokens."""
     axis = running[0]
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -54,7 +54,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
             cells += [shown[title] for title in SUMMARY_COLUMNS]
         cells += ["–", "–"] if peer is None else [peer["implementation"], f"{seconds_of(peer) * 1e6:.1f}"]
         lines.append(cells)
-    return markdown(titles, lines)
+    return aligned(titles, lines, "pipe")
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:
@@ -82,19 +82,14 @@ def work_table(cases: Iterable[Any], work: Callable[[Any], Work]) -> str:
     return aligned(("case", "GFLOP", "MB", "FLOP/byte"), rows)
 
 
-def overhead_table(rows: Iterable[Row], form: Callable[..., str]) -> str:
-    """Returns a table of what each call costs on the host. ``form`` is `aligned` or `markdown`."""
+def overhead_table(rows: Iterable[Row], form: str = "simple") -> str:
+    """Returns a table of what each call costs on the host."""
     names = ("public_us", "floor_us", "added_us")
     cells = [(row["call"], *(f"{row[name]:.2f}" for name in names), f"{row['aim_us']:.0f}") for row in rows]
-    return form(("call", "public µs", "floor µs", "added µs", "aim µs"), cells)
+    return aligned(("call", "public µs", "floor µs", "added µs", "aim µs"), cells, form)
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], form: str = "simple") -> str:
-    """Returns a table for a terminal, with text aligned to the left and numbers to the right."""
+    """Returns a table for a terminal, or as "pipe" in Markdown: text aligned to the left, numbers to the right."""
     sides = ["left" if title in _TEXT_COLUMNS else "right" for title in header]
     return tabulate(list(rows), header, tablefmt=form, disable_numparse=True, colalign=sides)
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns the table of `aligned` in Markdown."""
-    return aligned(header, rows, "pipe")

@@ -14,8 +14,7 @@ class OfDtype:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
 
 def lengths_up_to(longest: int, batch: int) -> tuple[int, ...]:

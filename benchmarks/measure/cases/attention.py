@@ -144,7 +144,7 @@ def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Ten
     """Calls fastattn's public function for the case."""
     window = (case.window, 0 if case.window >= 0 else -1)
     if inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None:
-        out = fastattn.attention_varlen(
+        return fastattn.attention_varlen(
             query,
             key,
             value,
@@ -155,11 +155,8 @@ def attend(case: AttentionCase, inputs: AttentionInputs, query: Tensor, key: Ten
             causal=case.causal,
             window=window,
         )
-    else:
-        bias, ranges = inputs.bias, inputs.key_ranges
-        out = fastattn.attention(query, key, value, causal=case.causal, window=window, bias=bias, key_ranges=ranges)
-    assert isinstance(out, Tensor)
-    return out
+    bias, ranges = inputs.bias, inputs.key_ranges
+    return fastattn.attention(query, key, value, causal=case.causal, window=window, bias=bias, key_ranges=ranges)
 
 
 def prepare_forward(case: AttentionCase, inputs: AttentionInputs) -> Prepared:

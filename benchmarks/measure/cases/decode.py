@@ -85,14 +85,7 @@ def make_inputs(case: DecodeCase, device: torch.device, seed: int) -> DecodeInpu
 
 def prepare(case: DecodeCase, inputs: DecodeInputs) -> Prepared:
     """Prepares a call of fastattn's public function."""
-
-    def call() -> Tensor:
-        out = fastattn.attention_with_kv_cache(
-            inputs.query, inputs.k_cache, inputs.v_cache, inputs.lengths, block_table=inputs.block_table
-        )
-        assert isinstance(out, Tensor)
-        return out
-
+    call = partial(fastattn.attention_with_kv_cache, *inputs[:4], block_table=inputs.block_table)
     return Prepared(call, lambda out: (out,))
 
 

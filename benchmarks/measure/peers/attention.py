@@ -36,8 +36,8 @@ class Built(NamedTuple):
     """Holds a peer's function for a case. ``bring`` converts to the peer's layout, ``take_back`` back to fastattn's."""
 
     attend: Callable[..., Tensor]
-    bring: Callable[[Tensor], Tensor]
-    take_back: Callable[[Tensor], Tensor]
+    bring: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    take_back: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
 
 Build = Callable[[AttentionCase, AttentionInputs], Built]
@@ -66,10 +66,6 @@ def _backward(build: Build) -> Prepare:
     return prepare
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _heads_last(tensor: Tensor) -> Tensor:
     """Swaps heads and sequence: ``[B, H, S, D]`` to contiguous ``[B, S, H, D]``, or back. Packed tensors stay as is."""
     return tensor.transpose(1, 2).contiguous() if tensor.dim() == 4 else tensor
@@ -93,7 +89,7 @@ def _sdpa(case: AttentionCase, inputs: AttentionInputs) -> Built:
         mask, is_causal = causal_lower_right(case.queries, case.seqlen), False
 
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
-    return Built(attend, _as_it_is, _as_it_is)
+    return Built(attend)
 
 
 def _flex(case: AttentionCase, inputs: AttentionInputs) -> Built:
@@ -108,7 +104,7 @@ def _flex(case: AttentionCase, inputs: AttentionInputs) -> Built:
     score_mod = None if bias is None else add_bias
     grouped = case.heads != case.kv_heads
     attend = partial(compiled_flex_attention(), score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
-    return Built(attend, _as_it_is, _as_it_is)
+    return Built(attend)
 
 
 @functools.lru_cache(maxsize=1)  # all sets of inputs of one case share the mask
@@ -135,8 +131,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
     torch._dynamo.config.accumulated_recompile_limit = 10_000
     # A donated buffer is gone after one backward pass, and here the same graph runs backward many times.
     functorch_config.donated_buffer = False
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-    return compiled
+    return torch.compile(flex_attention, dynamic=False)
 
 
 # --- flash-attn ----------------------------------------------------------------------------------------------------

@@ -89,8 +89,7 @@ def _torchao(case: Int8Case, inputs: Int8Inputs) -> Linear:
 @functools.cache
 def _compiled_linear() -> Callable[[Tensor, Tensor], Tensor]:
     """Returns a compiled linear layer, as torchao expects. One graph serves all inputs: the weight is an argument."""
-    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(F.linear, dynamic=False)
-    return compiled
+    return torch.compile(F.linear, dynamic=False)
 
 
 def _bitsandbytes(case: Int8Case, inputs: Int8Inputs) -> Linear:
@@ -101,8 +100,7 @@ def _bitsandbytes(case: Int8Case, inputs: Int8Inputs) -> Linear:
     layer = bitsandbytes.nn.Linear8bitLt(case.k, case.n, bias=False, has_fp16_weights=False, threshold=0.0)
     weight = inputs.weight.dequantize(torch.float16).cpu()
     layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
-    moved: Linear = layer.to(inputs.x.device)  # moving it to the GPU quantises the weight
-    return moved
+    return layer.to(inputs.x.device)  # moving it to the GPU quantises the weight
 
 
 def _gemlite(case: Int8Case, inputs: Int8Inputs) -> Linear:
@@ -110,13 +108,11 @@ def _gemlite(case: Int8Case, inputs: Int8Inputs) -> Linear:
 
     device, dtype, weight = str(inputs.x.device), case.torch_dtype, inputs.weight
     if case.group is None:
-        layer: Linear = helper.A16W8_INT8(device=device, dtype=dtype).from_weights(weight.data, scales=weight.scale)
-        return layer
+        return helper.A16W8_INT8(device=device, dtype=dtype).from_weights(weight.data, scales=weight.scale)
     shifted = (weight.data.to(torch.int16) + 128).to(torch.uint8)
     zeros = torch.full_like(weight.scale, 128)
     groups = helper.A16W8_HQQ_INT(device=device, dtype=dtype)
-    layer = groups.from_weights(shifted, weight.scale.to(dtype), zeros.to(dtype))
-    return layer
+    return groups.from_weights(shifted, weight.scale.to(dtype), zeros.to(dtype))
 
 
 def peers() -> list[Implementation]:
