@@ -111,7 +111,7 @@ def test_the_binding_resource_is_that_of_the_arithmetic_intensity() -> None:
     memory = bound(Work(flops=int(8e11), bytes=int(1e10)), LIMITS, "bfloat16", 5e-6)
     assert memory.resource == MEMORY and memory.least_s == pytest.approx(2.5e-3)
     assert memory.fraction(5e-3) == pytest.approx(0.5)
-    assert bound(Work(flops=int(2e12), bytes=int(1e10)), LIMITS, "bfloat16", 5e-6).resource == COMPUTE  # both take as long
+    assert bound(Work(flops=int(2e12), bytes=int(1e10)), LIMITS, "bfloat16", 5e-6).resource == COMPUTE  # a tie
 
 
 def test_work_shorter_than_a_launch_is_bound_by_it() -> None:

@@ -6,6 +6,8 @@ no row outgrows its reference, and all values are finite.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from emulator.static_facts import KernelFacts, exponentials_beside_products, product_waits
@@ -122,6 +124,16 @@ def test_the_producer_copies_with_tma(instance: Instance) -> None:
     assert "UTMALDG" in kinds and "LDSM" not in kinds
     full = two_full_steps(kernel)
     assert not {opcode.split(".")[0] for opcode in full} & {"LDGSTS", "LDG", "LDS", "STS", "MEMBAR", "ERRBAR"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_proxy_fences_wait_for_this_cta_alone(source: str) -> None:
+    """A fence for all SMs (MEMBAR.GPU) would delay every stage that TMA fills. Only semaphores need it, which order
+    additions to global memory: two in a wait and two in a release, of dQ and of dK with dV."""
+    for kernel in facts_of(source, "sm_90a").values():
+        fences = [i for i, line in enumerate(kernel.lines) if "FENCE.VIEW.ASYNC" in line]
+        for_all = [i for i in fences if any(re.search(r"MEMBAR\S*\.GPU", line) for line in kernel.lines[i - 4 : i])]
+        assert len(for_all) == (4 if "key_value" in source else 0), kernel.name
 
 
 @each_forward

@@ -29,6 +29,7 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
         if (static_cast<int64_t>(bytes.size()) < frame->local_end) bytes.resize(frame->local_end, std::byte{0xff});
     }
     const Launch& launch = cta.launch;
+    const uint32_t num_ranks = launch.cluster[0] * launch.cluster[1] * launch.cluster[2];
     for (const SpecialSlot& special : code.specials) {
         for (int lane = 0; lane < kWarpSize; ++lane) {
             const uint32_t linear = static_cast<uint32_t>(thread(lane));
@@ -74,7 +75,7 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                     value = frame->local_base + i;
                     break;
                 case Special::kSharedBase:  // in a cluster, an address tells whose shared memory it is in
-                    value = i + (cta.cluster.num_ctas() > 1 ? (cta.rank + uint64_t{1}) * kCtaBytes : 0);
+                    value = i + (num_ranks > 1 ? (cta.rank + uint64_t{1}) * kCtaBytes : 0);
                     break;
                 case Special::kEnvironment:  // the upper or the lower half of an address
                     value = i == 1 ? launch.grid_workspace >> 32 : launch.grid_workspace & 0xffffffff;
@@ -105,7 +106,7 @@ Frame* Warp::new_frame(const FunctionCode& code, Frame* caller, const Operation*
                     value = cta.rank;
                     break;
                 case Special::kClusterNctarank:
-                    value = launch.cluster[0] * launch.cluster[1] * launch.cluster[2];
+                    value = num_ranks;
                     break;
             }
             std::memcpy(frame->registers.get() + special.slot + lane * special.width, &value, special.width);

@@ -185,6 +185,17 @@ def test_address_spaces(space: str) -> None:
     assert out.item() == 16 + (1 << list(places).index(space))
 
 
+def test_in_a_cluster_an_address_tells_whose_shared_memory_it_is_in() -> None:
+    """So code that packs an address into fewer bits, as wgmma's descriptors do, has to remove the upper ones."""
+    found = torch.zeros(2, 32, dtype=torch.int32)
+    body = """mov.u32 %r1, buffer; mov.u32 %r2, %ctaid.x; mul.wide.u32 %rd2, %r2, 128; add.u64 %rd2, %rd2, %rd9;
+    add.u64 %rd0, %rd0, %rd2; st.global.u32 [%rd0], %r1; st.shared.u32 [buffer], %r2; ld.shared.u32 %r3, [%r1];"""
+    shared = ".extern .shared .align 16 .b8 buffer[];"
+    for cluster, apart in ((2, 1 << 24), (1, 0)):
+        run(body, found, functions=shared, target="sm_90", grid=(2,), cluster=(cluster,), shared_bytes=64)
+        assert (found[1] - found[0] == apart).all() and (found[0] % (1 << 24) == found[0, 0] % (1 << 24)).all()
+
+
 def test_shared_is_the_cta_and_the_cluster() -> None:
     body = """.shared .b32 s; mov.b64 %rd1, s; cvta.shared.u64 %rd2, %rd1; isspacep.shared::cta %p1, %rd2;
     selp.b32 %r1, 1, 0, %p1; st.global.b32 [%rd0], %r1;"""
