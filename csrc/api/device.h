@@ -52,7 +52,7 @@ class OnDeviceOf {
     explicit OnDeviceOf(const torch::stable::Tensor& tensor) {
         if (tensor.is_cuda()) {
             guard_.emplace(tensor.get_device_index());
-            bind_device(tensor.get_device_index());  // torch's guard does nothing if the device is already current
+            bind_device(tensor.get_device_index());  // torch's guard does nothing where the device is current
             stream_ = current_cuda_stream(tensor.get_device_index());
         }
     }

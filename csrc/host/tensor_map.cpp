@@ -1,29 +1,18 @@
 #include "host/tensor_map.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+
+#include "host/device_facts.h"
 
 namespace fastattn {
 namespace {
 
 // Returns the driver's function, looked up once. Every driver of a GPU with TMA has it.
 auto* encode_tiled_function() {
-    using Function = decltype(cuTensorMapEncodeTiled);
-    static Function* const function = [] {
-        constexpr unsigned kCudaVersion = 12000;  // the first version that has the function
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
-        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kCudaVersion,
-                                                                   cudaEnableDefault, &status);
-        if (error != cudaSuccess || status != cudaDriverEntryPointSuccess) {
-            cudaGetLastError();  // clears the error, which the next call of the runtime would report again
-            throw std::runtime_error("fastattn: the CUDA driver has no cuTensorMapEncodeTiled; it needs CUDA 12.0");
-        }
-        return reinterpret_cast<Function*>(found);
-    }();
+    static auto* const function =
+        reinterpret_cast<decltype(cuTensorMapEncodeTiled)*>(driver_function("cuTensorMapEncodeTiled"));
     return function;
 }
 

@@ -30,8 +30,9 @@ FASTATTN_HOST_DEVICE WorkTile work_tile(uint32_t cta, uint32_t batch, uint32_t h
 }
 
 // Returns whether persistent CTAs should claim the forward pass's work tiles from a counter. Claiming pays if there are
-// more work tiles than CTAs, and a mask or packing makes the tiles' lengths differ. With packed sequences, at least
-// half of the counted tiles must exist, because claiming a tile that does not exist takes a trip to L2 too.
+// more work tiles than CTAs, and CTAs do not advance alike: a mask or packing makes the tiles' lengths differ, or the
+// call is a block of a larger one, beside which a transfer between GPUs may hold some SMs. With packed sequences, at
+// least half of the counted tiles must exist, because claiming a tile that does not exist takes a trip to L2 too.
 inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m, int64_t num_ctas) {
     const int64_t heads = int64_t{params.query.heads} * params.query.batch;
     const int64_t num_tiles = heads * ceil_div(params.query.rows, block_m);
@@ -39,7 +40,8 @@ inline bool claiming_pays(const AttentionForwardParams& params, int32_t block_m,
     const int64_t num_real = is_packed ? int64_t{params.packed.total_q} / block_m * params.query.heads : num_tiles;
     const ScoreParams& scores = params.scores;
     const bool is_masked = scores.has_window() || scores.ranges.data != nullptr;
-    return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed);
+    const bool is_block = scores.query_offset != ScoreParams::kLastRowAtLastKey;
+    return num_tiles > num_ctas && num_tiles <= 2 * num_real && (is_masked || is_packed || is_block);
 }
 
 // Returns how many bytes of data a group of heads may read repeatedly from L2. The L2 cache of an A100 or an H100 has

@@ -321,6 +321,17 @@ def test_packed_tiles_are_claimed_where_most_of_them_exist(lengths: tuple[int, .
     assert any(opcode.startswith("atom.") for opcode in launched.report.opcodes) == claims
 
 
+@only_emulated
+@pytest.mark.parametrize(("first_row", "claims"), [(300, True), (None, False)], ids=["block", "whole"])
+def test_tiles_of_a_block_are_claimed(first_row: int | None, claims: bool) -> None:
+    """A transfer between GPUs may hold some of the SMs while a block of a larger call is computed."""
+    case = Case(shape=(1, 1, 1, 1280, 300), head_dims=(128, 128), first_row=first_row)
+    with device.emulated(90, num_sms=2), launches.recorded() as found:
+        check(case)
+    (launched,) = found
+    assert any(opcode.startswith("atom.") for opcode in launched.report.opcodes) == claims
+
+
 @pytest.mark.slow
 @only_emulated
 def test_a_missing_fence_before_copies_over_values_that_were_read_is_found_in_a_cluster() -> None:

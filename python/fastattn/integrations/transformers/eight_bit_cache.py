@@ -64,7 +64,9 @@ def _pages_of(mask: Tensor, is_there: Tensor, capacity: int) -> tuple[Tensor, Te
     Every layer gets the same mask, so the first layer's result is kept as an attribute of the mask. It is valid until
     the mask changes.
     """
-    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()  # inference tensors have no version
+    # Inference tensors have no version. In a graph, a replay must compute the pages again from the mask.
+    may_keep = not torch.compiler.is_compiling() and not mask.is_inference()
+    may_keep = may_keep and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if may_keep:
         version, *found = getattr(mask, "fastattn_pages", (None,))
         if version == mask._version:
