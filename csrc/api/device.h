@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "host/device_facts.h"
+#include "host/driver.h"
 #include "host/params.h"
 
 namespace fastattn {

@@ -106,7 +106,7 @@ inline constexpr int kDsStages = 2;  // for dS of even and of odd steps: see Bac
 
 template <typename Config>
 struct alignas(1024) BackwardStorageSm90 {
-    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each swizzled by 128 bytes.
+    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each in a swizzle.
     uint16_t sK[Config::KeyTile::kElements];                   // [kBlockN, kHeadDim]
     uint16_t sV[Config::ValueTile::kElements];                 // [kBlockN, kHeadDim]
     uint16_t sFiniteK[Config::KeyTile::kElements];             // K with zeros instead of NaN and infinity, if K has any

@@ -52,7 +52,7 @@ struct BackwardWideConfigSm90 : BackwardWideTileSm90<kHeadDim_> {
 template <int kHeadDim, int kValueDim, bool kOptions>
 struct alignas(1024) BackwardStorageSm90<BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>> {
     using Config = BackwardWideConfigSm90<kHeadDim, kValueDim, kOptions>;
-    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each swizzled by 128 bytes.
+    // The layouts of tiles are those of TmaTile (device/tma_tile.cuh): blocks of columns, each in a swizzle.
     uint16_t sK[Config::KeyTile::kElements];                          // [kBlockN, kHeadDim]
     uint16_t sV[Config::ValueTile::kElements];                        // [kBlockN, kValueDim]
     uint16_t sQ[Config::kStages][Config::RowTile::kElements];         // [kBlockM, kHeadDim]

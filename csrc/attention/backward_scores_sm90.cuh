@@ -64,7 +64,7 @@ FASTATTN_DEVICE void start_dp(float (&rdP)[1][kTilesM][4], const float* minus_de
 }
 
 // The version without options. For each block, a consumer calls prepare(), waits for S, calls probabilities() and
-// init_dp(), waits for dP, and calls gradients().
+// init_dp(), waits for dP, and calls to_ds().
 template <typename Config, DataType kDataType, bool kOptions>
 struct BackwardScoresSm90 : BackwardScoresTypes<Config, kDataType> {
     using Types = BackwardScoresTypes<Config, kDataType>;

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "host/device_facts.h"
+#include "host/driver.h"
 
 namespace fastattn {
 namespace {

@@ -57,8 +57,7 @@ struct MatmulEpilogue {
     MatrixView<const uint16_t> residual;  // data is null if there is no residual
     MatrixView<uint16_t> out;
     MatmulSchedule schedule;
-    float*
-        partial;  // [num_workspace_slots(schedule), a tile's sums in the kernel's own order]; null if no tile is split
+    float* partial;  // [num_workspace_slots(schedule), a tile's sums in the kernel's order]; null if no tile is split
     uint64_t* arrivals;  // [split tiles, CTAs of a cluster], see scheduler/arrivals.cuh
     uint64_t launch_id;
 

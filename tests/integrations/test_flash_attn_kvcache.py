@@ -224,11 +224,12 @@ def test_descales_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
         ({"k": random(3, 1, 2, 8), "v": random(3, 1, 2, 8)}, "^cache_seqlens: expected an int or a tensor"),
         (
             {"cache_leftpad": LENGTHS, "block_table": LENGTHS[:, None]},
-            "^cache_leftpad: expected None with a block.*without padding$",
+            "^cache_leftpad: expected None with a block_table, got a tensor; paged .* without padding$",
         ),
         (
             {"cache_batch_idx": LENGTHS, "block_table": LENGTHS[:, None]},
-            "^cache_batch_idx: .* got a tensor; pass block_table.cache_batch_idx. instead$",
+            r"^cache_batch_idx: expected None with a block_table, got a tensor; "
+            r"pass block_table\[cache_batch_idx\] instead$",
         ),
         ({"cu_seqlens_q": LENGTHS}, "^cu_seqlens_q: expected None in flash_attn_with_kvcache"),
         ({"rotary_seqlens": LENGTHS}, "^rotary_seqlens: expected None in flash_attn_with_kvcache"),

@@ -33,7 +33,10 @@ SMALL = {
     "num_attention_heads": 4,
 }
 BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4}
-REFUSED = r"expected one that BloomForCausalLM supports, got 'fastattn'; its layers .* attn_implementation=\"eager\""
+REFUSED = (
+    r"expected one that BloomForCausalLM supports, got 'fastattn'; "
+    r"its layers do not use .* attn_implementation=\"eager\""
+)
 
 MODULE = """
 from torch import nn

@@ -25,9 +25,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     Args:
         fused: the number of layers, of equal size, in the weight: 2 for gate and up. With 1 this is torch's class.
-        input_layouts, output_layouts, use_local_output: as for torch's class. Without
-            ``output_layouts``, and with ``use_local_output=False``, the result is a DTensor that records the order of
-            its columns too.
+        input_layouts, output_layouts, use_local_output: as for torch's class. Without ``output_layouts``, and with
+            ``use_local_output=False``, the result is a DTensor that records the order of its columns too.
 
     Raises:
         InputError: (``parallelize_module``) the ranks do not divide the rows of each fused layer.
