@@ -112,7 +112,7 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
     const AttentionForwardParams& params = all_params.attention;
     const bool claims = params.claimed != nullptr && ptx::cluster_ctarank() == 0;
     if (threadIdx.x == kWarpSize && claims) open_arrivals(params.claimed, params.launch_id);
-    if (threadIdx.x == 0) {
+    start_barriers(cluster_size, [&] {
         constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
         const bool gathers = all_params.key_box_rows == 0;
         shared.work.init(kConsumerWarps + (gathers ? kGatheringWarps : 1));  // warps that read work tiles
@@ -123,10 +123,7 @@ FASTATTN_DEVICE void start_cta(ForwardStorageSm90<Config>& shared, const Attenti
         shared.gathered_value.init(kGatheringThreads);
         shared.finite_value.init(1);
         shared.claims.init(1);
-        ptx::fence_mbarrier_init();
-    }
-    __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(cluster_size);  // waits until the other CTA's barriers are initialised
+    });
 }
 
 template <typename Config, DataType kDataType>

@@ -13,6 +13,7 @@
 #include "device/cluster.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/bulk_tensor.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/named_barrier.cuh"
 #include "device/ptx/st_shared.cuh"
@@ -57,12 +58,7 @@ FASTATTN_DEVICE int32_t own_cluster() {
 template <typename Tile>
 FASTATTN_DEVICE void start_cluster(ClusterStorage<Tile>& shared, int num_readers = Tile::kNumConsumers * 4,
                                    int num_writers = 1) {
-    if (threadIdx.x == 0) {
-        shared.ring.init(kClusterSize * num_readers, num_writers);
-        ptx::fence_mbarrier_init();
-    }
-    __syncthreads();                 // waits until the barriers are initialised
-    wait_for_cluster(kClusterSize);  // waits until the other CTA's barriers are initialised
+    start_barriers(kClusterSize, [&] { shared.ring.init(kClusterSize * num_readers, num_writers); });
 }
 
 // Called by all threads before they exit. Waits until the other CTA's warps have arrived at this CTA's barriers for the
@@ -96,23 +92,36 @@ struct CtaTile {
 
 // Fills the stages of all work tiles. Called by one thread. Copies this CTA's half of the input's rows into both CTAs,
 // input_columns elements of each row in a step. load_weights(tile, step, destination, barrier) starts the copies of a
-// step's weights.
-template <typename Tile, typename LoadWeights>
+// step's weights. kIsDependent: the launch may begin while the previous launch writes the input, but not the weights.
+// Then the first weights are on their way before the thread waits for the previous launch.
+template <bool kIsDependent = false, typename Tile, typename LoadWeights>
 FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
                                          int input_columns, LoadWeights&& load_weights) {
     constexpr int kRows = Tile::kBlockM / kClusterSize;
     const MatmulSchedule& schedule = params.matmul.epilogue.schedule;
-    Ring<Tile::kNumStages> ring(shared.ring);
+    Ring<Tile::kNumStages> ring(shared.ring), input_ring = ring;
+    bool may_read_input = !kIsDependent;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) {
         const CtaTile tile(schedule, work, rank);
         const int32_t first_m = tile.m_tile * Tile::kBlockM + rank * kRows;
+        const auto start_input = [&](int32_t step) {
+            ptx::cp_async_bulk_tensor_2d_multicast(shared.input(input_ring.stage) + rank * kRows * 128,
+                                                   &params.input.encoded, step * input_columns, first_m,
+                                                   input_ring.full_barrier(), /*ctas=*/0b11);
+            input_ring.advance();
+        };
 #pragma unroll 1  // unrolled, it would need more registers than the producer has
         for (int32_t step = work.begin_step; step < work.end_step; ++step) {
-            const uint32_t landed = ring.acquire(Tile::kStageBytes), stage = shared.input(ring.stage);
-            load_weights(tile, step, stage + ClusterStorage<Tile>::kInputBytes, landed);
-            ptx::cp_async_bulk_tensor_2d_multicast(stage + rank * kRows * 128, &params.input.encoded,
-                                                   step * input_columns, first_m, landed, /*ctas=*/0b11);
+            const uint32_t landed = ring.acquire(Tile::kStageBytes);
+            load_weights(tile, step, shared.input(ring.stage) + ClusterStorage<Tile>::kInputBytes, landed);
             ring.advance();
+            if (may_read_input) {
+                start_input(step);
+            } else if (ring.stage == 0 || step == work.end_step - 1) {
+                may_read_input = true;
+                ptx::griddepcontrol_wait();
+                for (int32_t first = work.begin_step; first <= step; ++first) start_input(first);
+            }
         }
     });
 }
@@ -254,6 +263,15 @@ struct ClusterPartials {
     template <int kBlockM, int kTiles>
     FASTATTN_DEVICE void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
                              int rows_here) const {
+        const auto own_sums = [&](int i) -> FourSums<Sum> {
+            const Sum* registers = rY + (first_tile + i) * 4;
+            return {registers[0], registers[1], registers[2], registers[3]};
+        };
+        if (partials.count == 1) {
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) sums[i] = own_sums(i);
+            return;
+        }
 #pragma unroll
         for (FourSums<Sum>& sum : sums) sum = {};
 #pragma unroll 1
@@ -261,8 +279,7 @@ struct ClusterPartials {
             FourSums<Sum> more[kTiles];
 #pragma unroll
             for (int i = 0; i < kTiles; ++i) {
-                const Sum* registers = rY + (first_tile + i) * 4;
-                more[i] = {registers[0], registers[1], registers[2], registers[3]};
+                more[i] = own_sums(i);
                 if (partial != own && (first_tile + i) * kMmaN < rows_here) {
                     more[i] = __ldcg(slot<kBlockM>(partial) + (first_tile + i) * kConsumerThreads);
                 }
@@ -287,12 +304,11 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
     const CtaTile tile(epilogue.schedule, work, consumer.rank);
     const int rows_here = min(kBlockM, epilogue.out.rows - tile.m_tile * kBlockM);
     const ClusterPartials<Sum> partials(epilogue, work, consumer.rank, kBlockM);
+    OwnColumns<kDataType, kCtaN, kConsumerThreads, /*kRowsAtOnce=*/2> own_columns;  // more would spill beside rY
+    own_columns.load(epilogue, tile.n_tile);
     if (!partials.template collects<kBlockM>(epilogue, rY, work.tile, consumer.rank, rows_here)) return;
     float* sSums = shared.sums + accumulator_column(consumer.lane) * kRowElements + consumer.output(0);
-#pragma unroll
-    for (int pass = 0; pass < kBlockM / kPassM; ++pass) {
-        if (pass * kPassM >= rows_here) break;
-        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
+    const auto store_sums = [&](auto pass) {
 #pragma unroll
         for (int batch = 0; batch < kPassM / kMmaN; batch += kBatch) {
             const int first_tile = pass * (kPassM / kMmaN) + batch;
@@ -315,12 +331,16 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
                 }
             }
         }
+    };
+#pragma unroll 1  // sums are in registers, which no index reaches, but the rest of a pass needs only one copy
+    for (int pass = 0; pass * kPassM < rows_here; ++pass) {
+        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
+        for_constant<kBlockM / kPassM>([&](auto constant) {
+            if (pass == constant) store_sums(constant);
+        });
         ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every warp's sums are in shared memory
-        const TilePosition position{tile.m_tile * (kBlockM / kPassM) + pass, tile.n_tile};
-        for_own_chunks<kPassM, kCtaN, kConsumerThreads>(epilogue, shared.sums, position,
-                                                        [&](const ChunkSums& sums, int64_t row, int32_t column) {
-                                                            finish<kDataType>(epilogue, sums, row, column);
-                                                        });
+        own_columns.finish(epilogue, shared.sums, tile.m_tile * kBlockM + pass * kPassM,
+                           min(kPassM, rows_here - pass * kPassM));
     }
 }
 

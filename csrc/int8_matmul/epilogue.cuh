@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "device/ptx/prefetch.cuh"
 #include "host/min_max.h"
 #include "int8_matmul/int8_matmul.h"
 #include "scheduler/arrivals.cuh"
@@ -20,132 +21,205 @@ struct SumsLayout {
     static_assert(kRowElements % 16 == 4, "tokens 0, 2, 4, 6, of the lanes of a quad, must lie 8 banks apart");
 };
 
-template <typename Function>
-FASTATTN_DEVICE void for_each_value(float (&values)[kEpilogueColumns], Function&& function) {
-#pragma unroll
-    for (int e = 0; e < kEpilogueColumns; ++e) values[e] = function(values[e]);
+// Returns the epilogue of an input gradient. It only rounds the sums, and the compiler leaves out everything else.
+FASTATTN_DEVICE MatmulEpilogue rounding_only(MatmulEpilogue epilogue) {
+    epilogue.scale = nullptr;
+    epilogue.bias = nullptr;
+    epilogue.activation = Activation::kNone;
+    epilogue.residual.data = nullptr;
+    return epilogue;
 }
 
-// Applies the activation. NaN stays NaN.
-FASTATTN_DEVICE void activate(Activation activation, float (&values)[kEpilogueColumns]) {
+// Applies the activation to four columns of several rows. NaN stays NaN.
+template <int kRows>
+FASTATTN_DEVICE void activate(Activation activation, float (&values)[kRows][kEpilogueColumns]) {
     constexpr float kSqrtHalf = 0.707106781186547524f, kSqrt2OverPi = 0.797884560802865356f;
+    const auto for_each_value = [&](auto&& function) {
+#pragma unroll 1  // one copy of the function serves all rows: they rotate through the registers of the first
+        for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+            for (int e = 0; e < kEpilogueColumns; ++e) {
+                const float value = values[0][e];
+#pragma unroll
+                for (int next = 1; next < kRows; ++next) values[next - 1][e] = values[next][e];
+                values[kRows - 1][e] = function(value);
+            }
+        }
+    };
     switch (activation) {
         case Activation::kNone:
             break;
         case Activation::kRelu:
-            for_each_value(values, [](float x) { return x < 0.0f ? 0.0f : x; });
+            for_each_value([](float x) { return x < 0.0f ? 0.0f : x; });
             break;
         case Activation::kGelu:
-            for_each_value(values, [](float x) { return 0.5f * x * (1.0f + erff(x * kSqrtHalf)); });
+            for_each_value([](float x) { return 0.5f * x * (1.0f + erff(x * kSqrtHalf)); });
             break;
         case Activation::kGeluTanh:
             for_each_value(
-                values, [](float x) { return 0.5f * x * (1.0f + tanhf((x + 0.044715f * x * x * x) * kSqrt2OverPi)); });
+                [](float x) { return 0.5f * x * (1.0f + tanhf((x + 0.044715f * x * x * x) * kSqrt2OverPi)); });
             break;
         case Activation::kSilu:
         case Activation::kSwiglu:  // applied to the gates
-            for_each_value(values, [](float x) { return x / (1.0f + expf(-x)); });
+            for_each_value([](float x) { return x / (1.0f + expf(-x)); });
             break;
     }
 }
 
-// Returns whether a chunk of elements, of which `count` exist, can be read or written by one instruction: all of its
-// elements exist, and it is aligned. If the width of a result is not a multiple of 4, few rows are aligned.
-FASTATTN_DEVICE bool is_whole_vector(const uint16_t* elements, int count) {
-    return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
-}
+// Four neighbouring 16-bit elements of a row, of which the first `count` exist. The others are -0.0, which changes no
+// sum. One instruction loads or stores all four, if all exist and are aligned. If the width of a result is not a
+// multiple of 4, few rows are aligned.
+struct FourElements {
+    uint2 bits{0x80008000, 0x80008000};
 
-// Adds the first `count` elements to the values.
-template <DataType kDataType>
-FASTATTN_DEVICE void add_elements(float (&values)[kEpilogueColumns], const uint16_t* elements, int count) {
-    if (is_whole_vector(elements, count)) {
-        const uint2 bits = *reinterpret_cast<const uint2*>(elements);
-        values[0] += unpack<kDataType>(static_cast<uint16_t>(bits.x));
-        values[1] += unpack<kDataType>(static_cast<uint16_t>(bits.x >> 16));
-        values[2] += unpack<kDataType>(static_cast<uint16_t>(bits.y));
-        values[3] += unpack<kDataType>(static_cast<uint16_t>(bits.y >> 16));
-        return;
+    FASTATTN_DEVICE static bool is_vector(const uint16_t* elements, int count) {
+        return count == kEpilogueColumns && reinterpret_cast<uintptr_t>(elements) % sizeof(uint2) == 0;
     }
-#pragma unroll
-    for (int e = 0; e < kEpilogueColumns; ++e) {
-        if (e < count) values[e] += unpack<kDataType>(elements[e]);
-    }
-}
 
-template <DataType kDataType>
-FASTATTN_DEVICE void store_elements(uint16_t* elements, const float (&values)[kEpilogueColumns], int count) {
-    const uint2 bits = {pack<kDataType>(values[0], values[1]), pack<kDataType>(values[2], values[3])};
-    if (is_whole_vector(elements, count)) {
-        *reinterpret_cast<uint2*>(elements) = bits;
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < kEpilogueColumns; ++e) {
-        if (e < count) elements[e] = static_cast<uint16_t>((e < 2 ? bits.x : bits.y) >> e % 2 * 16);
-    }
-}
-
-// A thread's sums for four neighbouring elements of the result. With SwiGLU, `first` holds the elements' gates and `up`
-// their ups; otherwise `up` is not used.
-struct ChunkSums {
-    float4 first, up;
-};
-
-// Computes scale * sum + bias for four neighbouring columns of sums, of which `column` is the first. The first `count`
-// of them exist.
-template <DataType kDataType>
-FASTATTN_DEVICE void scale_and_add_bias(const MatmulEpilogue& epilogue, float (&values)[kEpilogueColumns],
-                                        const float4& sums, int32_t column, int count) {
-    values[0] = sums.x, values[1] = sums.y, values[2] = sums.z, values[3] = sums.w;
-    if (epilogue.scale != nullptr) {
+    FASTATTN_DEVICE void load(const uint16_t* elements, int count) {
+        if (is_vector(elements, count)) {
+            bits = *reinterpret_cast<const uint2*>(elements);
+            return;
+        }
 #pragma unroll
         for (int e = 0; e < kEpilogueColumns; ++e) {
-            if (e < count) values[e] *= epilogue.scale[(column + e) * epilogue.scale_stride];
+            uint32_t& pair = e < 2 ? bits.x : bits.y;
+            if (e < count) pair = __byte_perm(pair, elements[e], e % 2 == 0 ? 0x3254 : 0x5410);
         }
     }
-    if (epilogue.bias != nullptr) add_elements<kDataType>(values, epilogue.bias + column, count);
-}
 
-// Computes and writes four neighbouring elements of the result, or as many of them as exist. `column` is the first
-// one's column.
-template <DataType kDataType>
-FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const ChunkSums& sums, int64_t row, int32_t column) {
-    const int count = min(kEpilogueColumns, epilogue.out.columns - column);
-    float values[kEpilogueColumns];
-    scale_and_add_bias<kDataType>(epilogue, values, sums.first, column, count);
-    activate(epilogue.activation, values);
-    if (epilogue.is_gated()) {
-        float up[kEpilogueColumns];
-        scale_and_add_bias<kDataType>(epilogue, up, sums.up, column + epilogue.out.columns, count);
+    FASTATTN_DEVICE void store(uint16_t* elements, int count) const {
+        if (is_vector(elements, count)) {
+            *reinterpret_cast<uint2*>(elements) = bits;
+            return;
+        }
 #pragma unroll
-        for (int e = 0; e < kEpilogueColumns; ++e) values[e] *= up[e];
+        for (int e = 0; e < kEpilogueColumns; ++e) {
+            if (e < count) elements[e] = static_cast<uint16_t>((e < 2 ? bits.x : bits.y) >> e % 2 * 16);
+        }
     }
-    if (epilogue.residual.data != nullptr) {
-        add_elements<kDataType>(values, epilogue.residual.data + row * epilogue.residual.row_stride + column, count);
-    }
-    store_elements<kDataType>(epilogue.out.data + row * epilogue.out.row_stride + column, values, count);
-}
 
-// Calls function(sums, row, column) for each chunk of a tile that this thread finishes. Skips chunks outside of the
-// result. With SwiGLU, the left half of the tile's columns are gates, and the right half the ups of the same elements.
-template <int kRows, int kColumns, int kThreads, typename Function>
-FASTATTN_DEVICE void for_own_chunks(const MatmulEpilogue& epilogue, const float* sSums, const TilePosition& position,
-                                    Function&& function) {
-    constexpr int kMostChunks = kColumns / kEpilogueColumns;
-    static_assert(kThreads % kMostChunks == 0, "a pass must take whole rows");
-    const int columns = epilogue.result_columns(kColumns), chunks_per_row = columns / kEpilogueColumns;
-    const int tile_column = threadIdx.x % chunks_per_row * kEpilogueColumns;
-    const int32_t first_row = position.m_tile * kRows, column = position.n_tile * columns + tile_column;
-    if (column >= epilogue.out.columns) return;
-    const int rows_here = min(kRows, epilogue.out.rows - first_row);
-#pragma unroll 1
-    for (int row = threadIdx.x / chunks_per_row; row < rows_here; row += kThreads / chunks_per_row) {
-        const float* sums = sSums + row * SumsLayout<kColumns>::kRowElements + tile_column;
-        ChunkSums chunk{*reinterpret_cast<const float4*>(sums), {}};
-        if (epilogue.is_gated()) chunk.up = *reinterpret_cast<const float4*>(sums + columns);
-        function(chunk, int64_t{first_row} + row, column);
+    template <DataType kDataType>
+    FASTATTN_DEVICE float at(int e) const {
+        return unpack<kDataType>(static_cast<uint16_t>((e < 2 ? bits.x : bits.y) >> e % 2 * 16));
     }
-}
+};
+
+// The columns of the result that a thread finishes: the same four in each of its rows of a tile. With SwiGLU, the left
+// half of the tile's columns of sums are gates, and the right half the ups of the same columns of the result.
+// kRowsAtOnce: how many rows a thread computes together. Their loads of the residual take one trip.
+template <DataType kDataType, int kColumns, int kThreads, int kRowsAtOnce>
+struct OwnColumns {
+    static constexpr int kChunksPerRow = kColumns / kEpilogueColumns, kRowElements = SumsLayout<kColumns>::kRowElements;
+    static_assert((kChunksPerRow & (kChunksPerRow - 1)) == 0 && kThreads % kChunksPerRow == 0,
+                  "threads take whole rows");
+
+    // What turns the sums of four columns into their pre-activations.
+    struct Affine {
+        float scale[kEpilogueColumns];
+        FourElements bias;
+
+        // Loads the scales and biases of columns sum_column and following of the sums, `count` of which exist.
+        FASTATTN_DEVICE void load(const MatmulEpilogue& epilogue, int32_t sum_column, int count) {
+#pragma unroll
+            for (int e = 0; e < kEpilogueColumns; ++e) {
+                scale[e] = 1.0f;
+                if (epilogue.scale != nullptr && e < count) {
+                    scale[e] = epilogue.scale[(sum_column + e) * epilogue.scale_stride];
+                }
+            }
+            bias = {};
+            if (epilogue.bias != nullptr) bias.load(epilogue.bias + sum_column, count);
+        }
+
+        FASTATTN_DEVICE void apply(float (&values)[kEpilogueColumns], const float* sums) const {
+            const float4 four = *reinterpret_cast<const float4*>(sums);
+            const float all[kEpilogueColumns] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int e = 0; e < kEpilogueColumns; ++e) values[e] = all[e] * scale[e] + bias.template at<kDataType>(e);
+        }
+    };
+
+    int32_t column;  // the first of the four
+    int count;       // how many of them exist
+    Affine first, up;
+
+    // Loads what the epilogue needs of a tile's columns. Called before barriers or steps, which hide the trips.
+    FASTATTN_DEVICE void load(const MatmulEpilogue& epilogue, int32_t n_tile) {
+        column = n_tile * epilogue.result_columns(kColumns) + column_in_tile(epilogue);
+        count = min(kEpilogueColumns, epilogue.out.columns - column);
+        first.load(epilogue, column, count);
+        if (epilogue.is_gated()) up.load(epilogue, column + epilogue.out.columns, count);
+    }
+
+    // Brings the residual of this thread's first rows of a tile into L2. first_row: the tile's first row.
+    FASTATTN_DEVICE void prefetch_residual(const MatmulEpilogue& epilogue, int32_t first_row) const {
+        if (epilogue.residual.data == nullptr || count <= 0) return;
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const int32_t row = first_row + own_row(epilogue) + i * rows_of_pass(epilogue);
+            if (row < epilogue.out.rows) ptx::prefetch_global_L2(at(epilogue.residual, row));
+        }
+    }
+
+    // Computes and writes rows_here rows of the result, from first_row on. sSums: their sums, SumsLayout<kColumns>.
+    FASTATTN_DEVICE void finish(const MatmulEpilogue& epilogue, const float* sSums, int32_t first_row,
+                                int rows_here) const {
+        if (count <= 0) return;
+        const int distance = rows_of_pass(epilogue);
+#pragma unroll 1
+        for (int row = own_row(epilogue); row < rows_here; row += kRowsAtOnce * distance) {
+            const auto exists = [&](int i) { return row + i * distance < rows_here; };
+            FourElements residual[kRowsAtOnce];
+#pragma unroll
+            for (int i = 0; i < kRowsAtOnce; ++i) {
+                if (epilogue.residual.data != nullptr && exists(i)) {
+                    residual[i].load(at(epilogue.residual, first_row + row + i * distance), count);
+                }
+            }
+            const float* sums[kRowsAtOnce];
+            float values[kRowsAtOnce][kEpilogueColumns];
+#pragma unroll
+            for (int i = 0; i < kRowsAtOnce; ++i) {
+                sums[i] = sSums + (row + (exists(i) ? i * distance : 0)) * kRowElements + column_in_tile(epilogue);
+                first.apply(values[i], sums[i]);
+            }
+            activate(epilogue.activation, values);
+            if (epilogue.is_gated()) {
+#pragma unroll
+                for (int i = 0; i < kRowsAtOnce; ++i) {
+                    float ups[kEpilogueColumns];
+                    up.apply(ups, sums[i] + kColumns / 2);
+#pragma unroll
+                    for (int e = 0; e < kEpilogueColumns; ++e) values[i][e] *= ups[e];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kRowsAtOnce; ++i) {
+#pragma unroll
+                for (int e = 0; e < kEpilogueColumns; ++e) values[i][e] += residual[i].template at<kDataType>(e);
+                const FourElements result{
+                    {pack<kDataType>(values[i][0], values[i][1]), pack<kDataType>(values[i][2], values[i][3])}};
+                if (exists(i)) result.store(at(epilogue.out, first_row + row + i * distance), count);
+            }
+        }
+    }
+
+  private:
+    // The threads of a CTA take this many rows of sums at a time, with neighbouring threads in a row.
+    FASTATTN_DEVICE static int rows_of_pass(const MatmulEpilogue& epilogue) {
+        return kThreads / kChunksPerRow << epilogue.is_gated();
+    }
+    FASTATTN_DEVICE static int own_row(const MatmulEpilogue& epilogue) {
+        return (threadIdx.x << epilogue.is_gated()) / kChunksPerRow;
+    }
+    FASTATTN_DEVICE static int column_in_tile(const MatmulEpilogue& epilogue) {
+        return (threadIdx.x & ((kChunksPerRow >> epilogue.is_gated()) - 1)) * kEpilogueColumns;
+    }
+    template <typename Element>
+    FASTATTN_DEVICE Element* at(const MatrixView<Element>& matrix, int32_t row) const {
+        return matrix.data + row * matrix.row_stride + column;
+    }
+};
 
 // The chunks of a tile of sums that a thread exchanges with other CTAs. In each pass, the CTA's threads take
 // kRowsPerPass rows. Rows outside of the result are skipped.
@@ -237,13 +311,6 @@ FASTATTN_DEVICE void add_partials(const Own& own, float* slots, int64_t slot_ele
     add(std::integral_constant<int, kMostAtOnce>{});
 }
 
-// Prepares finish_tile(). Call it before the steps, which hide the trip to L2.
-FASTATTN_DEVICE void open_tile(const MatmulEpilogue& epilogue, const MatmulWorkTile& work) {
-    if (threadIdx.x == 0 && !is_whole(epilogue.schedule, work)) {
-        open_arrivals(epilogue.arrivals + work.tile, epilogue.launch_id);
-    }
-}
-
 // Returns true to the last CTA of a split tile, which then has the whole sums in shared memory. The other CTAs store
 // their partials in the workspace. With more than 16 rows, a CTA first asks whether all others have arrived, as is
 // usual if splits are long. If they have, it is the last CTA and need not store its partial. With fewer rows it does
@@ -273,22 +340,44 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
     return true;
 }
 
-// Writes a tile's result in the last CTA of the tile, and returns true only to that CTA. All threads are done with
-// sSums afterwards.
+// The epilogue of one tile at a time, called by all threads of a CTA.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
-FASTATTN_DEVICE bool finish_tile(const MatmulEpilogue& epilogue, float* sSums, const MatmulWorkTile& work) {
-    const TilePosition position = tile_position(epilogue.schedule, work.tile);
-    const int rows_here = min(kRows, epilogue.out.rows - position.m_tile * kRows);
-    const bool is_complete = is_whole(epilogue.schedule, work) ||
-                             collects_partials<kRows, kColumns, kThreads>(epilogue, sSums, work.tile, rows_here);
-    if (is_complete) {
-        for_own_chunks<kRows, kColumns, kThreads>(epilogue, sSums, position,
-                                                  [&](const ChunkSums& sums, int64_t row, int32_t column) {
-                                                      finish<kDataType>(epilogue, sums, row, column);
-                                                  });
+struct TileEpilogue {
+    // With few rows, loading the weights takes longest. Other loads that come after the steps would add whole trips to
+    // memory, and registers are free: what the columns need is loaded before the steps.
+    static constexpr bool kLoadsEarly = kRows <= 32;
+
+    const MatmulEpilogue& params;
+    OwnColumns<kDataType, kColumns, kThreads, /*kRowsAtOnce=*/4> columns;
+
+    FASTATTN_DEVICE explicit TileEpilogue(const MatmulEpilogue& params) : params(params) {}
+
+    // Prepares finish(). Called before the steps, which hide the trips.
+    FASTATTN_DEVICE void open(const MatmulWorkTile& work) {
+        if (threadIdx.x == 0 && !is_whole(params.schedule, work)) {
+            open_arrivals(params.arrivals + work.tile, params.launch_id);
+        }
+        if constexpr (kLoadsEarly) {
+            const TilePosition position = tile_position(params.schedule, work.tile);
+            columns.load(params, position.n_tile);
+            columns.prefetch_residual(params, position.m_tile * kRows);
+        }
     }
-    __syncthreads();  // waits until every thread has read the sums
-    return is_complete;
-}
+
+    // Writes a tile's result in the last CTA of the tile, and returns true only to that CTA. Called when a thread has
+    // stored its sums in sSums. All threads are done with sSums afterwards.
+    FASTATTN_DEVICE bool finish(float* sSums, const MatmulWorkTile& work) {
+        const TilePosition position = tile_position(params.schedule, work.tile);
+        const int32_t first_row = position.m_tile * kRows;
+        const int rows_here = min(kRows, params.out.rows - first_row);
+        if constexpr (!kLoadsEarly) columns.load(params, position.n_tile);
+        __syncthreads();  // waits until every warp's sums are in the tile
+        const bool is_complete = is_whole(params.schedule, work) ||
+                                 collects_partials<kRows, kColumns, kThreads>(params, sSums, work.tile, rows_here);
+        if (is_complete) columns.finish(params, sSums, first_row, rows_here);
+        __syncthreads();  // waits until every thread has read the sums
+        return is_complete;
+    }
+};
 
 }  // namespace fastattn

@@ -285,7 +285,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     // Prologue: the first weights are on their way while the tokens are quantised.
     const int32_t end_of_first = std::min(work.end_step, work.begin_step + kNumStages - 1);
     for (int32_t step = work.begin_step; step < end_of_first; ++step) load_w(step, step % kNumStages);
-    open_tile(params.epilogue, work);
+    TileEpilogue<kDataType, kBlockM, kBlockN, kNumThreads> epilogue(params.epilogue);
+    epilogue.open(work);
     if (has_own_tokens) {
         own_tokens.start(params.input, work.begin_step, shared.tokens_of_cta, shared.sTokenScale);
         for (auto& stage : shared.stages) own_tokens.clear(reinterpret_cast<char*>(stage.sX));
@@ -324,8 +325,7 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     }
 
     // Epilogue: the sums pass through shared memory, so that rows of the result are written by neighbouring threads.
-    __syncthreads();  // waits until every warp's sums are in the tile
-    finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, own_work());
+    epilogue.finish(shared.sums, own_work());
 }
 
 template <int kBlockM, DataType kDataType>

@@ -1,5 +1,5 @@
 // Matmul with int8 weights and int8 activations for Hopper: Y[M, N] = act(Xq · Wᵀ + bias) + residual. Xq is X[M, K]
-// rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm80.cuh). W = scale * int8[N,
+// rounded to int8 with a scale per token, by a kernel before this one (quantize_tokens_sm90.cuh). W = scale * int8[N,
 // K], row-major.
 //
 // As in gemm_sm90.cuh, a cluster computes W · Xqᵀ, one work tile after another: a tile of 256 columns and kBlockM rows
@@ -136,17 +136,17 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;
     const int rank = ptx::cluster_ctarank();
     start_cluster(shared);
-    ptx::griddepcontrol_wait();  // waits for the quantised tokens
 
     // Producer.
     if (warpgroup == Tile::kNumConsumers) {
         ptx::setmaxnreg_dec<Tile::kProducerRegisters>();
         if (warp == 0 && lane == 0) {
-            produce_for_cluster(shared, params, rank, Tile::kBlockK,
-                                [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
-                                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded,
-                                                                 step * Tile::kBlockK, tile.n_tile * kCtaN, landed);
-                                });
+            produce_for_cluster</*kIsDependent=*/true>(
+                shared, params, rank, Tile::kBlockK,
+                [&](const CtaTile& tile, int32_t step, uint32_t destination, uint32_t landed) {
+                    ptx::cp_async_bulk_tensor_2d(destination, &params.weight.encoded, step * Tile::kBlockK,
+                                                 tile.n_tile * kCtaN, landed);
+                });
         }
         leave_cluster();
         return;
@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
+    ptx::griddepcontrol_wait();  // waits for the scales of the quantised tokens
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.

@@ -234,7 +234,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         };
 
         start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
-        open_tile(params.epilogue, work);
+        TileEpilogue<kDataType, kBlockM, kBlockN, kNumThreads> epilogue(params.epilogue);
+        epilogue.open(work);
         const auto run_steps = [&](auto grouped) {
             run_pipeline<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t, int stage_idx) {
                 multiply_stage<kDataType, grouped.value, Config>(rY, shared.stages[stage_idx], warp_n,
@@ -252,8 +253,7 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
         __syncthreads();  // waits until every warp has read the last stages
         work = shared.work;
         stage_sums<kDataType, Config>(shared.sums, rY, warp_n, lane);
-        __syncthreads();  // waits until every warp's sums are in the tile
-        finish_tile<kDataType, kBlockM, kBlockN, kNumThreads>(params.epilogue, shared.sums, work);
+        epilogue.finish(shared.sums, work);
     } while (next_work_tile(params.epilogue.schedule, work));
 }
 

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
     const int32_t M = params.input.rows, K = weight.columns, N = weight.rows;
     const int warp_k = threadIdx.x / kWarpSize * Config::kWarpK, lane = threadIdx.x % kWarpSize;
     const int warp_group = warp_k / Config::kSmallestGroup >> weight.group_shift;  // the warp's group among the tile's
-    const MatmulSchedule& schedule = params.epilogue.schedule;
+    const MatmulEpilogue rounding = rounding_only(params.epilogue);
+    const MatmulSchedule& schedule = rounding.schedule;
     MatmulWorkTile work = first_work_tile(schedule, blockIdx.x);
     do {  // a tile, or a split of it
         const TilePosition position = tile_position(schedule, work.tile);
@@ -200,7 +201,8 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
 
         TokenSums<kDataType, Config> token_sums(params.token_sums, position, work.begin_step, schedule.n_tiles);
         start_pipeline<kNumStages>(work.begin_step, work.end_step, load);
-        open_tile(params.epilogue, work);
+        TileEpilogue<kDataType, kBlockM, kBlockK, kNumThreads> epilogue(rounding);
+        epilogue.open(work);
         token_sums.open(params.epilogue.launch_id);
         const auto run_steps = [&](auto&& sum_tokens) {
             run_pipeline<kNumStages>(work.begin_step, work.end_step, load, [&](int32_t step, int stage_idx) {
@@ -220,9 +222,7 @@ __global__ void __launch_bounds__(Int8GradInputConfigSm80<kBlockM>::kNumThreads,
         const float factor = factors.divisor() * Int8Decoding<kDataType>::kFactor;
         __syncthreads();  // waits until every warp has read the last stages
         stage_sums<Config>(shared.sums, rX, factor, warp_k, lane);
-        __syncthreads();  // waits until every warp's sums are in the tile
-        const bool is_complete =
-            finish_tile<kDataType, kBlockM, kBlockK, kNumThreads>(params.epilogue, shared.sums, work);
+        const bool is_complete = epilogue.finish(shared.sums, work);
         if (is_complete) token_sums.finish_tile(schedule.m_tiles);
     } while (next_work_tile(schedule, work));
 }

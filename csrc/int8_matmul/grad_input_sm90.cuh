@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     static_assert(sizeof(shared) <= kSharedBytesPerCtaSm90);
 
     // Prologue.
-    const MatmulEpilogue& epilogue = params.matmul.epilogue;
+    const MatmulEpilogue epilogue = rounding_only(params.matmul.epilogue);
     const MatmulSchedule& schedule = epilogue.schedule;
     const bool sums_tokens = params.matmul.token_sums.out != nullptr;
     const int warpgroup = warp_in_cta() / 4, warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize;

@@ -61,6 +61,9 @@ struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128,
 // these bytes take longer than multiplying them. With groups, converting and scaling the groups' sums takes longest.
 template <int kBlockM>
 struct Int8MatmulS8TileSm90 : ClusterTileSm90<kBlockM, (kCtaN + kBlockM) * 128, 128> {
+    static constexpr int kConsumerRegisters = 232;
+    static constexpr int kProducerRegisters = 40;  // the first tile's weights and tokens are loaded apart
+    static_assert(has_registers_for(/*num_warpgroups=*/3, kProducerRegisters + 2 * kConsumerRegisters));
     static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 128, /*multiplies_in_16bit=*/false);
 };
 

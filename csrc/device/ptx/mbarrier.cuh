@@ -11,7 +11,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the async proxy, whose copies arrive at them.
+// Makes initialised barriers visible to the cluster, and to the async proxy, whose copies arrive at them.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
