@@ -63,13 +63,14 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// The CTA's tile, kept in shared memory because registers are scarce.
+// The CTA's tile, kept in shared memory because registers are scarce. `partials` is complete once the first keys load.
 struct CurrentTile {
     TileSplits splits;
     int64_t first_split;  // of the sequence, numbered across all sequences
     int32_t batch, num_tokens;
     int32_t tile_idx, kv_head, first_row;
     int32_t splits_in_run;
+    TilePartials partials;
 };
 
 template <typename Config>
@@ -238,7 +239,12 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
             if (step == 0) {
                 // Waits until shared.tile is complete and every thread has read the scheduler's current split.
                 __syncthreads();
-                if (threadIdx.x == 0) work.advance(current.splits_in_run);
+                if (threadIdx.x == 0) {
+                    work.advance(current.splits_in_run);
+                    // Computed here, where the loads that are in flight hide the divisions.
+                    shared.tile.partials = tile_partials(params.schedule, current.splits, current.first_split,
+                                                         current.tile_idx, work.splits_per_cta());
+                }
                 stage_queries<kBlockM, kHeadDim, kDataType, Decoding, k8Bit, Config::kNumThreads>(
                     shared.sQ, shared.query_powers, params, current.num_tokens, current.batch, current.kv_head,
                     current.first_row);
@@ -311,8 +317,7 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
         __syncthreads();  // waits until the results of every warp are in shared memory
         using Rows = TileRows<kBlockM, kHeadDim, kDataType>;
         const Rows tile_rows{params, current.batch, current.kv_head, current.first_row};
-        const TilePartials partials = tile_partials(params.schedule, current.splits, current.first_split,
-                                                    current.tile_idx, work.splits_per_cta());
+        const TilePartials partials = current.partials;
         const PartialRange own = partials.made_by(static_cast<int32_t>(blockIdx.x));
         const int32_t partial = params.schedule.splits_are_partials
                                     ? static_cast<int32_t>(work.next_split() - 1 - partials.first)

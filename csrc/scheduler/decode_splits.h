@@ -74,11 +74,11 @@ FASTATTN_HOST_DEVICE TileSplits tile_splits(const SplitSchedule& schedule, const
 // That pays if each tile has one split, because nothing is combined then. It also pays if tiles have, on average, more
 // than min_splits_per_cta splits, but no more than one trip combines.
 FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule, int64_t total_splits) {
-    const int64_t balanced = (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
                                 total_splits <= kNodesOfOneTrip * schedule.num_tiles;
     const int64_t least = takes_one_trip || total_splits <= schedule.num_tiles ? 1 : schedule.min_splits_per_cta;
-    return balanced > least ? balanced : least;
+    if (total_splits <= least * schedule.num_ctas) return least;  // as usual; a division takes a hundred clocks
+    return (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
 }
 
 // The adjacent splits [first, first + count) of one tile that a CTA processes in one loop, and the keys [begin_key,

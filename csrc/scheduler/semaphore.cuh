@@ -44,13 +44,13 @@ struct Semaphore {
 FASTATTN_DEVICE void semaphore_wait(const int32_t* semaphore, int32_t num_before) {
     while (ptx::ld_acquire_s32(semaphore) < num_before) {
     }
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
 }
 
 // Waits until everything that this thread has added is in memory, and lets the next CTA add.
 FASTATTN_DEVICE void semaphore_release(int32_t* semaphore) {
     ptx::cp_async_bulk_wait_group();
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_global();
     ptx::red_release_add_s32(semaphore, 1);
 }
 
