@@ -36,6 +36,7 @@
 #include "decode/tiles_sm80.h"
 #include "decode/value_rows.cuh"
 #include "device/finish_row.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/shared_memory.h"
 #include "device/warp_gemm.cuh"
 #include "host/launch.h"
@@ -193,6 +194,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
     const CurrentTile& current = shared.tile;
     static_assert(ctas_with_room(sizeof(shared), kSharedBytesSm80) >= Config::kMinCtasPerSm);
 
+    ptx::griddepcontrol_wait();  // waits until the previous kernel has written queries, tokens and lengths
+    ptx::griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % kWarpSize;
     const RowWarps<Config::kRowWarps> warps;
     SplitScheduler<kBlockN> work(params, shared.line, lane);
@@ -335,7 +338,8 @@ __global__ void __launch_bounds__(DecodeConfigSm80<kBlockM, kHeadDim, kFormat>::
 template <int kHeadDim, DataType kDataType, CacheFormat kFormat, int kBlockM>
 void launch_decode_split_sm80(LaunchedKernel& kernel, const DecodeParams& params, Stream stream) {
     using Config = DecodeConfigSm80<kBlockM, kHeadDim, kFormat>;
-    const Launch launch{params.schedule.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>)};
+    const Launch launch{params.schedule.num_ctas, Config::kNumThreads, sizeof(DecodeStorageSm80<Config>),
+                        /*cluster_size=*/1, /*is_dependent=*/true};
     kernel.launch(decode_split_sm80<kHeadDim, kDataType, kFormat, kBlockM>, launch, params, stream);
 }
 

@@ -37,7 +37,7 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
         cluster.val.clusterDim.x = launch.cluster_size;
         cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     }
-    if (launch.is_dependent && compute_capability_ >= 90 && allows_dependent_launches()) {
+    if (launch.is_dependent && allows_dependent_launches() && can_wait(function, launch)) {
         cudaLaunchAttribute& dependent = attributes[config.numAttrs++];
         dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -68,6 +68,23 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
     if (is_remembered) {
         std::atomic_ref(allowed_shared_bytes_[device]).store(launch.shared_bytes, std::memory_order_relaxed);
     }
+}
+
+// Returns whether the kernel's code for the current device waits for the launch before it. A GPU for which there is no
+// machine code runs PTX, which may be that of an earlier architecture.
+bool LaunchedKernel::can_wait(const void* function, const Launch& launch) {
+    int device = 0;
+    check(launch, cudaGetDevice(&device));
+    const bool is_remembered = device < kRememberedDevices;
+    int32_t version = 0;
+    if (is_remembered) version = std::atomic_ref(ptx_versions_[device]).load(std::memory_order_relaxed);
+    if (version == 0) {
+        cudaFuncAttributes attributes{};
+        check(launch, cudaFuncGetAttributes(&attributes, function));
+        version = attributes.ptxVersion;
+        if (is_remembered) std::atomic_ref(ptx_versions_[device]).store(version, std::memory_order_relaxed);
+    }
+    return version >= 90;
 }
 
 void LaunchedKernel::check(const Launch& launch, cudaError_t error) const {

@@ -19,7 +19,7 @@ struct Launch {
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
     // Programmatic dependent launch (PDL): lets CTAs begin when the CTAs of the previous launch have ended, before its
     // last write is visible. Every thread must call ptx::griddepcontrol_wait() before it reads what that launch writes,
-    // or writes what that launch reads or writes. Kernels for architectures before sm_90 ignore it.
+    // or writes what that launch reads or writes. Ignored if the code that runs was not compiled for sm_90 or later.
     bool is_dependent = false;
 };
 
@@ -47,12 +47,15 @@ class LaunchedKernel {
 
     void start(const void* function, const Launch& launch, void* params, Stream stream);
     void allow_shared_memory(const void* function, const Launch& launch);
+    bool can_wait(const void* function, const Launch& launch);
     void check(const Launch& launch, cudaError_t error) const;
     [[noreturn]] void throw_error(const Launch& launch, const char* reason) const;
 
     const char* name_;
     int32_t compute_capability_;
-    size_t allowed_shared_bytes_[kRememberedDevices] = {};  // accessed atomically, by several threads
+    // Accessed atomically, by several threads.
+    size_t allowed_shared_bytes_[kRememberedDevices] = {};
+    int32_t ptx_versions_[kRememberedDevices] = {};  // of the code for the device, times ten; 0: not known yet
 };
 
 }  // namespace fastattn

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "device/fragment.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/ptx/prefetch.cuh"
 #include "host/min_max.h"
 #include "int8_matmul/int8_matmul.h"
@@ -205,15 +206,18 @@ struct OwnColumns {
     }
 
   private:
+    // Hidden from the compiler, which would keep values that depend on it across tiles, where registers are scarce.
+    FASTATTN_DEVICE static uint32_t thread() { return ptx::tid_x(); }
+
     // The threads of a CTA take this many rows of sums at a time, with neighbouring threads in a row.
     FASTATTN_DEVICE static int rows_of_pass(const MatmulEpilogue& epilogue) {
         return kThreads / kChunksPerRow << epilogue.is_gated();
     }
     FASTATTN_DEVICE static int own_row(const MatmulEpilogue& epilogue) {
-        return (threadIdx.x << epilogue.is_gated()) / kChunksPerRow;
+        return (thread() << epilogue.is_gated()) / kChunksPerRow;
     }
     FASTATTN_DEVICE static int column_in_tile(const MatmulEpilogue& epilogue) {
-        return (threadIdx.x & ((kChunksPerRow >> epilogue.is_gated()) - 1)) * kEpilogueColumns;
+        return (thread() & ((kChunksPerRow >> epilogue.is_gated()) - 1)) * kEpilogueColumns;
     }
     template <typename Element>
     FASTATTN_DEVICE Element* at(const MatrixView<Element>& matrix, int32_t row) const {

@@ -27,6 +27,7 @@
 #include "device/fragment.cuh"
 #include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mma.cuh"
 #include "device/ptx/opaque.cuh"
@@ -239,6 +240,8 @@ __global__ void __launch_bounds__(Int8MatmulS8ConfigSm80<kBlockM>::kNumThreads, 
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<Int8MatmulS8StorageSm80<Config>*>(shared_bytes);
 
+    ptx::griddepcontrol_wait();  // waits until the previous kernel has written the input
+    ptx::griddepcontrol_launch_dependents();
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, N = weight.rows, K = weight.columns;
     const auto own_work = [&] {  // recomputed where it is needed, to save registers
@@ -332,7 +335,7 @@ template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_s8_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulS8ConfigSm80<kBlockM>;
     const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads,
-                        sizeof(Int8MatmulS8StorageSm80<Config>)};
+                        sizeof(Int8MatmulS8StorageSm80<Config>), /*cluster_size=*/1, /*is_dependent=*/true};
     kernel.launch(int8_matmul_s8_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

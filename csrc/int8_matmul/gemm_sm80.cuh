@@ -31,6 +31,7 @@
 #include "device/fragment.cuh"
 #include "device/pipeline.cuh"
 #include "device/ptx/cp_async.cuh"
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/shared_memory.h"
 #include "device/stream_copy.cuh"
@@ -192,6 +193,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
     auto& shared = *reinterpret_cast<Int8MatmulStorageSm80<Config>*>(shared_bytes);
     static_assert(has_room_for(kCtasPerSm, sizeof(shared)));
 
+    ptx::griddepcontrol_wait();  // waits until the previous kernel has written the input
+    ptx::griddepcontrol_launch_dependents();
     const Int8WeightView& weight = params.weight;
     const int32_t M = params.input.rows, N = params.epilogue.out.columns, K = weight.columns;
     const bool is_grouped = weight.group_shift != Int8WeightView::kOneGroup;
@@ -260,7 +263,8 @@ __global__ void __launch_bounds__(Int8MatmulConfigSm80<kBlockM>::kNumThreads, kC
 template <int kBlockM, DataType kDataType>
 void launch_int8_matmul_sm80(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     using Config = Int8MatmulConfigSm80<kBlockM>;
-    const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>)};
+    const Launch launch{num_ctas(params.epilogue.schedule), Config::kNumThreads, sizeof(Int8MatmulStorageSm80<Config>),
+                        /*cluster_size=*/1, /*is_dependent=*/true};
     kernel.launch(int8_matmul_sm80<kBlockM, kDataType>, launch, params, stream);
 }
 

@@ -15,7 +15,7 @@ inline constexpr int kQuantizeThreads = 128;
 
 template <DataType kDataType>
 __global__ void __launch_bounds__(kQuantizeThreads)
-    int8_quantize_tokens_sm90(const __grid_constant__ Int8MatmulParams params) {
+    int8_matmul_quantize_tokens_sm90(const __grid_constant__ Int8MatmulParams params) {
     __shared__ QuantizeStorage<kQuantizeThreads> shared;
     ptx::griddepcontrol_launch_dependents();  // the matmul begins, and loads weights, while tokens are quantised
     const int32_t at_a_time = tokens_at_a_time<kQuantizeThreads>(params.input.rows);
@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 }
 
 template <DataType kDataType>
-void launch_int8_quantize_tokens_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
+void launch_int8_matmul_quantize_tokens_sm90(LaunchedKernel& kernel, const Int8MatmulParams& params, Stream stream) {
     const Launch launch{ceil_div(params.input.rows, tokens_at_a_time<kQuantizeThreads>(params.input.rows)),
                         kQuantizeThreads, 0};
-    kernel.launch(int8_quantize_tokens_sm90<kDataType>, launch, params, stream);
+    kernel.launch(int8_matmul_quantize_tokens_sm90<kDataType>, launch, params, stream);
 }
 
 }  // namespace fastattn

@@ -146,7 +146,7 @@ def test_int8_matmul_launches_what_the_library_names(tokens: int, arch: int) -> 
     sums = (("int8_matmul", 256, 128), ("int8_matmul_grad_input", 128, 256), ("int8_matmul_s8", 256, 128))
     products = [native.Int8Product(op, torch.float16, False, False, tokens, *sizes) for op, *sizes in sums]
     named = [native.int8_matmul_kernel(product, arch, num_sms=2) for product in products]
-    multiplying = [name for name in launched_names(found) if not name.startswith("int8_quantize_tokens_sm90<")]
+    multiplying = [name for name in launched_names(found) if not name.startswith("int8_matmul_quantize_tokens_sm90<")]
     assert multiplying == named  # Hopper's kernel for int8 activations needs another kernel before it, which makes them
     assert [call.kernel for call in calls] == named[:1]
 

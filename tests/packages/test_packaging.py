@@ -309,7 +309,7 @@ def test_native_means_the_code_that_the_gpus_here_run(tmp_path, gpus, code):
 
 def _calls_without_a_kernel(instances, gpu):
     """Returns calls of kernels for sm_80 that no kernel of the build runs on ``gpu``, not even with larger sizes."""
-    runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80"}}[gpu]
+    runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80", "compute_90"}}[gpu]
 
     def calls_of(instance):
         """Returns an instance's calls. A kernel for paged and other keys has both; large tiles add no operation."""

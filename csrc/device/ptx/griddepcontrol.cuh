@@ -5,15 +5,19 @@
 namespace fastattn::ptx {
 
 // Waits until the previous launch has ended and this thread sees its writes. Every thread that reads these writes must
-// call it.
+// call it. Code for architectures before sm_90 is never launched early.
 __device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Allows the next launch to begin, if it is dependent and SMs have room, once all CTAs of this launch have called this
 // or ended. It publishes nothing: the next launch still has to wait.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 }  // namespace fastattn::ptx
