@@ -108,6 +108,7 @@ inline ScoreParams score_params(const char* op, const ScoreOptions& options, con
     ScoreParams params{};
     params.scale = static_cast<float>(options.scale);
     params.softcap = static_cast<float>(std::max(options.softcap, 0.0));
+    params.outer_scale = params.softcap > 0 ? params.softcap : params.scale;
     params.scale_over_softcap = options.softcap > 0 ? static_cast<float>(options.scale / options.softcap) : 0.0f;
     locate_block(op, options, sizes, params);
     if (options.bias) {

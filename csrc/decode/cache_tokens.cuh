@@ -21,7 +21,8 @@ namespace fastattn {
 // Returns the block table's entry for a key, 0 <= key < capacity.
 FASTATTN_DEVICE int32_t page_in_table(const CacheLayout& layout, int32_t batch, int32_t key) {
     const int32_t page_idx = layout.by_block_rows.quotient(key);
-    return __ldg(layout.block_table + batch * layout.table_batch_stride + page_idx * layout.table_page_stride);
+    const int64_t place = batch * layout.table_batch_stride + page_idx * layout.table_page_stride;
+    return layout.block_table[place];  // no __ldg: see device/ptx/griddepcontrol.cuh
 }
 
 // Returns the location of a key, absent if the key's page does not exist. `page`: the key's entry of the block table,

@@ -4,9 +4,10 @@
 //   k_out[b * max_pages + p] = k_scale[page] * k_cache[page]     page = block_table[b, p]
 //   v_out[b * max_pages + p] = v_scale[page] * v_cache[page]
 //
-// A CTA converts kDequantizedTokens tokens of a KV head: first keys, then values. A thread converts 8 elements of a
-// token at a time: it loads 8 bytes and stores 16. Tokens beyond a sequence's length or without a page are not written.
-// Memory bandwidth limits the kernel. Preconditions: those of CacheView; head dims are multiples of 8.
+// A CTA converts kDequantizedTokens tokens of a KV head. A thread converts 8 elements of a token's key and 8 of its
+// value at a time: it loads 8 bytes of each, and then stores 16 bytes of each. Tokens beyond a sequence's length or
+// without a page are not written. Memory bandwidth limits the kernel. Preconditions: those of CacheView; head dims are
+// multiples of 8.
 #pragma once
 
 #include <cstdint>
@@ -37,27 +38,28 @@ FASTATTN_DEVICE uint4 dequantised(const uint2& elements, float scale) {
     return {pair(0), pair(2), pair(4), pair(6)};
 }
 
-// Dequantises tokens [first, end) of one head of a sequence. `out`: row 0 of the head in the sequence's first output
-// block; blocks are out_block elements apart.
-template <DataType kDataType, CacheFormat kFormat>
-FASTATTN_DEVICE void dequantise_tokens(const CacheView& cache, const CacheLayout& layout, int32_t batch,
-                                       int32_t kv_head, int32_t first, int32_t end, uint16_t* out, int64_t out_block) {
-    const CacheHead<kFormat> head(cache, kv_head);
-    const int chunks = cache.head_dim / kChunkElements;
-#pragma unroll 1
-    for (int index = threadIdx.x; index < (end - first) * chunks; index += kDequantizeThreads) {
-        const int32_t token = first + index / chunks, chunk = index % chunks;
-        const int32_t page = layout.block_table != nullptr ? page_in_table(layout, batch, token) : -1;
-        const TokenLocation location = location_of(layout, batch, token, page);
-        if (!location.is_present()) continue;
-        const uint2 elements = reinterpret_cast<const uint2*>(head.row(location))[chunk];
+// Loads eight elements of a token's row and their scale, if the row has that many.
+template <CacheFormat kFormat>
+struct CachedChunk {
+    bool exists;
+    uint2 elements = {};
+    float scale = 0.0f;
+
+    FASTATTN_DEVICE CachedChunk(const CacheView& cache, const TokenLocation& location, int32_t kv_head, int chunk)
+        : exists(chunk * kChunkElements < cache.head_dim) {
+        if (!exists) return;
+        const CacheHead<kFormat> head(cache, kv_head);
+        elements = reinterpret_cast<const uint2*>(head.row(location))[chunk];
         const HeadScale given = head.given_scale();
-        const float scale = given.is_per_head ? given.value : *head.scale(location);
-        const int32_t block = layout.by_block_rows.quotient(token), row = token - block * layout.block_rows;
-        auto* to = reinterpret_cast<uint4*>(out + block * out_block + int64_t{row} * cache.head_dim);
-        to[chunk] = dequantised<kDataType, kFormat>(elements, scale);
+        scale = given.is_per_head ? given.value : *head.scale(location);
     }
-}
+
+    // Stores the dequantised chunk. out: where the row begins.
+    template <DataType kDataType>
+    FASTATTN_DEVICE void store(uint16_t* out, int chunk) const {
+        if (exists) reinterpret_cast<uint4*>(out)[chunk] = dequantised<kDataType, kFormat>(elements, scale);
+    }
+};
 
 template <DataType kDataType, CacheFormat kFormat>
 __global__ void __launch_bounds__(kDequantizeThreads)
@@ -69,14 +71,21 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     const int32_t batch = head / params.kv_heads, kv_head = head % params.kv_heads;
     const int32_t end = min(first + kDequantizedTokens, min(params.seqlens[batch], params.capacity));
     if (first >= end) return;
-    const int64_t first_row =
-        (int64_t{batch} * params.blocks_per_sequence * params.kv_heads + kv_head) * layout.block_rows;
-    const int64_t rows_of_block = int64_t{params.kv_heads} * layout.block_rows;
-    const int32_t head_dim = params.k_cache.head_dim, value_dim = params.v_cache.head_dim;
-    dequantise_tokens<kDataType, kFormat>(params.k_cache, layout, batch, kv_head, first, end,
-                                          params.k_out + first_row * head_dim, rows_of_block * head_dim);
-    dequantise_tokens<kDataType, kFormat>(params.v_cache, layout, batch, kv_head, first, end,
-                                          params.v_out + first_row * value_dim, rows_of_block * value_dim);
+    const int chunks = max(params.k_cache.head_dim, params.v_cache.head_dim) / kChunkElements;
+#pragma unroll 1
+    for (int index = threadIdx.x; index < (end - first) * chunks; index += kDequantizeThreads) {
+        const int32_t token = first + index / chunks, chunk = index % chunks;
+        const int32_t page = layout.block_table != nullptr ? page_in_table(layout, batch, token) : -1;
+        const TokenLocation location = location_of(layout, batch, token, page);
+        if (!location.is_present()) continue;
+        const int32_t block = layout.by_block_rows.quotient(token);
+        const int64_t head_block = (int64_t{batch} * params.blocks_per_sequence + block) * params.kv_heads + kv_head;
+        const int64_t row = head_block * layout.block_rows + (token - block * layout.block_rows);
+        const CachedChunk<kFormat> key(params.k_cache, location, kv_head, chunk);
+        const CachedChunk<kFormat> value(params.v_cache, location, kv_head, chunk);
+        key.template store<kDataType>(params.k_out + row * params.k_cache.head_dim, chunk);
+        value.template store<kDataType>(params.v_out + row * params.v_cache.head_dim, chunk);
+    }
 }
 
 template <DataType kDataType, CacheFormat kFormat>

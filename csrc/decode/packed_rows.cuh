@@ -150,7 +150,7 @@ struct PackedRows {
         for (int key = lane % kLanesPerRow; key < kKeys; key += kLanesPerRow) {
             const int32_t token = first_key + key - mask.tree;
             const bool is_asked = (keys >> key & 1) != 0;
-            if (is_asked && (token < 0 || __ldg(row + token * tree.token_stride) != 0)) found |= 1u << key;
+            if (is_asked && (token < 0 || row[token * tree.token_stride] != 0)) found |= 1u << key;
         }
 #pragma unroll
         for (int distance = 1; distance < kLanesPerRow; distance *= 2) {

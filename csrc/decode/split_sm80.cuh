@@ -64,7 +64,8 @@ struct DecodeConfigSm80 : DecodeTileSm80<kBlockM, kHeadDim_, is_8bit(kFormat_)> 
     static_assert(kBlockM * kHeadDim * 4 <= Tile::kRingBytes, "the output of a group overlays its ring");
 };
 
-// The CTA's tile, kept in shared memory because registers are scarce. `partials` is complete once the first keys load.
+// The CTA's tile, kept in shared memory because registers are scarce. `partials` is written in step 0, and may be read
+// after the barrier behind the queries.
 struct CurrentTile {
     TileSplits splits;
     int64_t first_split;  // of the sequence, numbered across all sequences

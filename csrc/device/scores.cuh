@@ -122,8 +122,8 @@ struct HeadScores {
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void to_unbiased_scores(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                             int lane) const {
-        apply_scale(rS);
-        add_alibi(rS, first_row, first_key, lane);
+        if (params.softcap > 0) apply_tanh(rS);
+        scale_and_add_alibi(rS, first_row, first_key, lane);
     }
 
     // Does what to_unbiased_scores() does, and adds the bias in rB, which load_bias() has loaded. A bias of -inf masks
@@ -170,20 +170,16 @@ struct HeadScores {
     FASTATTN_DEVICE void to_scores_and_softcap_gradient(float (&rS)[kTilesM][kTilesN][4],
                                                         float (&rSoftcapGradient)[kTilesM][kTilesN][4],
                                                         int32_t first_row, int32_t first_key, int lane) const {
-        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
-        if (softcap > 0) {
+        if (params.softcap > 0) {
             for_each(rS, [&](int m, int n, int e, float s) {
-                const float t = tanh_of(s * ratio);
+                const float t = tanh_of(s * params.scale_over_softcap);
                 rSoftcapGradient[m][n][e] = 1.0f - t * t;
-                return softcap * t;
+                return t;
             });
         } else {
-            for_each(rS, [&](int m, int n, int e, float s) {
-                rSoftcapGradient[m][n][e] = 1.0f;
-                return s * scale;
-            });
+            for_each(rSoftcapGradient, [](int, int, int, float) { return 1.0f; });
         }
-        add_alibi(rS, first_row, first_key, lane);
+        scale_and_add_alibi(rS, first_row, first_key, lane);
         load_and_add_bias(rS, first_row, first_key, lane);
     }
 
@@ -212,24 +208,33 @@ struct HeadScores {
         });
     }
 
+    // Most scores are small beside a softcap. If all of a warp's are, none needs an exponential or a reciprocal.
     template <int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void apply_scale(float (&rS)[kTilesM][kTilesN][4]) const {
-        const float scale = params.scale, softcap = params.softcap, ratio = params.scale_over_softcap;
-        if (softcap > 0) {
-            for_each(rS, [&](int, int, int, float s) { return softcap * tanh_of(s * ratio); });
+    FASTATTN_DEVICE void apply_tanh(float (&rS)[kTilesM][kTilesN][4]) const {
+        const float ratio = params.scale_over_softcap;
+        float largest = 0.0f;
+        for_each(rS, [&](int, int, int, float s) {
+            largest = fmaxf(largest, fabsf(s));
+            return s;
+        });
+        if (__any_sync(0xffffffff, largest * fabsf(ratio) >= kSmallTanh)) {
+            for_each(rS, [&](int, int, int, float s) { return tanh_of(s * ratio); });
         } else {
-            for_each(rS, [&](int, int, int, float s) { return s * scale; });
+            for_each(rS, [&](int, int, int, float s) { return small_tanh_of(s * ratio); });
         }
     }
 
+    // Counts distances in floats, which is exact up to 2^24.
     template <int kTilesM, int kTilesN>
-    FASTATTN_DEVICE void add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
-                                   int lane) const {
-        if (slope == 0) return;
+    FASTATTN_DEVICE void scale_and_add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
+                                             int lane) const {
+        const float scale = params.outer_scale;
+        if (slope == 0) return for_each(rS, [&](int, int, int, float s) { return s * scale; });
         const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
-        const int32_t ahead = row + window.offset - key;
+        const auto ahead = static_cast<float>(row + window.offset - key);
         for_each(rS, [&](int m, int n, int e, float s) {
-            return s - slope * static_cast<float>(abs(ahead + m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
+            const float distance = fabsf(ahead + static_cast<float>(m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
+            return fmaf(s, scale, -slope * distance);
         });
     }
 

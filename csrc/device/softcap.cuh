@@ -7,17 +7,23 @@
 
 namespace fastattn {
 
-// Returns tanh(x): 1 or -1 for an infinity, NaN for NaN. If |x| >= 0.3, it is (1 - e) / (1 + e) with e = exp(-2 |x|)
-// and the sign of x. For smaller |x|, 1 - e would cancel. There, tanh(x) is the Taylor series up to x^9, whose next
-// term is at most 6e-8 of the result. Both formulas are within 4e-7 of the result.
-FASTATTN_DEVICE float tanh_of(float x) {
-    constexpr float kSmall = 0.3f;
-    const float e = ptx::ex2_approx_ftz_f32(fabsf(x) * (-2.0f * kLog2E));
-    const float large = copysignf((1.0f - e) * ptx::rcp_approx_ftz_f32(1.0f + e), x);
+// Below this magnitude, an odd polynomial approximates tanh. Above it, the exponential does.
+inline constexpr float kSmallTanh = 0.6f;
+
+// Returns tanh(x) for |x| < kSmallTanh, and NaN for NaN: x + x^3 * p(x^2). The coefficients of p minimise the largest
+// relative error, which is 9e-8 before rounding.
+FASTATTN_DEVICE float small_tanh_of(float x) {
     const float square = x * x;
-    const float series =
-        fmaf(fmaf(fmaf(62.0f / 2835, square, -17.0f / 315), square, 2.0f / 15), square, -1.0f / 3) * square;
-    return fabsf(x) < kSmall ? fmaf(series, x, x) : large;
+    const float p = fmaf(fmaf(fmaf(0.01561263f, square, -0.0522118f), square, 0.13313116f), square, -0.33332598f);
+    return fmaf(p * square, x, x);
+}
+
+// Returns tanh(x): 1 or -1 for an infinity, NaN for NaN. If |x| >= kSmallTanh, it is 1 - 2 / (1 + e) with e = exp(2 x).
+// For smaller |x|, the difference would cancel. Both formulas are within 6e-7 of the result.
+FASTATTN_DEVICE float tanh_of(float x) {
+    const float e = ptx::ex2_approx_ftz_f32(x * (2.0f * kLog2E));
+    const float large = fmaf(-2.0f, ptx::rcp_approx_ftz_f32(1.0f + e), 1.0f);
+    return fabsf(x) < kSmallTanh ? small_tanh_of(x) : large;
 }
 
 }  // namespace fastattn

@@ -1,4 +1,4 @@
-// What the host asks of the CUDA driver itself, beside the runtime.
+// Calls the CUDA driver directly, for what the runtime does not offer.
 #pragma once
 
 #include <cstdint>

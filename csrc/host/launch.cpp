@@ -16,7 +16,10 @@ bool allows_dependent_launches() {
     static const bool allows = [] {
         const char* given = std::getenv("FASTATTN_DEPENDENT_LAUNCH");
         const std::string_view text = given == nullptr ? "" : given;
-        return text != "0" && text != "false" && text != "no";
+        constexpr int kCudaVersion = 12030;  // with earlier drivers, a CUDA graph has no edges for such launches
+        int version = 0;
+        return text != "0" && text != "false" && text != "no" && cudaDriverGetVersion(&version) == cudaSuccess &&
+               version >= kCudaVersion;
     }();
     return allows;
 }
@@ -70,8 +73,8 @@ void LaunchedKernel::allow_shared_memory(const void* function, const Launch& lau
     }
 }
 
-// Returns whether the kernel's code for the current device waits for the launch before it. A GPU for which there is no
-// machine code runs PTX, which may be that of an earlier architecture.
+// Returns whether the kernel's code for the current device was compiled for sm_90 or later, so that it contains
+// griddepcontrol.wait.
 bool LaunchedKernel::can_wait(const void* function, const Launch& launch) {
     int device = 0;
     check(launch, cudaGetDevice(&device));

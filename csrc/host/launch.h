@@ -17,14 +17,15 @@ struct Launch {
     int32_t threads;           // of a CTA
     size_t shared_bytes;       // dynamic shared memory of a CTA
     int32_t cluster_size = 1;  // CTAs that run together and see each other's shared memory; divides num_ctas
-    // Programmatic dependent launch (PDL): lets CTAs begin when the CTAs of the previous launch have ended, before its
-    // last write is visible. Every thread must call ptx::griddepcontrol_wait() before it reads what that launch writes,
-    // or writes what that launch reads or writes. Ignored if the code that runs was not compiled for sm_90 or later.
+    // Programmatic dependent launch (PDL): lets CTAs begin once every CTA of the previous launch has called
+    // ptx::griddepcontrol_launch_dependents() or ended, so while that launch may still run. Every thread must call
+    // ptx::griddepcontrol_wait() before it reads what that launch writes, or writes what that launch reads or writes.
+    // Ignored if the code that runs was not compiled for sm_90 or later.
     bool is_dependent = false;
 };
 
-// One kernel with its template arguments, for the life of the process. Keeps the name for error messages, and remembers
-// on which devices the kernel's limit of shared memory has been raised.
+// One kernel with its template arguments, for the life of the process. Keeps the name for error messages. Remembers, for
+// each device, how far the kernel's limit of shared memory has been raised, and for which architecture its code is.
 class LaunchedKernel {
   public:
     LaunchedKernel(const char* name, int32_t compute_capability)
@@ -43,7 +44,7 @@ class LaunchedKernel {
     void check_work_tiles(int64_t count, const char* tiles) const;
 
   private:
-    static constexpr int kRememberedDevices = 16;  // on later devices the kernel asks for its memory at every launch
+    static constexpr int kRememberedDevices = 16;  // on later devices, each launch asks for both again
 
     void start(const void* function, const Launch& launch, void* params, Stream stream);
     void allow_shared_memory(const void* function, const Launch& launch);

@@ -146,6 +146,8 @@ struct ScoreParams {
     uint32_t dropout_threshold;   // a probability is dropped if its word is below
     float dropout_factor = 1.0f;  // of the probabilities that are kept; 1 without dropout
     DropoutOrigin dropout_origin;
+    // A score is outer_scale * tanh(scale_over_softcap * q·k) with a softcap, and outer_scale * q·k without one.
+    float outer_scale;
 
     bool has_window() const { return window_left != kUnbounded || window_right != kUnbounded; }
 };

@@ -92,8 +92,8 @@ struct CtaTile {
 
 // Fills the stages of all work tiles. Called by one thread. Copies this CTA's half of the input's rows into both CTAs,
 // input_columns elements of each row in a step. load_weights(tile, step, destination, barrier) starts the copies of a
-// step's weights. kIsDependent: the launch may begin while the previous launch writes the input, but not the weights.
-// Then the first weights are on their way before the thread waits for the previous launch.
+// step's weights. kIsDependent: when this launch begins, the previous one may still write the input. It does not write
+// the weights, so the first of them are on their way before the thread waits.
 template <bool kIsDependent = false, typename Tile, typename LoadWeights>
 FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const ClusterParams& params, int rank,
                                          int input_columns, LoadWeights&& load_weights) {
@@ -332,7 +332,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterSto
             }
         }
     };
-#pragma unroll 1  // sums are in registers, which no index reaches, but the rest of a pass needs only one copy
+#pragma unroll 1  // storing needs a copy of the code for each pass, because registers have no index; the rest needs one
     for (int pass = 0; pass * kPassM < rows_here; ++pass) {
         ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
         for_constant<kBlockM / kPassM>([&](auto constant) {

@@ -115,7 +115,7 @@ struct OwnColumns {
     static_assert((kChunksPerRow & (kChunksPerRow - 1)) == 0 && kThreads % kChunksPerRow == 0,
                   "threads take whole rows");
 
-    // What turns the sums of four columns into their pre-activations.
+    // Holds the scales and biases that turn the sums of four columns into pre-activations.
     struct Affine {
         float scale[kEpilogueColumns];
         FourElements bias;
@@ -206,7 +206,7 @@ struct OwnColumns {
     }
 
   private:
-    // Hidden from the compiler, which would keep values that depend on it across tiles, where registers are scarce.
+    // Returns threadIdx.x, hidden from the compiler, which would otherwise keep values that depend on it across tiles.
     FASTATTN_DEVICE static uint32_t thread() { return ptx::tid_x(); }
 
     // The threads of a CTA take this many rows of sums at a time, with neighbouring threads in a row.
@@ -344,11 +344,11 @@ FASTATTN_DEVICE bool collects_partials(const MatmulEpilogue& epilogue, float* sS
     return true;
 }
 
-// The epilogue of one tile at a time, called by all threads of a CTA.
+// Finishes one tile at a time. Called by all threads of a CTA.
 template <DataType kDataType, int kRows, int kColumns, int kThreads>
 struct TileEpilogue {
-    // With few rows, loading the weights takes longest. Other loads that come after the steps would add whole trips to
-    // memory, and registers are free: what the columns need is loaded before the steps.
+    // With few rows, loading the weights takes longest, and registers are free. So the scales and biases are loaded
+    // before the steps. After them, each load would add a whole trip to memory.
     static constexpr bool kLoadsEarly = kRows <= 32;
 
     const MatmulEpilogue& params;

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    ptx::griddepcontrol_wait();  // waits for the scales of the quantised tokens
+    ptx::griddepcontrol_wait();  // waits for the tokens' scales, and until the result's memory is free
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.

@@ -4,10 +4,10 @@
 // If there are few tokens, each CTA quantises them for itself (tokens_of_cta.cuh, which counts the costs). Otherwise a
 // CTA takes tokens from a queue until none is left, and then waits until the tokens of its tile are finished. This
 // cannot deadlock: a CTA waits only for tokens that running CTAs have taken, and these CTAs finish the tokens without
-// waiting for anything. A separate kernel would save one trip to the queue. But here, the first stages of weights are
-// in flight while tokens are quantised, and no second launch has to be waited for. With many tokens, all CTAs that fit
-// on the GPU quantise first, as in a separate kernel, and later CTAs find the tokens finished. So one kernel serves any
-// number of tokens.
+// waiting for anything. A separate kernel would save one trip to the queue. But on GPUs before Hopper, it would have to
+// end before the matmul loads its first weights, which are here in flight while tokens are quantised. With many tokens,
+// all CTAs that fit on the GPU quantise first, as in a separate kernel, and later CTAs find the tokens finished. So one
+// kernel serves any number of tokens.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // Quantises tokens to int8 in a separate kernel, for a matmul that follows in the same stream and copies the tokens by
-// TMA. The results are those of quantize_tokens.cuh. If there are few tokens, a CTA quantises one; if there are many,
+// TMA. The matmul begins, and loads its first weights, while this kernel runs. So this launch must not be dependent
+// itself: all launches before it, which may have written the weights, have ended. The results are those of quantize_tokens.cuh. If there are few tokens, a CTA quantises one; if there are many,
 // each warp of a CTA quantises one. Preconditions: those of MatrixView; K a multiple of 8.
 #pragma once
 
@@ -17,7 +18,7 @@ template <DataType kDataType>
 __global__ void __launch_bounds__(kQuantizeThreads)
     int8_matmul_quantize_tokens_sm90(const __grid_constant__ Int8MatmulParams params) {
     __shared__ QuantizeStorage<kQuantizeThreads> shared;
-    ptx::griddepcontrol_launch_dependents();  // the matmul begins, and loads weights, while tokens are quantised
+    ptx::griddepcontrol_launch_dependents();
     const int32_t at_a_time = tokens_at_a_time<kQuantizeThreads>(params.input.rows);
     quantize_some<kDataType>(params.input, params.quantized, int64_t{blockIdx.x} * at_a_time, at_a_time, shared);
 }

@@ -77,7 +77,7 @@ FASTATTN_HOST_DEVICE int64_t choose_splits_per_cta(const SplitSchedule& schedule
     const bool takes_one_trip = total_splits > schedule.min_splits_per_cta * schedule.num_tiles &&
                                 total_splits <= kNodesOfOneTrip * schedule.num_tiles;
     const int64_t least = takes_one_trip || total_splits <= schedule.num_tiles ? 1 : schedule.min_splits_per_cta;
-    if (total_splits <= least * schedule.num_ctas) return least;  // as usual; a division takes a hundred clocks
+    if (total_splits <= least * schedule.num_ctas) return least;  // as usual, without a 64-bit division
     return (total_splits + schedule.num_ctas - 1) / schedule.num_ctas;
 }
 

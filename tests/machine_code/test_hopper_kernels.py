@@ -128,7 +128,8 @@ def test_the_producer_copies_with_tma(instance: Instance) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_proxy_fences_wait_for_this_cta_alone(source: str) -> None:
-    """A fence for all SMs (MEMBAR.GPU) would delay every stage that TMA fills, and every semaphore twice."""
+    """A fence for all SMs (MEMBAR.GPU) would delay every stage that TMA fills, and would add to the one fence that a
+    semaphore needs."""
     for kernel in facts_of(source, "sm_90a").values():
         for fence in (i for i, line in enumerate(kernel.lines) if "FENCE.VIEW.ASYNC" in line):
             before = kernel.lines[fence - 4 : fence]

@@ -19,7 +19,7 @@ if EMULATED:  # on a machine with a GPU, the emulator is not built
 
 FORWARD, GRADIENT, INT8_ACTIVATIONS = "int8_matmul", "int8_matmul_grad_input", "int8_matmul_s8"
 ARCH = 100  # architecture of the GPU that is emulated for the kernels for sm_80
-BEFORE = {INT8_ACTIVATIONS: ("int8_matmul_quantize_tokens_sm90",)}  # kernels that Hopper's matmul needs to run before it
+BEFORE = {INT8_ACTIVATIONS: ("int8_matmul_quantize_tokens_sm90",)}  # kernels that run before Hopper's matmul
 
 
 @contextlib.contextmanager

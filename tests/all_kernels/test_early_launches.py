@@ -1,4 +1,4 @@
-"""Tests of kernels for few rows, which on Hopper may begin while the kernel before them still runs."""
+"""Tests of decoding and small int8 matmuls, which on Hopper may begin while the kernel before them still runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [*MARKS, NEEDS_HOPPER, only_emulated]
 
 
 def products(input_precision: str) -> None:
-    """Multiplies the result of one matmul by the weight of another."""
+    """Runs two matmuls; the second multiplies the result of the first."""
     x = normal(3, 256, seed=1)
     for seed in (2, 3):
         weight = fastattn.Int8Weight(*quantised(256, 256, "channel", seed=seed))
