@@ -9,6 +9,7 @@
 #include "attention/backward_work_sm90.cuh"
 #include "attention/query_sums.h"
 #include "attention/tiles_sm90.h"
+#include "device/cluster.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/opaque.cuh"
@@ -150,19 +151,17 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<Config>& shared) {
     }
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);
-    ptx::fence_mbarrier_init();
 }
 
 // Initialises the barriers, loads the dropout seed, and waits for the previous kernel. Called by all threads.
 template <typename Config>
 FASTATTN_DEVICE void start_backward(BackwardStorageSm90<Config>& shared, const AttentionBackwardParams& params) {
-    if (threadIdx.x == 0) {
+    start_barriers(/*cluster_size=*/1, [&] {
         init_barriers(shared);
         // No kernel of this backward pass writes the seed, so the seed can be read before the wait below.
         const int64_t* seed = params.scores.dropout_seed;
         if (Config::kOptions) shared.dropout_seed = seed != nullptr ? *seed : 0;
-    }
-    __syncthreads();             // waits until the barriers are initialised
+    });
     ptx::griddepcontrol_wait();  // waits until the previous kernel has written the row terms
 }
 

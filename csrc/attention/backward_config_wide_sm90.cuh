@@ -88,7 +88,6 @@ FASTATTN_DEVICE void init_barriers(BackwardStorageSm90<BackwardWideConfigSm90<kH
     shared.panels.init(1, /*num_producers=*/kWarps);
     ptx::mbarrier_init(shared_address(&shared.rows_issued), 1);
     ptx::mbarrier_init(shared_address(&shared.rows_to_trim_landed), 1);
-    ptx::fence_mbarrier_init();
 }
 
 }  // namespace fastattn

@@ -84,6 +84,16 @@ struct HeadScores {
         score = added == -kInfinity ? -kInfinity : score + added;
     }
 
+    // Returns how many keys a row's own position is ahead of a key. Counts in floats, which is exact up to 2^24.
+    FASTATTN_DEVICE float keys_ahead(int32_t row, int32_t key) const {
+        return static_cast<float>(row + window.offset - key);
+    }
+
+    // Scales a score and adds ALiBi, for a row that is `ahead + more` keys ahead of the key.
+    FASTATTN_DEVICE float scale_and_add_alibi(float score, float ahead, int more) const {
+        return fmaf(score, params.outer_scale, -slope * fabsf(ahead + static_cast<float>(more)));
+    }
+
     FASTATTN_DEVICE bool sees(int32_t row, int32_t key) const {
         const KeyRange keys = window.keys_of(row);
         if (key < keys.begin || key >= keys.end || row >= num_rows) return false;
@@ -224,17 +234,14 @@ struct HeadScores {
         }
     }
 
-    // Counts distances in floats, which is exact up to 2^24.
     template <int kTilesM, int kTilesN>
     FASTATTN_DEVICE void scale_and_add_alibi(float (&rS)[kTilesM][kTilesN][4], int32_t first_row, int32_t first_key,
                                              int lane) const {
         const float scale = params.outer_scale;
         if (slope == 0) return for_each(rS, [&](int, int, int, float s) { return s * scale; });
-        const int32_t row = first_row + accumulator_row(lane), key = first_key + accumulator_column(lane);
-        const auto ahead = static_cast<float>(row + window.offset - key);
+        const float ahead = keys_ahead(first_row + accumulator_row(lane), first_key + accumulator_column(lane));
         for_each(rS, [&](int m, int n, int e, float s) {
-            const float distance = fabsf(ahead + static_cast<float>(m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2));
-            return fmaf(s, scale, -slope * distance);
+            return scale_and_add_alibi(s, ahead, m * kMmaM + 8 * (e / 2) - n * kMmaN - e % 2);
         });
     }
 

@@ -60,15 +60,14 @@ struct TransposedOptions {
             for_each<kFirst>([&](int n, int e) {
                 const float t = tanh_of(rS[0][n][e] * params.scale_over_softcap);
                 rSoftcapGradient[n - kFirst][e] = 1.0f - t * t;
-                rS[0][n][e] = params.softcap * t;
+                rS[0][n][e] = t;
             });
         } else {
             for_each<kFirst>([&](int n, int e) {
                 rSoftcapGradient[n - kFirst][e] = 0.0f;  // else it would take registers in the whole loop
-                rS[0][n][e] *= params.scale;
             });
         }
-        add_alibi<kFirst>(rS);
+        scale_and_add_alibi<kFirst>(rS);
     }
 
     // Adds the bias, and removes the scores that the bias masks from `seen`.
@@ -137,13 +136,15 @@ struct TransposedOptions {
         HeadScores::add_bias<kKind>(rS[0][n][e], bits);
     }
 
-    // Counts distances in floats, which is exact up to 2^24.
     template <int kFirst>
-    FASTATTN_DEVICE void add_alibi(Accumulators& rS) const {
-        if (scores.slope == 0) return;
-        const auto ahead = static_cast<float>(own_row + scores.window.offset - own_key);
+    FASTATTN_DEVICE void scale_and_add_alibi(Accumulators& rS) const {
+        if (scores.slope == 0) {
+            const float scale = scores.params.outer_scale;
+            return for_each<kFirst>([&](int n, int e) { rS[0][n][e] *= scale; });
+        }
+        const float ahead = scores.keys_ahead(own_row, own_key);
         for_each<kFirst>([&](int n, int e) {
-            rS[0][n][e] -= scores.slope * fabsf(ahead + static_cast<float>(n * kMmaN + e % 2 - 8 * (e / 2)));
+            rS[0][n][e] = scores.scale_and_add_alibi(rS[0][n][e], ahead, n * kMmaN + e % 2 - 8 * (e / 2));
         });
     }
 };

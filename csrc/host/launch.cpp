@@ -29,7 +29,11 @@ bool allows_dependent_launches() {
 void LaunchedKernel::start(const void* function, const Launch& launch, void* params, Stream stream) {
     if (launch.num_ctas == 0) return;
     if (launch.num_ctas > kMostCtas) throw_error(launch, "a grid has at most 2147483647 CTAs");
-    if (launch.shared_bytes > kSharedBytesByDefault) allow_shared_memory(function, launch);
+    int index = 0;
+    check(launch, cudaGetDevice(&index));
+    OnDevice forgotten;
+    OnDevice& device = index < kRememberedDevices ? devices_[index] : forgotten;
+    if (launch.shared_bytes > kSharedBytesByDefault) allow_shared_memory(function, launch, device);
     void* arguments[] = {params};
     cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
@@ -40,7 +44,7 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
         cluster.val.clusterDim.x = launch.cluster_size;
         cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     }
-    if (launch.is_dependent && allows_dependent_launches() && can_wait(function, launch)) {
+    if (launch.is_dependent && allows_dependent_launches() && can_wait(function, launch, device)) {
         cudaLaunchAttribute& dependent = attributes[config.numAttrs++];
         dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -54,40 +58,28 @@ void LaunchedKernel::start(const void* function, const Launch& launch, void* par
 
 // Raises the kernel's limit of shared memory, once for each device, because a kernel needs the same at every launch.
 // Threads that launch at the same time may both raise it, which does no harm.
-void LaunchedKernel::allow_shared_memory(const void* function, const Launch& launch) {
-    int device = 0;
-    check(launch, cudaGetDevice(&device));
-    const bool is_remembered = device < kRememberedDevices;
-    if (is_remembered &&
-        std::atomic_ref(allowed_shared_bytes_[device]).load(std::memory_order_relaxed) >= launch.shared_bytes) {
-        return;
-    }
+void LaunchedKernel::allow_shared_memory(const void* function, const Launch& launch, OnDevice& device) const {
+    const std::atomic_ref allowed(device.allowed_shared_bytes);
+    if (allowed.load(std::memory_order_relaxed) >= launch.shared_bytes) return;
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(launch.shared_bytes)));
     // Gives shared memory as much of L1 as possible, so that several CTAs fit on an SM. These kernels' copies bypass
     // L1.
     check(launch, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                        cudaSharedmemCarveoutMaxShared));
-    if (is_remembered) {
-        std::atomic_ref(allowed_shared_bytes_[device]).store(launch.shared_bytes, std::memory_order_relaxed);
-    }
+    allowed.store(launch.shared_bytes, std::memory_order_relaxed);
 }
 
 // Returns whether the kernel's code for the current device was compiled for sm_90 or later, so that it contains
 // griddepcontrol.wait.
-bool LaunchedKernel::can_wait(const void* function, const Launch& launch) {
-    int device = 0;
-    check(launch, cudaGetDevice(&device));
-    const bool is_remembered = device < kRememberedDevices;
-    int32_t version = 0;
-    if (is_remembered) version = std::atomic_ref(ptx_versions_[device]).load(std::memory_order_relaxed);
-    if (version == 0) {
+bool LaunchedKernel::can_wait(const void* function, const Launch& launch, OnDevice& device) const {
+    const std::atomic_ref version(device.ptx_version);
+    if (version.load(std::memory_order_relaxed) == 0) {
         cudaFuncAttributes attributes{};
         check(launch, cudaFuncGetAttributes(&attributes, function));
-        version = attributes.ptxVersion;
-        if (is_remembered) std::atomic_ref(ptx_versions_[device]).store(version, std::memory_order_relaxed);
+        version.store(attributes.ptxVersion, std::memory_order_relaxed);
     }
-    return version >= 90;
+    return version.load(std::memory_order_relaxed) >= 90;
 }
 
 void LaunchedKernel::check(const Launch& launch, cudaError_t error) const {

@@ -24,8 +24,8 @@ struct Launch {
     bool is_dependent = false;
 };
 
-// One kernel with its template arguments, for the life of the process. Keeps the name for error messages. Remembers, for
-// each device, how far the kernel's limit of shared memory has been raised, and for which architecture its code is.
+// One kernel with its template arguments, for the life of the process. Keeps the name for error messages, and what it
+// has found out and changed on each device.
 class LaunchedKernel {
   public:
     LaunchedKernel(const char* name, int32_t compute_capability)
@@ -44,19 +44,23 @@ class LaunchedKernel {
     void check_work_tiles(int64_t count, const char* tiles) const;
 
   private:
-    static constexpr int kRememberedDevices = 16;  // on later devices, each launch asks for both again
+    static constexpr int kRememberedDevices = 16;  // on later devices, each launch asks for both fields again
+
+    // Accessed atomically, by several threads.
+    struct OnDevice {
+        size_t allowed_shared_bytes = 0;  // the kernel's limit of shared memory, or 0 if it was never raised
+        int32_t ptx_version = 0;          // of the kernel's code for the device, times ten; 0: not known yet
+    };
 
     void start(const void* function, const Launch& launch, void* params, Stream stream);
-    void allow_shared_memory(const void* function, const Launch& launch);
-    bool can_wait(const void* function, const Launch& launch);
+    void allow_shared_memory(const void* function, const Launch& launch, OnDevice& device) const;
+    bool can_wait(const void* function, const Launch& launch, OnDevice& device) const;
     void check(const Launch& launch, cudaError_t error) const;
     [[noreturn]] void throw_error(const Launch& launch, const char* reason) const;
 
     const char* name_;
     int32_t compute_capability_;
-    // Accessed atomically, by several threads.
-    size_t allowed_shared_bytes_[kRememberedDevices] = {};
-    int32_t ptx_versions_[kRememberedDevices] = {};  // of the code for the device, times ten; 0: not known yet
+    OnDevice devices_[kRememberedDevices];
 };
 
 }  // namespace fastattn

@@ -2,7 +2,8 @@
 //
 // Each thread converts 8 adjacent weights of a row, which share a scale. It loads 8 bytes and stores 16, so that each
 // load and each store of a warp has whole sectors. The kernel is bound by memory. Preconditions: those of
-// Int8WeightView; the block's first column is a multiple of 16, and the block has fewer than 2^35 weights.
+// Int8WeightView; the block's first column and out_stride are multiples of 16, and the block has fewer than 2^35
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +17,12 @@ namespace fastattn {
 inline constexpr int kDequantizeThreads = 256;
 inline constexpr int kWeightsOfThread = 8;
 
-// Returns how many threads write a row of the output, which is padded to a multiple of 16 columns.
-FASTATTN_HOST_DEVICE uint32_t threads_of_row(int32_t columns) {
-    return ceil_div(columns, 16) * (16 / kWeightsOfThread);
-}
-
 template <DataType kDataType>
 __global__ void __launch_bounds__(kDequantizeThreads)
     int8_dequantize_weight_sm80(const __grid_constant__ DequantizeWeightParams params) {
     const Int8WeightView& weight = params.weight;
-    const uint32_t thread = blockIdx.x * kDequantizeThreads + threadIdx.x, per_row = threads_of_row(params.columns);
+    const uint32_t thread = blockIdx.x * kDequantizeThreads + threadIdx.x;
+    const auto per_row = static_cast<uint32_t>(params.out_stride) / kWeightsOfThread;
     const int64_t row_of_block = thread / per_row;
     if (row_of_block >= params.rows) return;
     const int32_t column_of_block = static_cast<int32_t>(thread % per_row) * kWeightsOfThread;
@@ -56,7 +53,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
 
 template <DataType kDataType>
 void launch_int8_dequantize_weight_sm80(LaunchedKernel& kernel, const DequantizeWeightParams& params, Stream stream) {
-    const int64_t threads = int64_t{params.rows} * threads_of_row(params.columns);
+    const int64_t threads = params.rows * params.out_stride / kWeightsOfThread;
     const Launch launch{ceil_div(threads, kDequantizeThreads), kDequantizeThreads, 0};
     kernel.launch(int8_dequantize_weight_sm80<kDataType>, launch, params, stream);
 }
