@@ -203,7 +203,7 @@ void make_room_for_tokens(const char* op, const MatmulTile& tile, Int8MatmulPara
     const MatrixView<const uint16_t>& input = params.input;
     const MatmulSchedule& schedule = params.epilogue.schedule;
     if (!takes_quantized(tile)) {
-        if (each_cta_quantises(input.rows, input.columns)) return;
+        if (each_cta_quantises(tile.block_m, input.rows, input.columns)) return;
         check(input.rows + 2 * num_ctas(schedule) < int64_t{1} << kLaunchCountBits, op,
               "x and weight have too many rows ", "for int8 activations; split x into smaller batches; got ",
               input.rows, " and ", params.weight.rows);

@@ -1,5 +1,5 @@
-// Code that Hopper's int8 matmul kernels share: the cluster of two CTAs, the ring that brings their operands into
-// shared memory, and the epilogue that turns sums in registers into the result.
+// Code that Hopper's int8 matmul kernels share: the cluster of two CTAs, and the ring that brings their operands into
+// shared memory.
 //
 // A CTA has three warpgroups: two consumers, with 64 of the CTA's 128 columns of N each, and a producer. One thread of
 // the producer copies by TMA; its other warps may read what has landed. Each CTA copies its own weights, and half of
@@ -30,11 +30,12 @@ namespace fastattn {
 
 struct ClusterParams {
     Int8MatmulParams matmul;
-    MatrixMap weight, input;
+    MatrixMap weight, input, result;
 };
 
 inline constexpr int kConsumerThreads = 2 * kWarpgroupSize;
-inline constexpr int kBothConsumers = 1;  // the ID of a named barrier; __syncthreads() uses ID 0
+inline constexpr int kBothConsumers = 1;      // the ID of a named barrier; __syncthreads() uses ID 0
+inline constexpr int kResultBoxColumns = 64;  // of the boxes in which TMA stores the result
 
 // A stage holds [kBlockM, 128 bytes] of the input in TMA's 128-byte swizzle, followed by the weights.
 template <typename Tile>
@@ -42,7 +43,7 @@ struct alignas(1024) ClusterStorage {
     static constexpr int kInputBytes = Tile::kBlockM * 128;
 
     char stages[Tile::kNumStages][Tile::kStageBytes];
-    float sums[Tile::kPassM * SumsLayout<kCtaN>::kRowElements];
+    char results[2][Tile::kResultBytes];  // rows on their way to the result (epilogue_sm90.cuh)
     RingBarriers<Tile::kNumStages> ring;
 
     FASTATTN_DEVICE uint32_t input(int stage) const { return shared_address(stages[stage]); }
@@ -128,17 +129,37 @@ FASTATTN_DEVICE void produce_for_cluster(ClusterStorage<Tile>& shared, const Clu
 
 // A consumer thread's position in its CTA.
 struct ConsumerPosition {
-    static constexpr int kHalfDistance = 8;  // the distance of a thread's two columns of N
     int warpgroup, warp, lane, rank;
+    bool is_gated = false;
 
     FASTATTN_DEVICE int first_of_warp() const { return warpgroup * kWarpgroupM + warp * kMmaM; }
 
     // Returns one of this thread's two columns of N, counted in the CTA. half: 0 for the upper eight rows of an
-    // accumulator's 16, 1 for the lower eight; see device/ptx/wgmma.cuh.
+    // accumulator's 16, 1 for the lower eight; see device/ptx/wgmma.cuh. With SwiGLU, the upper rows are gates, and the
+    // lower rows the ups of the same columns of the result.
     FASTATTN_DEVICE int output(int half) const {
-        return first_of_warp() + accumulator_row(lane) + kHalfDistance * half;
+        return (is_gated ? first_of_warp() / 2 : first_of_warp()) + accumulator_row(lane) + half_distance() * half;
     }
+
+    // Returns the distance of this thread's two columns of N.
+    FASTATTN_DEVICE int half_distance() const { return is_gated ? kCtaN / 2 : kMmaM / 2; }
 };
+
+// The position of a thread whose two columns of N are adjacent.
+struct AdjacentPosition : ConsumerPosition {
+    FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
+};
+
+// Returns one of a thread's two columns of N, counted in the whole matrix. With SwiGLU the first 64 columns of a CTA are
+// gates, and the other 64 the ups of the same columns of the result.
+template <typename Position>
+FASTATTN_DEVICE int32_t sum_column(const MatmulEpilogue& epilogue, const CtaTile& tile, const Position& position,
+                                   int half) {
+    constexpr int kHalf = kCtaN / 2;
+    const int output = position.output(half);
+    if (!position.is_gated) return tile.n_tile * kCtaN + output;
+    return tile.n_tile * kHalf + output + (output >= kHalf ? epilogue.out.columns - kHalf : 0);
+}
 
 // The operands A of a step, which a consumer decodes into registers. rW[k] is the operand for the k-th 16 of the sum.
 template <typename Tile>
@@ -209,140 +230,6 @@ struct DecodingConsumer {
         release();
     }
 };
-
-// Four sums of a thread.
-template <typename Sum>
-using FourSums = std::conditional_t<std::is_same_v<Sum, float>, float4, int4>;
-
-// A CTA's view of the partials of a tile's sum. Sum: float or int32_t.
-template <typename Sum>
-struct ClusterPartials {
-    SumPartials partials;
-    int own;
-    float* first;  // this thread's numbers in the first slot
-
-    FASTATTN_DEVICE ClusterPartials(const MatmulEpilogue& epilogue, const MatmulWorkTile& work, int rank, int block_m)
-        : partials{0, 1, 0}, own(0), first(nullptr) {
-        if (is_whole(epilogue.schedule, work)) return;
-        partials = sum_partials(epilogue.schedule, work.tile);
-        own = own_cluster() - partials.first_cta;
-        first = epilogue.partial + rank * block_m * kCtaN + threadIdx.x * 4;
-    }
-
-    // Returns this thread's numbers in the slot of a partial. Adjacent threads have adjacent numbers, 16 bytes each.
-    template <int kBlockM>
-    FASTATTN_DEVICE FourSums<Sum>* slot(int partial) const {
-        return reinterpret_cast<FourSums<Sum>*>(first + int64_t{partials.slot(partial)} * kBlockM * kClusterN);
-    }
-
-    // Returns whether this cluster is the last to arrive among those that split the tile. The other clusters store
-    // their partials, in the order of their registers, and then arrive. A cluster that finds all others arrived stores
-    // nothing: it is the last.
-    template <int kBlockM>
-    FASTATTN_DEVICE bool collects(const MatmulEpilogue& epilogue, const Sum (&rY)[kBlockM / 2], int32_t tile, int rank,
-                                  int rows_here) const {
-        if (partials.count == 1) return true;
-        uint64_t* arrivals = epilogue.arrivals + tile * kClusterSize + rank;
-        bool is_last = threadIdx.x == 0 && arrives_if_last(arrivals, epilogue.launch_id, partials.count);
-        if (ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last)) return true;
-        if (threadIdx.x == 0) open_arrivals(arrivals, epilogue.launch_id);  // while other threads store their sums
-        FourSums<Sum>* own_slot = slot<kBlockM>(own);
-#pragma unroll
-        for (int i = 0; i < kBlockM / kMmaN; ++i) {
-            if (i * kMmaN < rows_here) {
-                own_slot[i * kConsumerThreads] = {rY[4 * i], rY[4 * i + 1], rY[4 * i + 2], rY[4 * i + 3]};
-            }
-        }
-        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every thread has stored its sums
-        is_last = threadIdx.x == 0 && arrives_last(arrivals, partials.count);
-        return ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last);
-    }
-
-    // Adds up the partials of kTiles times 8 rows of M, from the first_tile-th 8 rows on, in a fixed order, so that
-    // results repeat bit by bit. All loads of one partial are in flight together.
-    template <int kBlockM, int kTiles>
-    FASTATTN_DEVICE void add(FourSums<Sum> (&sums)[kTiles], const Sum (&rY)[kBlockM / 2], int first_tile,
-                             int rows_here) const {
-        const auto own_sums = [&](int i) -> FourSums<Sum> {
-            const Sum* registers = rY + (first_tile + i) * 4;
-            return {registers[0], registers[1], registers[2], registers[3]};
-        };
-        if (partials.count == 1) {
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) sums[i] = own_sums(i);
-            return;
-        }
-#pragma unroll
-        for (FourSums<Sum>& sum : sums) sum = {};
-#pragma unroll 1
-        for (int partial = 0; partial < partials.count; ++partial) {
-            FourSums<Sum> more[kTiles];
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-                more[i] = own_sums(i);
-                if (partial != own && (first_tile + i) * kMmaN < rows_here) {
-                    more[i] = __ldcg(slot<kBlockM>(partial) + (first_tile + i) * kConsumerThreads);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-                sums[i] = {sums[i].x + more[i].x, sums[i].y + more[i].y, sums[i].z + more[i].z, sums[i].w + more[i].w};
-            }
-        }
-    }
-};
-
-// In the last cluster of a tile, writes a CTA's sums to the result. Called by all consumer threads. scaled(half, row,
-// sum) returns the scaled sum for a row of M, counted in the tile, and for one of the thread's two columns of N.
-// Position: ConsumerPosition, or another mapping of threads to columns.
-template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Scaled>
-FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, ClusterStorage<Tile>& shared,
-                                      const Sum (&rY)[Tile::kBlockM / 2], const MatmulWorkTile& work,
-                                      const Position& consumer, Scaled&& scaled) {
-    constexpr int kBlockM = Tile::kBlockM, kPassM = Tile::kPassM, kBatch = 4;
-    constexpr int kRowElements = SumsLayout<kCtaN>::kRowElements;
-    const CtaTile tile(epilogue.schedule, work, consumer.rank);
-    const int rows_here = min(kBlockM, epilogue.out.rows - tile.m_tile * kBlockM);
-    const ClusterPartials<Sum> partials(epilogue, work, consumer.rank, kBlockM);
-    OwnColumns<kDataType, kCtaN, kConsumerThreads, /*kRowsAtOnce=*/2> own_columns;  // more would spill beside rY
-    own_columns.load(epilogue, tile.n_tile);
-    if (!partials.template collects<kBlockM>(epilogue, rY, work.tile, consumer.rank, rows_here)) return;
-    float* sSums = shared.sums + accumulator_column(consumer.lane) * kRowElements + consumer.output(0);
-    const auto store_sums = [&](auto pass) {
-#pragma unroll
-        for (int batch = 0; batch < kPassM / kMmaN; batch += kBatch) {
-            const int first_tile = pass * (kPassM / kMmaN) + batch;
-            FourSums<Sum> sums[kBatch];
-            partials.template add<kBlockM>(sums, rY, first_tile, rows_here);
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const Sum tile_sums[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int token = (first_tile + i) * kMmaN + accumulator_column(consumer.lane) + e;
-                    const float halves[2] = {scaled(0, token, tile_sums[e]), scaled(1, token, tile_sums[e + 2])};
-                    float* row = sSums + ((batch + i) * kMmaN + e) * kRowElements;
-                    if constexpr (Position::kHalfDistance == 1) {
-                        ptx::st_shared_v2_f32(shared_address(row), halves[0], halves[1]);
-                    } else {
-                        row[0] = halves[0];
-                        row[Position::kHalfDistance] = halves[1];
-                    }
-                }
-            }
-        }
-    };
-#pragma unroll 1  // storing needs a copy of the code for each pass, because registers have no index; the rest needs one
-    for (int pass = 0; pass * kPassM < rows_here; ++pass) {
-        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until the sums of the pass before have been read
-        for_constant<kBlockM / kPassM>([&](auto constant) {
-            if (pass == constant) store_sums(constant);
-        });
-        ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every warp's sums are in shared memory
-        own_columns.finish(epilogue, shared.sums, tile.m_tile * kBlockM + pass * kPassM,
-                           min(kPassM, rows_here - pass * kPassM));
-    }
-}
 
 // Returns the tile of a kernel for the table of kernels. is_gradient: the columns of the result are K of the weights,
 // and steps run through N.

@@ -36,14 +36,18 @@ template <int kRows>
 FASTATTN_DEVICE void activate(Activation activation, float (&values)[kRows][kEpilogueColumns]) {
     constexpr float kSqrtHalf = 0.707106781186547524f, kSqrt2OverPi = 0.797884560802865356f;
     const auto for_each_value = [&](auto&& function) {
+        constexpr int kTogether = ceil_div(kRows, 4);
 #pragma unroll 1  // one copy of the function serves all rows: they rotate through the registers of the first
-        for (int row = 0; row < kRows; ++row) {
+        for (int row = 0; row < kRows; row += kTogether) {
 #pragma unroll
             for (int e = 0; e < kEpilogueColumns; ++e) {
-                const float value = values[0][e];
+                float first[kTogether];
 #pragma unroll
-                for (int next = 1; next < kRows; ++next) values[next - 1][e] = values[next][e];
-                values[kRows - 1][e] = function(value);
+                for (int i = 0; i < kTogether; ++i) first[i] = function(values[i][e]);
+#pragma unroll
+                for (int i = kTogether; i < kRows; ++i) values[i - kTogether][e] = values[i][e];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) values[kRows - kTogether + i][e] = first[i];
             }
         }
     };

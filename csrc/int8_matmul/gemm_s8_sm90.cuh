@@ -26,6 +26,7 @@
 #include "host/device_facts.h"
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
+#include "int8_matmul/epilogue_sm90.cuh"
 
 namespace fastattn {
 
@@ -158,8 +159,11 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
+    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         const CtaTile tile(schedule, work, rank);
+        ColumnTerms terms;
+        terms.load<kDataType>(epilogue, tile, position);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
         float token_scale = 0.0f;
@@ -173,12 +177,14 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
         }
 
         // Multiplies by the weights' scales first: the tokens' scales may be so large that the sums would overflow.
-        const auto finish = [&](const auto& rY, float first_scale, float second_scale) {
-            if (threadIdx.x < kBlockM)
-                shared.token_scales[threadIdx.x] = token_scale;  // visible after the first barrier
-            finish_work_tile<kDataType, Tile>(epilogue, shared, rY, work, position, [&](int half, int token, auto sum) {
-                return static_cast<float>(sum) * (half == 0 ? first_scale : second_scale) * shared.token_scales[token];
-            });
+        const auto finish = [&](auto& rY, float first_scale, float second_scale) {
+            if (threadIdx.x < kBlockM) shared.token_scales[threadIdx.x] = token_scale;
+            ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every token's scale is in shared memory
+            finish_work_tile<kDataType, Tile>(
+                epilogue, params.result, shared, rY, work, position, buffer, [&](int half, int token, auto sum) {
+                    const float scaled = static_cast<float>(sum) * (half == 0 ? first_scale : second_scale);
+                    return fmaf(scaled, shared.token_scales[token], terms.bias[half]);
+                });
         };
         if constexpr (kIsGrouped) {
             const int32_t begin_k = work.begin_step * Tile::kBlockK;
@@ -202,6 +208,7 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
             finish(rY, __ldg(gScale[0]), __ldg(gScale[1]));
         }
     });
+    ptx::cp_async_bulk_wait_group_read();  // the buffers must exist until TMA has read them
     leave_cluster();
 }
 
@@ -212,7 +219,8 @@ void launch_int8_matmul_s8_sm90(LaunchedKernel& kernel, const Int8MatmulParams& 
     const ClusterParams all_params{
         params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kCtaN, Tile::kBlockK),
         matrix_map(params.quantized.data, 1, params.input.rows, params.input.columns, params.input.columns,
-                   kBlockM / kClusterSize, Tile::kBlockK)};
+                   kBlockM / kClusterSize, Tile::kBlockK),
+        result_map<Tile>(params.epilogue.out)};
     launch_clusters<Tile, S8ClusterStorage<Tile>>(kernel, int8_matmul_s8_sm90<kBlockM, kDataType, kIsGrouped>,
                                                   all_params, device_facts().num_sms, stream, /*is_dependent=*/true);
 }

@@ -38,6 +38,7 @@
 #include "host/device_facts.h"
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
+#include "int8_matmul/epilogue_sm90.cuh"
 
 namespace fastattn {
 
@@ -55,22 +56,15 @@ struct WeightTileSm90 {
     }
 };
 
-// Returns the row of W for one of the CTA's 128 columns. With SwiGLU the first 64 columns are gates, and the other 64
-// the ups of the same columns of Y.
-FASTATTN_DEVICE int32_t weight_row(const MatmulEpilogue& epilogue, int32_t first_n, int32_t output) {
-    constexpr int32_t kHalf = WeightTileSm90::kBoxRows;
-    return first_n + output + (epilogue.is_gated() && output >= kHalf ? epilogue.out.columns - kHalf : 0);
-}
-
 // Decodes a lane's weights of a step. sW: the step's weights. offset: WeightTileSm90::offset() for the lane's upper
-// row.
+// row. to_lower: the distance of the lane's lower row, in bytes.
 template <DataType kDataType, typename Tile>
-FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset) {
+FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset, int to_lower) {
 #pragma unroll
     for (int k = 0; k < Tile::kBlockK / kMmaK; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int lower_row = i % 2 * 8 * WeightTileSm90::kRowBytes, next_eight = i / 2 * 8;
+            const int lower_row = i % 2 == 0 ? 0 : to_lower, next_eight = i / 2 * 8;
             const char* two = sW + (offset ^ k * kChunkBytes) + lower_row + next_eight;
             rW[k][i] = decode_pair<kDataType, 0, 1>(biased(*reinterpret_cast<const uint16_t*>(two)));
         }
@@ -84,14 +78,17 @@ struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
     using Base::ahead, Base::ring, Base::shared;
 
     uint32_t offset;
+    int to_lower;
 
     FASTATTN_DEVICE WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
-        : Base(shared, position.lane), offset(WeightTileSm90::offset(position.output(0), position.lane)) {}
+        : Base(shared, position.lane),
+          offset(WeightTileSm90::offset(position.output(0), position.lane)),
+          to_lower(position.half_distance() * WeightTileSm90::kRowBytes) {}
 
     // Waits until the next step's operands have landed, and decodes its weights.
     FASTATTN_DEVICE void decode(StepWeights<Tile>& rW) const {
         ahead.wait_full();
-        decode_weights<kDataType, Tile>(rW, shared.weights(ahead.stage), offset);
+        decode_weights<kDataType, Tile>(rW, shared.weights(ahead.stage), offset, to_lower);
     }
 
     // Adds the products of all steps to rY.
@@ -187,10 +184,13 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    const ConsumerPosition position{warpgroup, warp, lane, rank};
+    const ConsumerPosition position{warpgroup, warp, lane, rank, epilogue.is_gated()};
     WeightConsumer<kDataType, Tile> consumer(shared, position);
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
+    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
+        ColumnTerms terms;
+        terms.load<kDataType>(epilogue, CtaTile(schedule, work, rank), position);
         float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
         for (float& sum : rY) sum = 0.0f;
@@ -199,11 +199,10 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         if constexpr (kIsGrouped) {
             const Int8WeightView& weight = params.matmul.weight;
             const CtaTile tile(schedule, work, rank);
-            const int32_t first_n = tile.n_tile * epilogue.result_columns(kCtaN);
             const float* gScale[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int32_t row = weight_row(epilogue, first_n, position.output(half));
+                const int32_t row = sum_column(epilogue, tile, position, half);
                 gScale[half] = weight.scale + int64_t{min(row, weight.rows - 1)} * weight.groups;
             }
             const int32_t begin_k = work.begin_step * Tile::kBlockK;
@@ -221,9 +220,11 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         }
 
         // Epilogue.
-        finish_work_tile<kDataType>(epilogue, shared, rY, work, position,
-                                    [](int, int, float sum) { return sum * Int8Decoding<kDataType>::kFactor; });
+        finish_work_tile<kDataType>(
+            epilogue, params.result, shared, rY, work, position, buffer,
+            [&](int half, int, float sum) { return terms.apply(half, sum * Int8Decoding<kDataType>::kFactor); });
     });
+    ptx::cp_async_bulk_wait_group_read();  // the buffers must exist until TMA has read them
     leave_cluster();
 }
 
@@ -235,7 +236,8 @@ void launch_int8_matmul_sm90(LaunchedKernel& kernel, const Int8MatmulParams& par
                                    matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride,
                                               WeightTileSm90::kBoxRows, Tile::kBlockK),
                                    matrix_map(params.input.data, 2, params.input.rows, params.input.columns,
-                                              params.input.row_stride * 2, kBlockM / kClusterSize, Tile::kBlockK)};
+                                              params.input.row_stride * 2, kBlockM / kClusterSize, Tile::kBlockK),
+                                   result_map<Tile>(params.epilogue.out)};
     launch_clusters<Tile>(kernel, int8_matmul_sm90<kBlockM, kDataType, kIsGrouped>, all_params, device_facts().num_sms,
                           stream);
 }

@@ -33,6 +33,7 @@
 #include "host/device_facts.h"
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
+#include "int8_matmul/epilogue_sm90.cuh"
 #include "int8_matmul/scale_factors_sm90.cuh"
 #include "int8_matmul/token_sums_sm90.cuh"
 
@@ -42,13 +43,6 @@ template <DataType kDataType, typename Tile>
 struct GradInputStorageSm90 : ClusterStorage<Tile> {
     StepFactors<kDataType> factors[Tile::kNumStages];
     ScaleSteps scales;
-};
-
-// A consumer thread's position. Its two columns are adjacent, because ldmatrix.trans loads the weights.
-struct GradInputPosition : ConsumerPosition {
-    static constexpr int kHalfDistance = 1;
-
-    FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
 };
 
 // Decodes the operands A of a step. sW: the lane's ldmatrix address in the first 32 rows of the step's weights, [64,
@@ -111,11 +105,12 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
 
     // Consumers.
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
-    const GradInputPosition position{{warpgroup, warp, lane, rank}};
+    const AdjacentPosition position{{warpgroup, warp, lane, rank}};  // because ldmatrix.trans loads the weights
     const int group = position.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
     const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, position.first_of_warp() / kChunkBytes);
     DecodingConsumer<kDataType, Tile> consumer(shared, lane);
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
+    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rX[kBlockM / 2];  // [64 columns, kBlockM tokens] of the warpgroup, in units of divisor
 #pragma unroll
@@ -140,9 +135,10 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
         // Epilogue.
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // before kFactor: divisor * kFactor may overflow
-        finish_work_tile<kDataType>(epilogue, shared, rX, work, position,
+        finish_work_tile<kDataType>(epilogue, params.result, shared, rX, work, position, buffer,
                                     [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
     });
+    ptx::cp_async_bulk_wait_group_read();  // the buffers must exist until TMA has read them
     leave_cluster();
 }
 
@@ -153,7 +149,8 @@ void launch_int8_matmul_grad_input_sm90(LaunchedKernel& kernel, const Int8Matmul
     const ClusterParams all_params{
         params, matrix_map(weight.data, 1, weight.rows, weight.columns, weight.row_stride, kStepN, kCtaN),
         matrix_map(params.input.data, 2, params.input.rows, params.input.columns, params.input.row_stride * 2,
-                   kBlockM / kClusterSize, Tile::kBlockK)};
+                   kBlockM / kClusterSize, Tile::kBlockK),
+        result_map<Tile>(params.epilogue.out)};
     launch_clusters<Tile, GradInputStorageSm90<kDataType, Tile>>(
         kernel, int8_matmul_grad_input_sm90<kBlockM, kDataType>, all_params, device_facts().num_sms, stream);
 }

@@ -17,6 +17,11 @@ struct MatrixView {
     Element* data;
     int32_t rows, columns;
     int64_t row_stride;
+
+    // Returns whether every row starts at a multiple of 16 bytes.
+    FASTATTN_HOST_DEVICE bool is_aligned() const {
+        return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_stride) * sizeof(Element)) % 16 == 0;
+    }
 };
 
 // The weights W [N, K] = [rows, columns], int8. Each row is contiguous. The base and the row stride are multiples of 16
@@ -78,11 +83,13 @@ struct TokenSumsView {
 };
 
 // Up to these numbers of tokens and of elements, each CTA quantises all tokens that it needs: tokens_of_cta.cuh counts
-// the cost. Larger inputs are quantised only once, into memory that all CTAs read.
-inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15;
+// the cost. Larger inputs are quantised only once, into memory that all CTAs read. Only the smallest tile, which suits
+// so few tokens, has code for the former.
+inline constexpr int32_t kMostTokensOfEachCta = 8, kMostElementsOfEachCta = 1 << 15, kBlockMOfEachCta = 16;
 
-FASTATTN_HOST_DEVICE bool each_cta_quantises(int32_t tokens, int32_t columns) {
-    return tokens <= kMostTokensOfEachCta && int64_t{tokens} * columns <= kMostElementsOfEachCta;
+inline bool each_cta_quantises(int32_t block_m, int32_t tokens, int32_t columns) {
+    return block_m == kBlockMOfEachCta && tokens <= kMostTokensOfEachCta &&
+           int64_t{tokens} * columns <= kMostElementsOfEachCta;
 }
 
 // The memory for a matmul's tokens as int8 numbers. Hopper's matmul kernels only read it: a separate kernel, launched

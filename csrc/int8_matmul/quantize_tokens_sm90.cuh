@@ -1,7 +1,8 @@
 // Quantises tokens to int8 in a separate kernel, for a matmul that follows in the same stream and copies the tokens by
 // TMA. The matmul begins, and loads its first weights, while this kernel runs. So this launch must not be dependent
-// itself: all launches before it, which may have written the weights, have ended. The results are those of quantize_tokens.cuh. If there are few tokens, a CTA quantises one; if there are many,
-// each warp of a CTA quantises one. Preconditions: those of MatrixView; K a multiple of 8.
+// itself: all launches before it, which may have written the weights, have ended. The results are those of
+// quantize_tokens.cuh. If there are few tokens, a CTA quantises one; if there are many, each warp of a CTA quantises
+// one. Preconditions: those of MatrixView; K a multiple of 8.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ constexpr MatmulTile cluster_tile(int32_t block_m, int32_t block_k, bool multipl
 }
 
 // kStageBytes: the bytes of one stage of a CTA's ring. kOtherBytes: an upper bound of the shared memory that a CTA
-// needs besides stages and sums, for example for barriers.
+// needs besides stages and results, for example for barriers.
 template <int kBlockM_, int kStageBytes_, int kBlockK_, int kOtherBytes = 1 << 10>
 struct ClusterTileSm90 {
     static constexpr int kBlockM = kBlockM_;
@@ -41,11 +41,11 @@ struct ClusterTileSm90 {
     static constexpr int kProducerRegisters = 24;
     static_assert(has_registers_for(kNumConsumers + 1, kProducerRegisters + kNumConsumers * kConsumerRegisters));
     // How many rows of M pass through shared memory to the result at a time.
-    static constexpr int kPassM = kBlockM % 64 == 0 ? 64 : 32;
-    static constexpr int kSumsBytes = kPassM * (kCtaN + 4) * 4;
+    static constexpr int kPassM = 32;
+    static constexpr int kResultBytes = kPassM * kCtaN * 2;
     static constexpr int kStageBytes = kStageBytes_;
     static constexpr int kNumStages =
-        std::min(8, (static_cast<int>(kSharedBytesPerCtaSm90) - kOtherBytes - kSumsBytes) / kStageBytes);
+        std::min(8, (static_cast<int>(kSharedBytesPerCtaSm90) - kOtherBytes - 2 * kResultBytes) / kStageBytes);
 };
 
 // A step takes 64 int8 numbers of each row of weights, and 64 elements of each row of the input. The sums take kBlockM

@@ -31,8 +31,8 @@ struct TokensOfCtaStorage {
 template <DataType kDataType, typename Layout, int kBlockM, int kBlockK, int kThreads>
 struct TokensOfCta {
     static constexpr int kRows = kMostTokensOfEachCta, kGroupThreads = kThreads / kRows;
-    static constexpr int kElements = 8;            // elements that a thread loads at a time
-    static constexpr bool kMayBe = kBlockM == 16;  // only the smallest tile is used for so few tokens
+    static constexpr int kElements = 8;  // elements that a thread loads at a time
+    static constexpr bool kMayBe = kBlockM == kBlockMOfEachCta;
     static_assert(!kMayBe || kGroupThreads * kElements == kBlockK, "a group of threads has a row of a step");
 
     const uint16_t* gX;  // this thread's elements of the step to load next; null if the thread has no row

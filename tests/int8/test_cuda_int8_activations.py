@@ -236,6 +236,17 @@ def test_each_cta_quantises_as_the_queue_does(k: int, granularity: str | int, dt
             assert torch.equal(out[finite], expected[rows][finite])
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_each_tile_takes_a_few_tokens(block: int) -> None:
+    """Only the smallest tile has code by which each CTA quantises for itself. The others use the queue."""
+    weight, scale = quantised(136, 256, "channel")
+    found = []
+    for tokens in (BLOCKS[0], block):
+        with running(tokens=tokens):
+            found.append(matmul(normal(3, 256, seed=1), weight, scale))
+    assert torch.equal(*found)
+
+
 @on_both
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_tanh"])
 def test_rows_that_are_not_finite(activation: str, kernels: Kernels) -> None:

@@ -49,4 +49,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(uint32_t desti
         : "memory");
 }
 
+// Starts to copy a box from shared memory. Elements outside of the tensor are not written. The operation joins this
+// thread's next bulk group.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const void* tensor_map, int32_t x0, int32_t x1,
+                                                              uint32_t source) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(tensor_map),
+                 "r"(x0), "r"(x1), "r"(source)
+                 : "memory");
+}
+
 }  // namespace fastattn::ptx
