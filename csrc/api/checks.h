@@ -33,12 +33,19 @@ void check(bool condition, const char* op, const Parts&... message) {
     throw std::runtime_error(text.str());
 }
 
-inline std::string shape_text(const Tensor& tensor) {
-    std::ostringstream text;
+// The shape of a tensor in an error's text, which is only made if the error is thrown.
+struct ShapeText {
+    const Tensor& tensor;
+};
+
+inline ShapeText shape_text(const Tensor& tensor) {
+    return {tensor};
+}
+
+inline std::ostream& operator<<(std::ostream& text, const ShapeText& shape) {
     text << '[';
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) text << (dim == 0 ? "" : ", ") << tensor.size(dim);
-    text << ']';
-    return text.str();
+    for (int64_t dim = 0; dim < shape.tensor.dim(); ++dim) text << (dim == 0 ? "" : ", ") << shape.tensor.size(dim);
+    return text << ']';
 }
 
 // Returns the name of a dtype in Python, without "torch.".
@@ -108,9 +115,10 @@ inline void check_head_dim(const char* op, const char* name, const Tensor& tenso
 
 // Raises if an option is given that the native kernel of an op does not have.
 inline void check_absent(const char* op, const char* name, const std::optional<Tensor>& tensor) {
-    check(!tensor.has_value(), op, name,
+    if (!tensor.has_value()) return;
+    check(false, op, name,
           " must be None, because the native kernel does not support it in this call, got a tensor of shape ",
-          tensor.has_value() ? shape_text(*tensor) : "");
+          shape_text(*tensor));
 }
 
 inline int32_t to_int32(const char* op, const char* name, int64_t value) {
@@ -188,7 +196,10 @@ HeadsView<Element> heads_view(const char* op, const char* name, const Tensor& te
     view.head_dim = to_int32(op, name, tensor.size(tensor.dim() - 1));
     view.batch_stride = sequences.are_packed ? 0 : tensor.stride(0);
     view.head_stride = tensor.stride(1);
-    view.row_stride = tensor.stride(sequences.are_packed ? 0 : 2);
+    const int64_t row_dim = sequences.are_packed ? 0 : 2;
+    // The stride of a single row may be any number. Kernels compute the addresses of the tile's other rows, which they
+    // do not read, with it, and copies of 16 bytes need aligned addresses even so.
+    view.row_stride = tensor.size(row_dim) > 1 ? tensor.stride(row_dim) : 0;
     return view;
 }
 

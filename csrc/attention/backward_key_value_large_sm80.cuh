@@ -145,7 +145,8 @@ struct BackwardLargeSm80 {
                 accumulate_qk<kDataType>(rdP, sV, sdO_here.at_row(kRow));
                 Scores::to_probabilities(rS, shared.terms[buffer].minus_shift_log2 + kRow, scale_log2, lane);
                 if (!is_full) {
-                    const KeyBand seen(tile.window, row_tile * kBlockM + kRow, tile.first_key + warp_key);
+                    const KeyBand seen(tile.window, tile.rows.length, row_tile * kBlockM + kRow,
+                                       tile.first_key + warp_key);
                     Scores::mask(rS, rdP, seen, lane);
                 }
                 gemm_pv<kDataType>(rdV, rS, sdOd_here.at_row(kRow));

@@ -109,6 +109,7 @@ FASTATTN_DEVICE void gather_rows(ForwardStorageSm90<Config>& shared, const Atten
                  params.paged.value, shared.gathered_value);
             key_ring.advance();
         });
+    ptx::cp_async_wait_all();  // the last copies arrive at their barriers before the thread exits
 }
 
 // Runs the producer's warpgroup. ahead: see produce_tiles().
@@ -117,8 +118,8 @@ FASTATTN_DEVICE void produce(ForwardStorageSm90<Config>& shared, const Attention
                              int cluster_size, Ahead&& ahead) {
     const int warp = warp_in_cta() % 4, lane = threadIdx.x % kWarpSize, rank = ptx::cluster_ctarank();
     if (warp == 0) find_steps(shared, all_params, lane);
+    __syncwarp();  // waits until the steps are in shared memory; setmaxnreg needs all lanes together
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    __syncwarp();  // waits until the steps are in shared memory
     if (warp == 0) {
         produce_tiles<kDataType>(shared, all_params, rank, cluster_size, lane, ahead);
     } else if (all_params.key_box_rows == 0) {

@@ -141,10 +141,10 @@ struct BackwardTileSm80 {
 // of both loops, with masks and the code for the ends of heads.
 //
 // Large backward: head dim  instructions  loops  HMMA  MUFU.EX2  LDSM  RED  registers  shared-KB
-//                      32           396    702    80        32    40    8        128         66
-//                      64           532    942   160        32    68   16        192         98
-//                      96           638   1120   240        32    96   24        241        130
-//                     128           782   1342   320        32   124   32        255        162
+//                      32           396    742    80        32    40    8        128         66
+//                      64           532    982   160        32    68   16        193         98
+//                      96           638   1156   240        32    96   24        242        130
+//                     128           782   1382   320        32   124   32        255        162
 //
 // On small tiles, a full step executes 620, 742, 900 and 1067 instructions with 32, 64, 96 and 128 dims, and 16, 32, 48
 // and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing

@@ -61,15 +61,15 @@ struct ColumnTermsLoader {
     FASTATTN_DEVICE static int own_row() { return threadIdx.x % kRows; }
 };
 
-// The keys that the rows of a tile see: row r sees key k < num_keys if first <= k - r <= last. r and k are counted from
-// the tile's first row and key. Rows that do not exist may see any key, because they add 0.
+// The keys that the rows of a tile see: row r < num_rows sees key k < num_keys if first <= k - r <= last. r and k are
+// counted from the tile's first row and key.
 struct KeyBand {
     static constexpr int32_t kNone = -(1 << 20);  // less than any distance in a tile
 
-    int32_t first, last, num_keys;
+    int32_t first, last, num_keys, num_rows;
 
-    FASTATTN_DEVICE KeyBand(const Window& window, int32_t first_row, int32_t first_key)
-        : num_keys(window.num_keys - first_key) {
+    FASTATTN_DEVICE KeyBand(const Window& window, int32_t all_rows, int32_t first_row, int32_t first_key)
+        : num_keys(window.num_keys - first_key), num_rows(all_rows - first_row) {
         const int64_t position = int64_t{first_row} + window.offset - first_key;
         first = window.left == ScoreParams::kUnbounded ? kNone : in_range(position - window.left);
         last = window.right == ScoreParams::kUnbounded ? -kNone : in_range(position + window.right);
@@ -124,6 +124,7 @@ struct TransposedScores {
     FASTATTN_DEVICE static void mask(Accumulators& rP, Accumulators& rdP, const KeyBand& seen, int lane) {
         const int32_t ahead = accumulator_row(lane) - accumulator_column(lane);
         const int32_t first = seen.first - ahead, keys_from_here = seen.num_keys - accumulator_row(lane);
+        const int32_t rows_from_here = seen.num_rows - accumulator_column(lane);
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -132,8 +133,8 @@ struct TransposedScores {
                 const int32_t last = key < keys_from_here ? seen.last - ahead : KeyBand::kNone;
 #pragma unroll
                 for (int n = 0; n < kTilesN; ++n) {
-                    const int distance = key - n * kMmaN - e % 2;
-                    if (distance >= first && distance <= last) continue;
+                    const int row = n * kMmaN + e % 2, distance = key - row;
+                    if (row < rows_from_here && distance >= first && distance <= last) continue;
                     rP[m][n][e] = 0.0f;
                     rdP[m][n][e] = 0.0f;
                 }

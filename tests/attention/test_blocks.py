@@ -106,6 +106,24 @@ def test_results_and_gradients(kernel: str, case: Case, monkeypatch: pytest.Monk
         compare(case, problem, run_ops(ops, case, problem))
 
 
+@each_kernel
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_key_that_only_rows_after_the_last_would_see_has_no_influence(
+    kernel: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Key 105 is NaN. Row 105, which would see it, does not exist, but lies in the last tile of rows."""
+    dim = 16 if kernel == "triton" else head_dim
+    case = Case(head_dims=(dim, dim), shape=(1, 2, 1, 100, 200), window=CAUSAL, first_row=0, small_tile=False)
+    clean, spoiled = make_problem(case), make_problem(case)
+    for tensor in (spoiled.key, spoiled.value):
+        tensor[:, :, 105] = torch.nan
+    with launching(kernel, monkeypatch) as ops:
+        expected, found = (run_ops(ops, case, problem) for problem in (clean, spoiled))
+    for name in RESULTS[:5]:
+        assert torch.equal(found[name], expected[name]), name
+    assert torch.count_nonzero(found["grad_key"][:, :, 105]) == torch.count_nonzero(found["grad_value"][:, :, 105]) == 0
+
+
 EXACT = [
     Case(head_dims=(64, 64), shape=(1, 2, 2, 150, 200), window=CAUSAL),
     Case(head_dims=(128, 96), shape=(1, 2, 1, 70, 90), softcap=4.0, dropout=0.2, dtype=torch.bfloat16),

@@ -192,6 +192,13 @@ def test_grouped_heads_and_strides() -> None:
     assert run(interleaved(query), key, value, True)[0].transpose(1, 2).is_contiguous()
 
 
+def test_the_stride_of_a_single_row_is_not_used() -> None:
+    """Kernels copy whole tiles in 16 bytes, and rows that do not exist must have aligned addresses, too."""
+    one_row = [t.reshape(*t.shape[:2], 64, 1).transpose(-1, -2) for t in inputs(64, torch.float16, 1, 1)]
+    assert all(t.stride(-2) == 1 for t in one_row)
+    check(*one_row, False)
+
+
 def test_what_is_not_aligned_is_copied() -> None:
     """A query that is off by one element, and keys whose last dim has gaps; NaN in between."""
     query, key, value = inputs(64, torch.bfloat16, 40, 50)
