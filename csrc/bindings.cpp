@@ -32,25 +32,28 @@
 DEFINE_OPERATORS(FASTATTN_NAMESPACE, m) {
     m.def(
         "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-        "float scale, int window_left, int window_right, int? first_row, int first_key, int first_head, float softcap, "
-        "float dropout_p, Tensor? block_table=None, bool batch_invariant=False, bool return_max_logit=False, "
-        "bool exact_out=False, Tensor? key_ranges=None) -> (Tensor out, Tensor lse, Tensor max_logit)");
+        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+        "float scale, int window_left, int window_right, SymInt? first_row, SymInt first_key, SymInt first_head, "
+        "float softcap, float dropout_p, Tensor? block_table=None, bool batch_invariant=False, "
+        "bool return_max_logit=False, bool exact_out=False, Tensor? key_ranges=None) "
+        "-> (Tensor out, Tensor lse, Tensor max_logit)");
 
     m.def(
         "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
         "Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_seed, Tensor? cu_seqlens_q, "
-        "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float scale, int window_left, int window_right, "
-        "int? first_row, int first_key, int first_head, float softcap, float dropout_p, bool deterministic, "
-        "bool bias_grad, bool slopes_grad, Tensor? key_ranges=None) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left, "
+        "int window_right, SymInt? first_row, SymInt first_key, SymInt first_head, float softcap, float dropout_p, "
+        "bool deterministic, bool bias_grad, bool slopes_grad, Tensor? key_ranges=None) "
+        "-> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_bias, Tensor grad_sinks, Tensor grad_slopes)");
 
     m.def(
         "attention_backward_add(Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value, Tensor grad_out, "
         "Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? alibi_slopes, "
-        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
-        "float scale, int window_left, int window_right, int? first_row, int first_key, int first_head, float softcap, "
-        "float dropout_p, bool deterministic, bool slopes_grad, Tensor? key_ranges=None) -> Tensor grad_slopes");
+        "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+        "float scale, int window_left, int window_right, SymInt? first_row, SymInt first_key, SymInt first_head, "
+        "float softcap, float dropout_p, bool deterministic, bool slopes_grad, Tensor? key_ranges=None) "
+        "-> Tensor grad_slopes");
 
     m.def("attention_decode(" DECODE_ARGUMENTS ") -> (Tensor out, Tensor lse)");
 

@@ -217,6 +217,29 @@ def test_a_step_of_generation_in_a_graph() -> None:
     assert lengths.tolist() == [8, 20] and torch.equal(k_cache, other_k) and torch.equal(v_cache, other_v)
 
 
+def test_a_captured_cache_counts_at_replays_and_does_not_move() -> None:
+    """A graph writes to the addresses that it has captured. Memory that moved would belong to other tensors by then."""
+    cache = fastattn.KVCache(1, 1, 2, 64, capacity=64, dtype=torch.bfloat16, device="cuda")
+    step = [draw(1, 2, 1, 64, seed=i) for i in range(3)]
+    prompt = [draw(1, 2, 70, 64, seed=i) for i in range(3)]
+    with torch.no_grad():
+        graph, _ = captured(lambda: cache.attend(0, *step))
+        for _ in range(3):
+            graph.replay()
+            cache.note_replayed(1)
+        assert cache.lengths() == [3]
+        cache.reset()
+        for grow in (lambda: cache.attend(0, *prompt), lambda: cache.reserve(65)):
+            with pytest.raises(fastattn.CacheFull, match=r"no room for (70|65) tokens .* CUDA graph has captured"):
+                grow()
+        cache.attend(0, *(tensor[:, :, :63] for tensor in prompt))
+        graph.replay()
+        cache.note_replayed(1)
+        with pytest.raises(fastattn.InputError, match="num_new: expected at most 0"):
+            cache.note_replayed(1)
+    assert cache.lengths() == [64]
+
+
 @pytest.mark.refused
 def test_synchronising_within_a_capture_ends_it() -> None:
     """The emulated runtime refuses what CUDA refuses."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from cuda_kernels import HAS_KERNELS, NO_KERNELS
@@ -226,3 +227,11 @@ def test_cuda_graphs_write_to_it_at_every_replay(backend: str) -> None:
         out.fill_(math.nan)
         graph.replay()
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_fake_tensors_have_no_addresses_to_compare(backend: str) -> None:
+    with FakeTensorMode() as mode:
+        given = make_arguments(CASE).items()
+        arguments = {name: mode.from_tensor(t) if isinstance(t, Tensor) else t for name, t in given}
+        out = torch.empty(shape_of(CASE), dtype=CASE.dtype, device=DEVICE)
+        assert decode(CASE, arguments, out=out) is out

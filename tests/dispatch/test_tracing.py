@@ -126,6 +126,30 @@ def test_dynamic_lengths_compile_once(function: Callable[..., Any]) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
+def test_dynamic_lengths_of_packed_sequences_compile_twice(backend: str) -> None:
+    """Once for the first lengths, and once for all others, of packed sequences and of a prompt for a cache."""
+
+    def in_packs(query: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        return fastattn.attention_varlen(query, query, query, offsets, offsets, longest, longest, causal=True)
+
+    def into_cache(query: Tensor) -> Tensor:
+        cache = torch.zeros(1, 2, 128, 16, device=DEVICE, dtype=torch.float16)
+        lengths = torch.zeros(1, device=DEVICE, dtype=torch.int32)
+        return fastattn.attention_with_kv_cache(query, cache, cache.clone(), lengths, k_new=query, v_new=query)
+
+    for function, make in (
+        (in_packs, lambda n: (draw(2 * n, 2, 16), torch.tensor([0, n, 2 * n], dtype=torch.int32, device=DEVICE), n)),
+        (into_cache, lambda n: (draw(1, 2, 65 + n, 16),)),
+    ):
+        counter = CompileCounter()
+        compiled = torch.compile(function, fullgraph=True, backend=counter)
+        for length in (5, 6, 9, 11):
+            inputs = make(length)
+            torch.testing.assert_close(compiled(*inputs), function(*inputs), rtol=0, atol=2e-3)
+        assert counter.frame_count == 2
+
+
 @pytest.mark.parametrize("name", ["attention", "head dims that are padded", "scaled_dot_product_attention"])
 def test_exports(name: str) -> None:
     function, make = CALLS[name]

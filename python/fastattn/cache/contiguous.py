@@ -47,9 +47,12 @@ class KVCache(StepCache):
     prompts differ in length, pad them on the right, and remove the padding afterwards with ``cache.truncate(lengths)``.
 
     The capacity doubles when new tokens might not fit. The host counts the tokens that it appends, so only
-    ``lengths()`` reads lengths from the device. A CUDA graph captures addresses, so the cache cannot grow in a graph:
-    call ``reserve`` before the capture. The host does not see what a replayed graph appends: call ``note_replayed``
-    after each replay.
+    ``lengths()`` reads lengths from the device. A CUDA graph captures addresses, so the cache cannot grow in a graph,
+    nor once a graph has captured it: call ``reserve`` before the capture. A capture appends nothing, and the host does
+    not see what a replayed graph appends: call ``note_replayed`` after each replay.
+
+    Pass a cache to a function under ``torch.compile`` as an argument. If the function finds it in a global variable or
+    in an attribute of a module, torch compiles the function again for each number of tokens.
 
     Args:
         num_layers, batch, kv_heads, head_dim: the number of each.
@@ -99,6 +102,7 @@ class KVCache(StepCache):
         # For each layer, an upper bound of the lengths of its sequences, which the host knows without reading from the
         # device.
         self._longest = [0] * num_layers
+        self._is_captured = False  # whether a CUDA graph holds the addresses of the memory
 
     @property
     def batch(self) -> int:
@@ -150,7 +154,10 @@ class KVCache(StepCache):
         if storage is not self._layers[layer]:
             self._layers[layer] = storage
         lengths.add_(num_new)
-        self._longest[layer] += num_new
+        if self._is_capturing():
+            self._is_captured = True
+        else:
+            self._longest[layer] += num_new
         return result
 
     def append(
@@ -215,7 +222,8 @@ class KVCache(StepCache):
     def reserve(self, capacity: int) -> None:
         """Grows the cache so that ``capacity`` tokens per sequence fit. Call it before capturing a CUDA graph.
 
-        The old memory is kept until all tokens are copied, so running out of memory leaves the cache unchanged.
+        The old memory is kept until all tokens are copied, so running out of memory leaves the cache unchanged. Raises
+        CacheFull if a CUDA graph has captured the memory, or beyond ``max_capacity``.
         """
         check_int("capacity", capacity, minimum=0)
         self._layers[:] = [self._storage_for(layer, capacity, exactly=True) for layer in range(self.num_layers)]
@@ -247,6 +255,9 @@ class KVCache(StepCache):
             tensor.copy_(selected)
         self._lengths.copy_(lengths)
 
+    def _is_capturing(self) -> bool:
+        return not torch.compiler.is_compiling() and self._lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+
     def _check_layer(self, layer: int) -> None:
         check_int("layer", layer)
         expect(0 <= layer < self.num_layers, "layer", numbers_below(self.num_layers, "a layer"), layer)
@@ -275,10 +286,10 @@ class KVCache(StepCache):
                 f"KVCache: no room for {tokens} tokens per sequence, as max_capacity is {self.max_capacity}; make the "
                 "cache with a larger max_capacity, or truncate or reset the cache"
             )
-        if self._lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._is_captured or self._is_capturing():
             raise CacheFull(
-                f"KVCache: no room for {tokens} tokens per sequence, and a CUDA graph cannot grow the capacity of "
-                f"{capacity}; call cache.reserve({tokens}), or more, before the capture"
+                f"KVCache: no room for {tokens} tokens per sequence, and the capacity of {capacity} cannot grow, as a "
+                f"CUDA graph has captured the memory; call cache.reserve({tokens}), or more, before the capture"
             )
         wanted = tokens if exactly else max(tokens, 2 * capacity)
         grown = LayerStorage.allocate(self.layout, self.batch, min(wanted, self.max_capacity or wanted))

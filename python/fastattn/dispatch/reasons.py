@@ -150,6 +150,7 @@ def unavailable(backend: str, device: torch.device, device_facts: DeviceFacts) -
 # The tensor types that torch's tracers pass to the functions they trace. The operators have shape functions for these.
 _TRACING_TENSORS = frozenset({"FakeTensor", "FunctionalTensor", "Buffer"})
 _WAYS_TO_A_PLAIN_TENSOR = {
+    "AsyncCollectiveTensor": "wait()",
     "DTensor": "to_local()",
     "NestedTensor": "values()",
     "nested tensor": "to_padded_tensor(0.0)",
