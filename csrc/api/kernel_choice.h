@@ -113,6 +113,8 @@ struct Int8Traits {
     bool has_groups;           // scales are per group along K
     bool is_plain;             // 16-bit input, and no bias, activation or residual
     bool sums_tokens = false;  // also sums dY over tokens, for the gradient of a bias
+
+    bool operator==(const Int8Traits&) const = default;
 };
 
 // Restricts the choice of kernels in this process, for tests and benchmarks that compare them: only kernels for
@@ -136,9 +138,9 @@ inline ForcedInt8Tile& forced_int8_tile() {
     return forced;
 }
 
-// Chooses how a matmul of sizes M, N and K is computed.
-inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
-                              const Int8Traits& traits, int32_t M, int32_t N, int32_t K) {
+// Finds how a matmul of sizes M, N and K is computed fastest. int8_kernel() remembers the results.
+inline Int8Choice search_int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
+                                     const Int8Traits& traits, int32_t M, int32_t N, int32_t K) {
     std::vector<Int8KernelTable::Row*> rows;
     std::vector<MatmulTile> tiles;
     rows.reserve(16);
@@ -167,6 +169,42 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
     const bool dequantises = (1 + kErrorOfPredictions) * clocks < choice.clocks ||
                              (forced_int8_tile().is_dequantising() && std::isfinite(clocks));
     return {rows[choice.index], choice, clocks, dequantises};
+}
+
+// Chooses how a matmul of sizes M, N and K is computed. Keeps the last answers: the layers of a model have a few shapes,
+// and the search takes longer than a launch.
+inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
+                              const Int8Traits& traits, int32_t M, int32_t N, int32_t K) {
+    struct Call {
+        Int8KernelTable* table;
+        int32_t compute_capability, num_sms, M, N, K;
+        Int8Traits traits;
+        int32_t forced_architecture, forced_block_m;
+
+        bool operator==(const Call&) const = default;
+    };
+    struct Answer {
+        Call call;
+        Int8Choice choice;
+    };
+    constexpr size_t kRemembered = 16;
+    thread_local std::array<Answer, kRemembered> answers{};
+    thread_local size_t oldest = 0;
+    const Call call{&table,
+                    compute_capability,
+                    num_sms,
+                    M,
+                    N,
+                    K,
+                    traits,
+                    forced_int8_tile().architecture,
+                    forced_int8_tile().block_m};
+    for (const Answer& known : answers) {
+        if (known.call == call) return known.choice;
+    }
+    const Int8Choice choice = search_int8_kernel(table, compute_capability, num_sms, traits, M, N, K);
+    answers[oldest++ % kRemembered] = {call, choice};
+    return choice;
 }
 
 }  // namespace fastattn

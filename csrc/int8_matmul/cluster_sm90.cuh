@@ -148,6 +148,7 @@ struct ConsumerPosition {
 // The position of a thread whose two columns of N are adjacent.
 struct AdjacentPosition : ConsumerPosition {
     FASTATTN_DEVICE int output(int half) const { return first_of_warp() + 2 * accumulator_row(lane) + half; }
+    FASTATTN_DEVICE int half_distance() const { return 1; }
 };
 
 // Returns one of a thread's two columns of N, counted in the whole matrix. With SwiGLU the first 64 columns of a CTA are

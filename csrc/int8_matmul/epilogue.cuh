@@ -37,6 +37,7 @@ FASTATTN_DEVICE void activate(Activation activation, float (&values)[kRows][kEpi
     constexpr float kSqrtHalf = 0.707106781186547524f, kSqrt2OverPi = 0.797884560802865356f;
     const auto for_each_value = [&](auto&& function) {
         constexpr int kTogether = ceil_div(kRows, 4);
+        static_assert(kRows % kTogether == 0, "each row must be activated once");
 #pragma unroll 1  // one copy of the function serves all rows: they rotate through the registers of the first
         for (int row = 0; row < kRows; row += kTogether) {
 #pragma unroll

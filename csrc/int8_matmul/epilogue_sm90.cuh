@@ -16,6 +16,7 @@
 #include "device/ptx/fence.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/named_barrier.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/ptx/stmatrix.cuh"
 #include "device/swizzle.cuh"
 #include "int8_matmul/cluster_sm90.cuh"
@@ -114,24 +115,28 @@ struct ClusterPartials {
     }
 };
 
-// The scales and biases of a thread's two columns of the sums. Loaded before the main loop, which hides the trip.
+// The scales and biases of a thread's two columns of the sums. Loaded before the main loop, which hides the trip. The
+// bits of a bias become a number only behind the main loop, because a conversion would wait for the load.
+template <DataType kDataType>
 struct ColumnTerms {
-    float scale[2], bias[2];
+    float scale[2];
+    uint32_t bias_bits[2];
 
-    template <DataType kDataType, typename Position>
-    FASTATTN_DEVICE void load(const MatmulEpilogue& epilogue, const CtaTile& tile, const Position& position) {
+    FASTATTN_DEVICE ColumnTerms(const MatmulEpilogue& epilogue, const CtaTile& tile, const ConsumerPosition& position) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int32_t column = sum_column(epilogue, tile, position, half);
             const bool exists = column < epilogue.sum_columns();
             scale[half] = 1.0f;
-            bias[half] = -0.0f;  // changes no sum
+            bias_bits[half] = 0x8000;  // -0.0, which changes no sum
             if (epilogue.scale != nullptr && exists) scale[half] = epilogue.scale[column * epilogue.scale_stride];
-            if (epilogue.bias != nullptr && exists) bias[half] = unpack<kDataType>(epilogue.bias[column]);
+            if (epilogue.bias != nullptr && exists) bias_bits[half] = epilogue.bias[column];
         }
     }
 
-    FASTATTN_DEVICE float apply(int half, float sum) const { return sum * scale[half] + bias[half]; }
+    FASTATTN_DEVICE float bias(int half) const {
+        return unpack<kDataType>(static_cast<uint16_t>(ptx::opaque(bias_bits[half])));
+    }
 };
 
 // A pass: kPassM rows of a CTA's part of the result, in a buffer in shared memory. The buffer has two boxes of 64
@@ -154,8 +159,8 @@ struct ResultPass {
     }
 
     // Calls function(i, chunk in the buffer, its row and first column in the result, how many of its columns exist) for
-    // the chunks that this thread copies, also for chunks outside of the result. Neighbouring threads copy neighbouring
-    // chunks.
+    // the chunks that this thread copies. Of a chunk outside of the result, 0 columns exist, or fewer. Neighbouring
+    // threads copy neighbouring chunks.
     template <typename Function>
     FASTATTN_DEVICE void for_own_chunks(Function&& function) const {
         const int chunks = kChunks >> is_gated;
@@ -189,7 +194,7 @@ struct ResultPass {
             [&](int i, char* sChunk, int32_t, int32_t, int) { *reinterpret_cast<uint4*>(sChunk) = chunks[i]; });
     }
 
-    // Adds the residual in the buffer to a thread's values, and replaces it there by the result. Each pair of values
+    // Adds the residual, if there is one, to a thread's values, and stores the results in its place. Each pair of values
     // belongs to two adjacent rows of one column of an 8x8 matrix. For each 8 rows of the pass there are two matrices,
     // 8 columns apart, and one with SwiGLU, which leaves the second half of the values unused.
     template <DataType kDataType>
@@ -220,7 +225,7 @@ struct ResultPass {
     }
 
     // Does the same for a thread with two adjacent columns, without a residual. Its stores have no bank conflicts: the
-    // rows of the lanes of a quad are in different chunks.
+    // lanes of a quad store to different rows, in which the swizzle puts the same chunk in different banks.
     template <DataType kDataType>
     FASTATTN_DEVICE void store(float (&values)[kPassM / kMmaN][4], const AdjacentPosition& position) const {
         const int chunk = position.output(0) / kChunkElements;
@@ -263,14 +268,14 @@ struct ResultPass {
 
 // Turns a thread's gates and ups into silu(gate) * up, which takes the first half of the values. values: for each 8
 // rows, two gates and two ups.
-template <int kTiles>
-FASTATTN_DEVICE void multiply_by_gates(float (&values)[kTiles][4]) {
-    float gates[kTiles / 2][4];
+template <int kRowBlocks>
+FASTATTN_DEVICE void multiply_by_gates(float (&values)[kRowBlocks][4]) {
+    float gates[kRowBlocks / 2][4];
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) gates[i / 4][i % 4] = values[i / 2][i % 2];
+    for (int i = 0; i < 2 * kRowBlocks; ++i) gates[i / 4][i % 4] = values[i / 2][i % 2];
     activate(Activation::kSwiglu, gates);
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) values[i / 4][i % 4] = gates[i / 4][i % 4] * values[i / 2][2 + i % 2];
+    for (int i = 0; i < 2 * kRowBlocks; ++i) values[i / 4][i % 4] = gates[i / 4][i % 4] * values[i / 2][2 + i % 2];
 }
 
 // Calls function(std::integral_constant<int, i>{}) for the one i, from kBegin to kEnd - 1, that equals `index`.
@@ -290,14 +295,15 @@ FASTATTN_DEVICE void for_index(int index, Function&& function) {
 
 // In the last cluster of a tile, writes a CTA's sums to the result. Called by all consumer threads. rY: the thread's
 // sums, which the function may overwrite. preactivation(half, row, sum) returns scale * sum + bias for a row of M,
-// counted in the tile, and for one of the thread's two columns of N. buffer: the index of the buffer to fill, which the
-// function advances. Before a CTA exits, its threads wait until TMA has read the buffers.
+// counted in the tile, and for one of the thread's two columns of N. next_buffer: the index of the buffer to fill next,
+// which each pass advances. The caller must wait until TMA has read the buffers (cp_async_bulk_wait_group_read) before
+// the CTA exits.
 template <DataType kDataType, typename Tile, typename Sum, typename Position, typename Preactivation>
 FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, const MatrixMap& result_map,
                                       ClusterStorage<Tile>& shared, Sum (&rY)[Tile::kBlockM / 2],
-                                      const MatmulWorkTile& work, const Position& position, int& buffer,
+                                      const MatmulWorkTile& work, const Position& position, int& next_buffer,
                                       Preactivation&& preactivation) {
-    constexpr int kBlockM = Tile::kBlockM, kPassM = Tile::kPassM, kTiles = kPassM / kMmaN;
+    constexpr int kBlockM = Tile::kBlockM, kPassM = Tile::kPassM, kRowBlocks = kPassM / kMmaN;
     const CtaTile tile(epilogue.schedule, work, position.rank);
     const int32_t first_row = warp_uniform(tile.m_tile * kBlockM);
     const int32_t first_column = warp_uniform(tile.n_tile * (kCtaN >> position.is_gated));
@@ -310,16 +316,16 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, const Matr
     for (int pass = 0; pass * kPassM < rows_here; ++pass) {
         const ResultPass<kPassM> result{epilogue,
                                         position.is_gated,
-                                        shared.results[buffer],
+                                        shared.results[next_buffer],
                                         first_row + pass * kPassM,
                                         min(kPassM, rows_here - pass * kPassM),
                                         first_column};
         if (epilogue.residual.data != nullptr) result.load_residual();
-        float values[kTiles][4];
+        float values[kRowBlocks][4];
         for_index<0, kBlockM / kPassM>(pass, [&](auto constant) {
 #pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-                const int first = (constant * kTiles + i) * kMmaN;
+            for (int i = 0; i < kRowBlocks; ++i) {
+                const int first = (constant * kRowBlocks + i) * kMmaN;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     values[i][e] =
@@ -340,7 +346,7 @@ FASTATTN_DEVICE void finish_work_tile(const MatmulEpilogue& epilogue, const Matr
         if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group_read();
         ptx::bar_sync(kBothConsumers, kConsumerThreads);
         result.write(result_map);
-        buffer ^= 1;
+        next_buffer ^= 1;
     }
 }
 

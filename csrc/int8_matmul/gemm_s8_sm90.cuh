@@ -158,12 +158,11 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
     ptx::griddepcontrol_wait();  // waits for the tokens' scales, and until the result's memory is free
     const ConsumerPosition position{warpgroup, warp, lane, rank};
     S8Consumer<Tile> consumer(shared, position);
+    int next_buffer = 0;
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
-    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         const CtaTile tile(schedule, work, rank);
-        ColumnTerms terms;
-        terms.load<kDataType>(epilogue, tile, position);
+        const ColumnTerms<kDataType> terms(epilogue, tile, position);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         const int32_t token = tile.m_tile * kBlockM + static_cast<int32_t>(threadIdx.x);
         float token_scale = 0.0f;
@@ -180,10 +179,11 @@ __global__ void __launch_bounds__(Int8MatmulS8TileSm90<kBlockM>::kNumThreads, 1)
         const auto finish = [&](auto& rY, float first_scale, float second_scale) {
             if (threadIdx.x < kBlockM) shared.token_scales[threadIdx.x] = token_scale;
             ptx::bar_sync(kBothConsumers, kConsumerThreads);  // waits until every token's scale is in shared memory
+            const float bias[2] = {terms.bias(0), terms.bias(1)};
             finish_work_tile<kDataType, Tile>(
-                epilogue, params.result, shared, rY, work, position, buffer, [&](int half, int token, auto sum) {
+                epilogue, params.result, shared, rY, work, position, next_buffer, [&](int half, int token, auto sum) {
                     const float scaled = static_cast<float>(sum) * (half == 0 ? first_scale : second_scale);
-                    return fmaf(scaled, shared.token_scales[token], terms.bias[half]);
+                    return fmaf(scaled, shared.token_scales[token], bias[half]);
                 });
         };
         if constexpr (kIsGrouped) {

@@ -186,11 +186,10 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     ptx::setmaxnreg_inc<Tile::kConsumerRegisters>();
     const ConsumerPosition position{warpgroup, warp, lane, rank, epilogue.is_gated()};
     WeightConsumer<kDataType, Tile> consumer(shared, position);
+    int next_buffer = 0;
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
-    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
-        ColumnTerms terms;
-        terms.load<kDataType>(epilogue, CtaTile(schedule, work, rank), position);
+        const ColumnTerms<kDataType> terms(epilogue, CtaTile(schedule, work, rank), position);
         float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
         for (float& sum : rY) sum = 0.0f;
@@ -220,9 +219,11 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         }
 
         // Epilogue.
-        finish_work_tile<kDataType>(
-            epilogue, params.result, shared, rY, work, position, buffer,
-            [&](int half, int, float sum) { return terms.apply(half, sum * Int8Decoding<kDataType>::kFactor); });
+        const float bias[2] = {terms.bias(0), terms.bias(1)};
+        finish_work_tile<kDataType>(epilogue, params.result, shared, rY, work, position, next_buffer,
+                                    [&](int half, int, float sum) {
+                                        return sum * Int8Decoding<kDataType>::kFactor * terms.scale[half] + bias[half];
+                                    });
     });
     ptx::cp_async_bulk_wait_group_read();  // the buffers must exist until TMA has read them
     leave_cluster();

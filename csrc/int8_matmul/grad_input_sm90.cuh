@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
     const int group = position.first_of_warp() / Int8WeightView::kSmallestGroup >> params.matmul.weight.group_shift;
     const uint32_t lane_offset = Swizzle<kStepN>::offset(lane, position.first_of_warp() / kChunkBytes);
     DecodingConsumer<kDataType, Tile> consumer(shared, lane);
+    int next_buffer = 0;
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
-    int buffer = 0;
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
         float rX[kBlockM / 2];  // [64 columns, kBlockM tokens] of the warpgroup, in units of divisor
 #pragma unroll
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Int8GradInputTileSm90<kBlockM>::kNumThreads, 1
         // Epilogue.
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) rX[i] *= divisor;  // before kFactor: divisor * kFactor may overflow
-        finish_work_tile<kDataType>(epilogue, params.result, shared, rX, work, position, buffer,
+        finish_work_tile<kDataType>(epilogue, params.result, shared, rX, work, position, next_buffer,
                                     [](int, int, float sum) { return sum * ScaledDecoding<kDataType>::kFactor; });
     });
     ptx::cp_async_bulk_wait_group_read();  // the buffers must exist until TMA has read them

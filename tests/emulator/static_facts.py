@@ -199,9 +199,9 @@ class KernelFacts:
         while pending:
             at = pending.pop(0)
             line = self.lines[at]
-            jump = re.search(r"BRA(?:\.U\w*)?\s.*\(?(\.L[\w.]*)\)?", line)
-            following = [target[jump[1]]] if jump else []
-            if not jump or line.startswith("@"):
+            jumps = re.findall(r"\.L[\w.]*", line) if opcode(line) in ("BRA", "BRX") else []
+            following = [target[label] for label in jumps]
+            if not jumps or line.startswith("@"):
                 following.append(at + 1)
             for after in following:
                 if after == start:

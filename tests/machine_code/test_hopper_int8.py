@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from emulator import static_facts
 from emulator.static_facts import KernelFacts, product_waits
 from instances import rows_of
 from machine_code_facts import exchanged_registers, facts_of
@@ -51,6 +52,22 @@ def test_nothing_is_in_local_memory(source: str) -> None:
         assert kernel.registers == 168, instance
         assert kernel.local_in_loops == 0 and kernel.stack_bytes == 0, instance
         assert source not in REGISTERS or exchanged_registers(kernel) == REGISTERS[source], instance
+
+
+@pytest.mark.parametrize("source", [MATMUL, GRADIENT, INT8_TOKENS])
+def test_results_leave_in_16_bits(source: str) -> None:
+    """A pass of the epilogue stores 32 rows to shared memory, meets the other threads once, and leaves the rest to
+    TMA. Its second barrier is for a residual. A thread has 16 results: 2 STSM, or 8 STS in the input gradient."""
+    for instance, kernel in facts_of(source, "sm_90a").items():
+        names = {
+            body: {*map(static_facts.opcode, kernel.opcodes_of(body))} for body in static_facts.loops(kernel.lines)
+        }
+        bodies = [body for body in names if {"UTMASTG", "BAR"} <= names[body]]
+        stores = ("STS" if source == GRADIENT else "STSM",)
+        opcodes = kernel.shortest_round(min(bodies, key=len), stores)
+        assert (count(opcodes, "STSM"), count(opcodes, "STS")) == ((0, 8) if source == GRADIENT else (2, 0)), instance
+        assert count(opcodes, "F2FP") == 8 and count(opcodes, "BAR") <= 2 and not count(opcodes, "STG"), instance
+        assert len(opcodes) <= 110, instance
 
 
 # --- The matmul -------------------------------------------------------------------------------------------------------
