@@ -10,6 +10,7 @@
 #include "api/attention_arguments.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
+#include "api/outside_rows.h"
 #include "api/scores.h"
 #include "api/workspace.h"
 #include "attention/backward.h"
@@ -54,12 +55,6 @@ struct Gradients {
         return {query, key, value, bias, sinks, slopes};
     }
 };
-
-// Allocates a gradient like `of`. Zeroes a packed one, because kernels do not write rows that belong to no sequence.
-Tensor empty_gradient(const Tensor& of) {
-    Tensor gradient = empty_like_heads(of, of.size(of.dim() - 1));
-    return of.dim() == 3 ? torch::stable::zero_(gradient) : gradient;
-}
 
 // Allocates an fp32 gradient in the shape of `of`, or [0] without `of`.
 Tensor empty_float_gradient(const std::optional<Tensor>& of, const Tensor& query) {
@@ -218,6 +213,13 @@ void run(Arguments given, const AttentionSizes& sizes, Gradients& gradients) {
         seen_tiles = make_seen_tiles(params.seen_tiles, params.scores.ranges, query, sizes, tile, num_key_tiles,
                                      SeenTiles::pitch_of_bits(num_key_tiles));
     }
+    if (sizes.is_packed && !adds) {
+        const PackedParams& packed = params.packed;
+        fill_outside_rows({to_zero_outside(params.grad_query, packed.cu_seqlens_q, packed.total_q),
+                           to_zero_outside(params.grad_key, packed.cu_seqlens_k, packed.total_k),
+                           to_zero_outside(params.grad_value, packed.cu_seqlens_k, packed.total_k)},
+                          /*lse=*/{}, facts, device.stream());
+    }
     for (BackwardKernels::Row* kernel : kernels.in_order()) {
         if (kernel != nullptr) kernel->launch(params, device.stream());
     }
@@ -251,9 +253,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
                           max_seqlen_k, options,  deterministic, bias_grad,    slopes_grad};
     const AttentionSizes sizes = given.checked_sizes();
     Gradients gradients = given.empty_gradients_of_options();
-    gradients.query = empty_gradient(query);
-    gradients.key = empty_gradient(key);
-    gradients.value = empty_gradient(value);
+    gradients.query = empty_like_heads(query, query.size(query.dim() - 1));
+    gradients.key = empty_like_heads(key, key.size(key.dim() - 1));
+    gradients.value = empty_like_heads(value, value.size(value.dim() - 1));
     run(given, sizes, gradients);
     return gradients.all();
 }

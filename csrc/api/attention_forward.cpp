@@ -10,6 +10,7 @@
 #include "api/attention_arguments.h"
 #include "api/device.h"
 #include "api/kernel_choice.h"
+#include "api/outside_rows.h"
 #include "api/scores.h"
 #include "api/workspace.h"
 #include "attention/forward.h"
@@ -40,10 +41,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor lse = empty_rows(query);
     Tensor max_logit = torch::stable::new_empty(query, {return_max_logit ? query.size(1) : 0}, ScalarType::Float);
     if (return_max_logit) torch::stable::fill_(max_logit, -std::numeric_limits<double>::infinity());
-    if (sizes.is_packed) {  // kernels do not write rows that belong to no sequence
-        torch::stable::zero_(out);
-        torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
-    }
     if (lse.numel() == 0) return {out, lse, max_logit};
 
     const Tensor aligned_query = aligned(query), aligned_key = aligned(key), aligned_value = aligned(value);
@@ -74,6 +71,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     attention.scale_log2 = scale == 0 ? 1.0f : static_cast<float>(std::abs(scale) * kLog2E);
     const ForwardTraits traits{options.change_scores(), block_table.has_value()};
     const KernelSize head_dims(static_cast<int32_t>(sizes.head_dim), static_cast<int32_t>(sizes.value_dim));
+    if (sizes.is_packed) {
+        const auto fill = [&](const auto& out_view) {
+            fill_outside_rows({to_zero_outside(out_view, attention.packed.cu_seqlens_q, attention.packed.total_q)},
+                              attention.lse, facts, device.stream());
+        };
+        exact_out ? fill(attention.exact_out) : fill(attention.out);
+    }
     auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
     std::optional<Tensor> seen_tiles;
     if (key_ranges) {

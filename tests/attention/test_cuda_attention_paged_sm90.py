@@ -325,7 +325,7 @@ def test_order_of_warps_and_copies_has_no_influence(page_size: int, head_dim: in
 def test_a_fault_planted_in_the_kernel_is_found(instruction: str, instead: str, kinds: set[str]) -> None:
     arguments = make(Case(page_size=5, lengths=((20,), (130,)), options=()))
     arguments["key"], arguments["value"] = arguments["key"].nan_to_num(), arguments["value"].nan_to_num()
-    with cuda_runtime.replaced(instruction, instead), pytest.raises(EmulatorError) as caught:
+    with cuda_runtime.replaced(instruction, instead, "attention_forward"), pytest.raises(EmulatorError) as caught:
         run(arguments)
     assert caught.value.kind in kinds
 
@@ -348,7 +348,7 @@ def test_a_missing_syncwarp_is_found(source: str, comment: str, seed: int) -> No
     arguments = make(Case(page_size=5, lengths=((420, 120, 300), (430, 150, 300)), options=()))
     with (
         device.emulated(90, num_sms=2),
-        cuda_runtime.replaced(f"{place}bar.warp.sync -1;", place),
+        cuda_runtime.replaced(f"{place}bar.warp.sync -1;", place, "attention_forward"),
         pytest.raises(EmulatorError) as caught,
     ):
         run(arguments, seed=seed)

@@ -60,9 +60,22 @@ def told(tell: Callable[[Launched], None]) -> Iterator[None]:
         _tell_switches()
 
 
+_left_out: list[str] = []
+
+
+def leave_out(part: str) -> None:
+    """Makes `recorded` leave out kernels whose names contain ``part``."""
+    _left_out.append(part)
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launched]]:
     """Yields a list that collects the launches of all threads that end within the block. May be nested."""
     found: list[Launched] = []
-    with told(found.append):
+
+    def add(launched: Launched) -> None:
+        if not any(part in launched.report.kernel for part in _left_out):
+            found.append(launched)
+
+    with told(add):
         yield found

@@ -164,10 +164,10 @@ _DECODING: _WorkOf = {
     "split": _decode,
     "combine": None,
 }
-# Kernels that list the tiles that key ranges leave: only the device knows how many.
-_LISTS: _WorkOf = dict.fromkeys(("key_ranges", "backward_ranges", "tile_states", "list_tiles"))
+# Kernels that list the tiles that key ranges leave, or fill rows outside of sequences: only the device knows how many.
+_UNCOUNTED: _WorkOf = dict.fromkeys(("key_ranges", "backward_ranges", "tile_states", "list_tiles", "outside_rows"))
 _BACKWARD: _WorkOf = {
-    **_LISTS,
+    **_UNCOUNTED,
     "attention_backward_rows_sm": _native_rows,
     "attention_backward_key_value_sm": _native_key_value,
     "attention_backward_key_value_large_sm": _native_key_value,
@@ -184,7 +184,7 @@ _BACKWARD: _WorkOf = {
     "attention_backward_slopes": _backward_part(1, 1, ("alibi_slopes",)),
 }
 _WORK: dict[str, _WorkOf] = {  # by operator
-    "attention_forward": {**_LISTS, "attention_forward": _forward},
+    "attention_forward": {**_UNCOUNTED, "attention_forward": _forward},
     "attention_backward": _BACKWARD,
     "attention_backward_add": _BACKWARD,
     "attention_decode": _DECODING,
