@@ -48,6 +48,14 @@ def _listed(argument: str, numbers: Any, expected: str) -> list[int]:
         raise TypeError(f"{argument}: expected {expected}, got {type_name(numbers)}") from None
 
 
+def _table_of(demand: PageDemand) -> Tensor:
+    """Returns the block table, int32 ``[B, max_pages]`` on the CPU, that the sequences will have."""
+    tables = demand.tables()
+    width = max([1, *map(len, tables)])
+    rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(rows), width)
+
+
 class PagedKVCache:
     """Holds the keys and values of every layer in pages of ``page_size`` tokens (Kwon et al., "PagedAttention", 2023).
 
@@ -201,12 +209,11 @@ class PagedKVCache:
         demand = self._pool.demand(names, counts)
         before = [s.length for s in demand.sequences]
         after = [first + count for first, count in zip(before, counts, strict=True)]
-        tokens = [
-            (pages[at // self.page_size], at % self.page_size, at)
-            for pages, first, end in zip(demand.tables(), before, after, strict=True)
-            for at in range(first, end)
-        ]
-        page, row, position = (self._to_device([token[i] for token in tokens]) for i in range(3))
+        # For each new token: its sequence's row of the block table, and its position.
+        owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        shifts = [first - begin for first, begin in zip(before, accumulate(counts, initial=0), strict=False)]
+        position = torch.arange(len(owner), device="cpu") + torch.tensor(shifts, dtype=torch.int64, device="cpu")[owner]
+        page = _table_of(demand)[owner, position // self.page_size]
         cu_seqlens_q, cu_seqlens_k = (self._to_device([0, *accumulate(lengths)]) for lengths in (counts, after))
         return PagedChunk(
             self,
@@ -216,10 +223,10 @@ class PagedKVCache:
             cu_seqlens_k,
             max_seqlen_q=max(counts, default=0),
             max_seqlen_k=max(after, default=0),
-            page=page,
-            row=row,
-            position=position,
-            num_positions=max((at + 1 for _, _, at in tokens), default=0),
+            page=self._to_device(page),
+            row=self._to_device(position % self.page_size),
+            position=self._to_device(position),
+            num_positions=max((end for end, count in zip(after, counts, strict=True) if count > 0), default=0),
         )
 
     def arguments(self, layer: int) -> dict[str, Any]:
@@ -238,10 +245,7 @@ class PagedKVCache:
 
         It first allocates and copies on the device, where memory can run out, and then changes the host's lists.
         """
-        tables = demand.tables()
-        width = max([1, *map(len, tables)])
-        rows = [pages + [NO_PAGE] * (width - len(pages)) for pages in tables]
-        block_table = self._to_device(rows).view(len(rows), width)
+        block_table = self._to_device(_table_of(demand))
         if demand.copies_take_reserved:
             self._pool.end_superseded(demand)
         if demand.copies:
@@ -251,12 +255,12 @@ class PagedKVCache:
                 layer.copy_blocks(sources, targets)
         return block_table, self._pool.reserve(demand, self.num_layers)
 
-    def _to_device(self, numbers: list[Any]) -> Tensor:
+    def _to_device(self, numbers: list[int] | Tensor) -> Tensor:
         """Returns the numbers as int32 on the device, without waiting for the device.
 
         The source is pinned memory, which torch keeps until the copy is done.
         """
-        tensor = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        tensor = torch.as_tensor(numbers, dtype=torch.int32, device="cpu")
         if self.layout.device.type == "cuda":
             return tensor.pin_memory().to(self.layout.device, non_blocking=True)
         return tensor.to(self.layout.device)
