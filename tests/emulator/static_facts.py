@@ -199,8 +199,9 @@ class KernelFacts:
         while pending:
             at = pending.pop(0)
             line = self.lines[at]
-            jumps = re.findall(r"\.L[\w.]*", line) if opcode(line) in ("BRA", "BRX") else []
-            following = [target[label] for label in jumps]
+            # A jump of lanes that have diverged (BRA.DIV) leads out of the usual path.
+            jumps = opcode(line) in ("BRA", "BRX") and ".DIV" not in full_opcode(line)
+            following = [target[label] for label in re.findall(r"\.L[\w.]*", line)] if jumps else []
             if not jumps or line.startswith("@"):
                 following.append(at + 1)
             for after in following:
