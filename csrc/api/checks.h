@@ -33,7 +33,7 @@ void check(bool condition, const char* op, const Parts&... message) {
     throw std::runtime_error(text.str());
 }
 
-// The shape of a tensor in an error's text, which is only made if the error is thrown.
+// Stands for a tensor's shape in an error's text. The text is made only if the error is thrown.
 struct ShapeText {
     const Tensor& tensor;
 };

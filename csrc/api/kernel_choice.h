@@ -14,6 +14,7 @@
 #include "attention/backward.h"
 #include "attention/forward.h"
 #include "decode/decode.h"
+#include "host/last_answers.h"
 #include "host/sm_rates.h"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/ways.h"
@@ -171,8 +172,8 @@ inline Int8Choice search_int8_kernel(Int8KernelTable& table, int32_t compute_cap
     return {rows[choice.index], choice, clocks, dequantises};
 }
 
-// Chooses how a matmul of sizes M, N and K is computed. Keeps the last answers: the layers of a model have a few shapes,
-// and the search takes longer than a launch.
+// Chooses how a matmul of sizes M, N and K is computed. Keeps the last answers: the layers of a model have a few
+// shapes, and the search takes longer than a launch.
 inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability, int32_t num_sms,
                               const Int8Traits& traits, int32_t M, int32_t N, int32_t K) {
     struct Call {
@@ -183,13 +184,6 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
 
         bool operator==(const Call&) const = default;
     };
-    struct Answer {
-        Call call;
-        Int8Choice choice;
-    };
-    constexpr size_t kRemembered = 16;
-    thread_local std::array<Answer, kRemembered> answers{};
-    thread_local size_t oldest = 0;
     const Call call{&table,
                     compute_capability,
                     num_sms,
@@ -199,12 +193,9 @@ inline Int8Choice int8_kernel(Int8KernelTable& table, int32_t compute_capability
                     traits,
                     forced_int8_tile().architecture,
                     forced_int8_tile().block_m};
-    for (const Answer& known : answers) {
-        if (known.call == call) return known.choice;
-    }
-    const Int8Choice choice = search_int8_kernel(table, compute_capability, num_sms, traits, M, N, K);
-    answers[oldest++ % kRemembered] = {call, choice};
-    return choice;
+    thread_local LastAnswers<Call, Int8Choice, 16> answers;
+    return answers.find_or(call,
+                           [&] { return search_int8_kernel(table, compute_capability, num_sms, traits, M, N, K); });
 }
 
 }  // namespace fastattn

@@ -1,6 +1,6 @@
-// Fills the rows of packed tensors that lie outside of all sequences, or behind the first max_seqlen rows of a sequence.
-// Such rows form gaps: before the first sequence, between two sequences, and behind the last one. Most calls have no gap,
-// or one behind the last sequence.
+// Fills the rows of packed tensors that lie outside of all sequences, or behind the first max_seqlen rows of a
+// sequence. Such rows form gaps: before the first sequence, between two sequences, and behind the last one. Most calls
+// have no gap, or one behind the last sequence.
 //
 //   every CTA:   each thread finds a gap → barrier → all threads fill their part of each gap
 //

@@ -14,7 +14,7 @@
 
 namespace fastattn {
 
-// Computes the scores of one head of one sequence. Parameters that all heads have in common are read from the kernel's
+// Computes the scores of a head in a sequence. Parameters that all heads have in common are read from the kernel's
 // parameters, so that they take no registers.
 struct HeadScores {
     using BiasKind = BiasView::Kind;

@@ -8,22 +8,17 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "device/cluster.cuh"
 #include "device/fragment.cuh"
 #include "device/ptx/bulk_tensor.cuh"
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
-#include "device/ptx/named_barrier.cuh"
-#include "device/ptx/st_shared.cuh"
 #include "device/ring.cuh"
 #include "device/warpgroup_gemm.cuh"
 #include "host/tensor_map.h"
-#include "int8_matmul/epilogue.cuh"
 #include "int8_matmul/int8_matmul.h"
 #include "int8_matmul/tiles_sm90.h"
-#include "scheduler/arrivals.cuh"
 #include "scheduler/stream_k.h"
 
 namespace fastattn {
@@ -151,8 +146,8 @@ struct AdjacentPosition : ConsumerPosition {
     FASTATTN_DEVICE int half_distance() const { return 1; }
 };
 
-// Returns one of a thread's two columns of N, counted in the whole matrix. With SwiGLU the first 64 columns of a CTA are
-// gates, and the other 64 the ups of the same columns of the result.
+// Returns one of a thread's two columns of N, counted in the whole matrix. With SwiGLU the first 64 columns of a CTA
+// are gates, and the other 64 the ups of the same columns of the result.
 template <typename Position>
 FASTATTN_DEVICE int32_t sum_column(const MatmulEpilogue& epilogue, const CtaTile& tile, const Position& position,
                                    int half) {

@@ -113,9 +113,9 @@ struct FourElements {
 
 // The columns of the result that a thread finishes: the same four in each of its rows of a tile. With SwiGLU, the left
 // half of the tile's columns of sums are gates, and the right half the ups of the same columns of the result.
-// kRowsAtOnce: how many rows a thread computes together. Their loads of the residual take one trip.
-template <DataType kDataType, int kColumns, int kThreads, int kRowsAtOnce>
+template <DataType kDataType, int kColumns, int kThreads>
 struct OwnColumns {
+    static constexpr int kRowsAtOnce = 4;  // that a thread computes together: their loads of the residual take one trip
     static constexpr int kChunksPerRow = kColumns / kEpilogueColumns, kRowElements = SumsLayout<kColumns>::kRowElements;
     static_assert((kChunksPerRow & (kChunksPerRow - 1)) == 0 && kThreads % kChunksPerRow == 0,
                   "threads take whole rows");
@@ -357,7 +357,7 @@ struct TileEpilogue {
     static constexpr bool kLoadsEarly = kRows <= 32;
 
     const MatmulEpilogue& params;
-    OwnColumns<kDataType, kColumns, kThreads, /*kRowsAtOnce=*/4> columns;
+    OwnColumns<kDataType, kColumns, kThreads> columns;
 
     FASTATTN_DEVICE explicit TileEpilogue(const MatmulEpilogue& params) : params(params) {}
 

@@ -75,8 +75,8 @@ struct ClusterPartials {
         return ptx::bar_red_or(kBothConsumers, kConsumerThreads, is_last);
     }
 
-    // Replaces rY, this cluster's partial, by the sum of all partials. Adds in a fixed order, so that results repeat bit
-    // by bit. The loads of kBatch times 8 rows of M of a partial are in flight together; more would spill.
+    // Replaces rY, this cluster's partial, by the sum of all partials. Adds in a fixed order, so that results repeat
+    // bit by bit. The loads of kBatch times 8 rows of M of a partial are in flight together; more would spill.
     template <int kBlockM>
     FASTATTN_DEVICE void add_all(Sum (&rY)[kBlockM / 2], int rows_here) const {
         constexpr int kBatch = 3, kTiles = kBlockM / kMmaN;
@@ -194,9 +194,9 @@ struct ResultPass {
             [&](int i, char* sChunk, int32_t, int32_t, int) { *reinterpret_cast<uint4*>(sChunk) = chunks[i]; });
     }
 
-    // Adds the residual, if there is one, to a thread's values, and stores the results in its place. Each pair of values
-    // belongs to two adjacent rows of one column of an 8x8 matrix. For each 8 rows of the pass there are two matrices,
-    // 8 columns apart, and one with SwiGLU, which leaves the second half of the values unused.
+    // Adds the residual, if there is one, to a thread's values, and stores the results in its place. Each pair of
+    // values belongs to two adjacent rows of one column of an 8x8 matrix. For each 8 rows of the pass there are two
+    // matrices, 8 columns apart, and one with SwiGLU, which leaves the second half of the values unused.
     template <DataType kDataType>
     FASTATTN_DEVICE void store(float (&values)[kPassM / kMmaN][4], const ConsumerPosition& position) const {
         const int matrix = position.lane / kMmaN;  // of the four that an instruction stores

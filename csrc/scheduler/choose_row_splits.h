@@ -11,6 +11,7 @@
 
 #include "device/sequence.cuh"
 #include "host/device_facts.h"
+#include "host/last_answers.h"
 #include "host/params.h"
 #include "scheduler/row_splits.h"
 #include "scheduler/work_tile.h"
@@ -144,19 +145,9 @@ inline RowSplits choose_row_splits(const AttentionBackwardParams& params, int32_
     if (params.packed.cu_seqlens_k != nullptr)
         return packed_row_splits(problem, params.packed.total_k, params.key.heads);
     // Keeps the last answers: every layer of a model has the same problem, and the search may take as long as a launch.
-    constexpr size_t kRemembered = 8;
-    struct Answer {
-        RowSplitProblem problem;
-        RowSplits splits;
-    };
-    thread_local std::array<Answer, kRemembered> answers{};
-    thread_local size_t oldest = 0;
-    for (const Answer& known : answers) {
-        if (known.problem == problem) return known.splits;
-    }
-    Answer& answer = answers[oldest++ % kRemembered];
-    answer = {problem, search_row_splits(problem, window_of(scores, problem.query_rows, problem.key_rows))};
-    return answer.splits;
+    thread_local LastAnswers<RowSplitProblem, RowSplits, 8> answers;
+    return answers.find_or(
+        problem, [&] { return search_row_splits(problem, window_of(scores, problem.query_rows, problem.key_rows)); });
 }
 
 // Sets the order in which the CTAs of Hopper's kernels claim tiles of keys, and how these tiles are split.

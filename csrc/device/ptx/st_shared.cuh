@@ -6,10 +6,6 @@
 
 namespace fastattn::ptx {
 
-__device__ __forceinline__ void st_shared_v2_f32(uint32_t shared, float first, float second) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second) : "memory");
-}
-
 __device__ __forceinline__ void st_shared_v4_f32(uint32_t shared, const float (&values)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(values[0]), "f"(values[1]),
                  "f"(values[2]), "f"(values[3])

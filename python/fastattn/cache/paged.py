@@ -188,7 +188,7 @@ class PagedKVCache:
         num_new = check_int("num_new", num_new, minimum=0)
         demand = self._pool.demand(names, [num_new] * len(names))
         before = self._to_device([s.length for s in demand.sequences])
-        return PagedStep(self, tuple(names), *self._reserve(demand), num_new, before)
+        return PagedStep(self, tuple(names), *self._reserve(demand, _table_of(demand)), num_new, before)
 
     def chunk(self, sequences: Sequence[int], num_new: Sequence[int]) -> PagedChunk:
         """Makes a step that appends ``num_new[i]`` tokens to ``sequences[i]``, and reserves pages for them.
@@ -213,12 +213,13 @@ class PagedKVCache:
         owner = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
         shifts = [first - begin for first, begin in zip(before, accumulate(counts, initial=0), strict=False)]
         position = torch.arange(len(owner), device="cpu") + torch.tensor(shifts, dtype=torch.int64, device="cpu")[owner]
-        page = _table_of(demand)[owner, position // self.page_size]
+        table = _table_of(demand)
+        page = table[owner, position // self.page_size]
         cu_seqlens_q, cu_seqlens_k = (self._to_device([0, *accumulate(lengths)]) for lengths in (counts, after))
         return PagedChunk(
             self,
             tuple(names),
-            *self._reserve(demand),
+            *self._reserve(demand, table),
             cu_seqlens_q,
             cu_seqlens_k,
             max_seqlen_q=max(counts, default=0),
@@ -240,12 +241,12 @@ class PagedKVCache:
         arguments = self.arguments(layer)
         return arguments["k_cache"], arguments["v_cache"]
 
-    def _reserve(self, demand: PageDemand) -> tuple[Tensor, Reservation]:
-        """Reserves the pages of ``demand``, and returns the block table, int32 ``[B, max_pages]``, and the reservation.
+    def _reserve(self, demand: PageDemand, table: Tensor) -> tuple[Tensor, Reservation]:
+        """Reserves the pages of ``demand``, and returns its block table on the device, and the reservation.
 
         It first allocates and copies on the device, where memory can run out, and then changes the host's lists.
         """
-        block_table = self._to_device(_table_of(demand))
+        block_table = self._to_device(table)
         if demand.copies_take_reserved:
             self._pool.end_superseded(demand)
         if demand.copies:
