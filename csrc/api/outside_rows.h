@@ -1,6 +1,7 @@
 // Fills the rows of packed results that lie outside of all sequences, which attention kernels do not write.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -28,10 +29,14 @@ OutsideRowsParams::PackedTensor to_zero_outside(const HeadsView<Element>& view, 
 
 inline void fill_outside_rows(std::initializer_list<OutsideRowsParams::PackedTensor> tensors, const RowsView& lse,
                               const DeviceFacts& facts, Stream stream) {
-    constexpr int32_t kCtasPerSm = 4;
+    constexpr int32_t kCtasPerSm = 8;
     OutsideRowsParams params{};
-    for (const OutsideRowsParams::PackedTensor& tensor : tensors) params.tensors[params.num_tensors++] = tensor;
-    params.num_ctas = kCtasPerSm * facts.num_sms;
+    params.num_ctas = 1;
+    for (const OutsideRowsParams::PackedTensor& tensor : tensors) {
+        params.tensors[params.num_tensors++] = tensor;
+        params.num_ctas = std::max({params.num_ctas, tensor.total, tensor.heads});  // a CTA fills whole rows
+    }
+    params.num_ctas = std::min(params.num_ctas, kCtasPerSm * facts.num_sms);
     params.lse = lse;
     attention_outside_rows_kernels().find(facts.compute_capability, 0, std::nullopt, false).launch(params, stream);
 }

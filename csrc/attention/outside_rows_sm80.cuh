@@ -2,21 +2,23 @@
 // sequence. Such rows form gaps: before the first sequence, between two sequences, and behind the last one. Most calls
 // have no gap, or one behind the last sequence.
 //
-//   every CTA:   each thread finds a gap → barrier → all threads fill their part of each gap
+//   each warp:   each lane looks for a gap → for each gap found: all lanes fill rows
 //
-// CTAs take the rows of a gap in turn; of the lse, they take the heads in turn.
+// The warps of a CTA look for gaps in turn. CTAs take the rows of a gap in turn; of the lse, they take the heads in
+// turn.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/outside_rows.h"
+#include "device/fragment.cuh"
 #include "device/sequence.cuh"
 #include "device/softmax.cuh"
 #include "host/launch.h"
 
 namespace fastattn {
 
-inline constexpr int kOutsideRowsThreads = 256;
+inline constexpr int kOutsideRowsThreads = 128;
 
 // Returns the rows from where sequence `next` - 1 ends, or reaches max_seqlen, to where sequence `next` begins.
 FASTATTN_DEVICE RowRange gap_before(const OutsideRowsParams::PackedTensor& tensor, int32_t next) {
@@ -33,10 +35,11 @@ FASTATTN_DEVICE RowRange gap_before(const OutsideRowsParams::PackedTensor& tenso
     return gap.begin <= gap.end ? gap : RowRange{0, tensor.total};
 }
 
-FASTATTN_DEVICE void zero_rows(const OutsideRowsParams::PackedTensor& tensor, const RowRange& rows) {
+// Called by one warp.
+FASTATTN_DEVICE void zero_rows(const OutsideRowsParams::PackedTensor& tensor, const RowRange& rows, int lane) {
     const int32_t chunks_of_row = tensor.heads * tensor.chunks;
     for (int64_t row = int64_t{rows.begin} + blockIdx.x; row < rows.end; row += gridDim.x) {
-        for (int32_t i = threadIdx.x; i < chunks_of_row; i += kOutsideRowsThreads) {
+        for (int32_t i = lane; i < chunks_of_row; i += kWarpSize) {
             const int32_t head = i / tensor.chunks, chunk = i - head * tensor.chunks;
             char* gChunk = tensor.data + row * tensor.row_bytes + head * tensor.head_bytes;
             reinterpret_cast<uint4*>(gChunk)[chunk] = {0, 0, 0, 0};
@@ -44,9 +47,10 @@ FASTATTN_DEVICE void zero_rows(const OutsideRowsParams::PackedTensor& tensor, co
     }
 }
 
-FASTATTN_DEVICE void hide_rows(const RowsView& lse, const RowRange& rows) {
+// Called by one warp.
+FASTATTN_DEVICE void hide_rows(const RowsView& lse, const RowRange& rows, int lane) {
     for (int32_t head = blockIdx.x; head < lse.heads; head += gridDim.x) {
-        for (int64_t row = int64_t{rows.begin} + threadIdx.x; row < rows.end; row += kOutsideRowsThreads) {
+        for (int64_t row = int64_t{rows.begin} + lane; row < rows.end; row += kWarpSize) {
             lse.data[head * lse.head_stride + row] = -kInfinity;
         }
     }
@@ -54,20 +58,19 @@ FASTATTN_DEVICE void hide_rows(const RowsView& lse, const RowRange& rows) {
 
 __global__ void __launch_bounds__(kOutsideRowsThreads)
     attention_outside_rows_sm80(const __grid_constant__ OutsideRowsParams params) {
-    __shared__ RowRange sGaps[kOutsideRowsThreads];
+    const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
     for (int idx = 0; idx < params.num_tensors; ++idx) {
         const OutsideRowsParams::PackedTensor& tensor = params.tensors[idx];
-        for (int32_t first = 0; first <= tensor.batch; first += kOutsideRowsThreads) {
-            const int32_t next = first + static_cast<int32_t>(threadIdx.x);
-            const RowRange gap = next <= tensor.batch ? gap_before(tensor, next) : RowRange{0, 0};
-            sGaps[threadIdx.x] = gap;
-            if (__syncthreads_or(gap.begin < gap.end)) {
-                for (const RowRange& rows : sGaps) {
-                    zero_rows(tensor, rows);
-                    if (idx == 0 && params.lse.data != nullptr) hide_rows(params.lse, rows);
-                }
+        for (int32_t first = warp * kWarpSize; first <= tensor.batch; first += kOutsideRowsThreads) {
+            const int32_t next = first + lane;
+            const RowRange found = next <= tensor.batch ? gap_before(tensor, next) : RowRange{0, 0};
+            for (uint32_t left = __ballot_sync(0xffffffff, found.begin < found.end); left != 0; left &= left - 1) {
+                const int finder = __ffs(left) - 1;
+                const RowRange gap{__shfl_sync(0xffffffff, found.begin, finder),
+                                   __shfl_sync(0xffffffff, found.end, finder)};
+                zero_rows(tensor, gap, lane);
+                if (idx == 0 && params.lse.data != nullptr) hide_rows(params.lse, gap, lane);
             }
-            __syncthreads();  // waits until every thread has read the gaps
         }
     }
 }
