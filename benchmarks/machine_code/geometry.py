@@ -82,7 +82,7 @@ def packed_heads(case: AttentionCase, block_m: int) -> int:
 
 def forward(case: AttentionCase, gpu: Gpu) -> Geometry | None:
     """Returns the geometry of a forward pass, or None without a kernel. Hopper's kernel is persistent."""
-    kernel = native.attention_forward_kernel(gpu.arch, case.head_dim, case.head_dim, case.torch_dtype)
+    kernel = native.attention_forward_kernel(gpu.arch, gpu.shared_bytes, case.head_dim, case.head_dim, case.torch_dtype)
     if kernel is None:
         return None
     tile, is_persistent = native.KERNELS[kernel], "_sm90" in kernel

@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
         };
         exact_out ? fill(attention.exact_out) : fill(attention.out);
     }
-    auto& kernel = forward_kernel(facts.compute_capability, head_dims, sizes.dtype, traits);
+    auto& kernel = forward_kernel(facts.compute_capability, facts.shared_bytes_per_cta, head_dims, sizes.dtype, traits);
     std::optional<Tensor> seen_tiles;
     if (key_ranges) {
         const int32_t num_key_tiles = ceil_div(attention.key.rows, kernel.tile.block_n);

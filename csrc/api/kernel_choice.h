@@ -28,11 +28,14 @@ struct ForwardTraits {
     bool is_paged;
 };
 
-// Returns the forward kernel for a call. Before Hopper, only the kernels with options read paged keys.
-inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, KernelSize head_dims,
-                                                                DataType dtype, const ForwardTraits& traits) {
+// Returns the forward kernel for a call. Before Hopper, only the kernels with options read paged keys. shared_bytes: the
+// most shared memory that a CTA can have on the GPU.
+inline KernelTable<AttentionForwardParams>::Row& forward_kernel(int32_t compute_capability, int32_t shared_bytes,
+                                                                KernelSize head_dims, DataType dtype,
+                                                                const ForwardTraits& traits) {
     if (!traits.changes_scores) {
-        auto* plain = attention_forward_kernels().find_or_null(compute_capability, head_dims, dtype, traits.is_paged);
+        auto* plain = attention_forward_kernels().find_or_null(compute_capability, head_dims, dtype, traits.is_paged,
+                                                               shared_bytes);
         if (plain != nullptr) return *plain;
     }
     return attention_forward_options_kernels().find(compute_capability, head_dims, dtype, traits.is_paged);
@@ -57,7 +60,7 @@ struct BackwardGradients {
     bool bias, sinks, slopes;
 };
 
-// Returns the kernels for a call. shared_bytes: the most shared memory that a CTA can have on the GPU.
+// Returns the kernels for a call. shared_bytes: as for forward_kernel().
 inline BackwardKernels backward_kernels(int32_t compute_capability, int32_t shared_bytes, KernelSize head_dims,
                                         DataType dtype, const BackwardTraits& traits, const BackwardGradients& wanted) {
     BackwardKernels kernels{};

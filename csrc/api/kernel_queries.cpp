@@ -98,14 +98,16 @@ FASTATTN_ASKED_BY_PYTHON const char* fastattn_kernels() {
 }
 
 // Returns the name of the kernel that runs a call, or null if none does.
-FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t compute_capability, int32_t head_dim,
-                                                                       int32_t value_dim, int32_t is_bfloat16,
-                                                                       int32_t changes_scores, int32_t is_paged) {
+FASTATTN_ASKED_BY_PYTHON const char* fastattn_attention_forward_kernel(int32_t compute_capability, int32_t shared_bytes,
+                                                                       int32_t head_dim, int32_t value_dim,
+                                                                       int32_t is_bfloat16, int32_t changes_scores,
+                                                                       int32_t is_paged) {
     using namespace fastattn;
     const KernelSize head_dims(head_dim, value_dim);
     const ForwardTraits traits{changes_scores != 0, is_paged != 0};
-    return name_or_null(
-        [&]() -> auto& { return forward_kernel(compute_capability, head_dims, dtype_of(is_bfloat16), traits); });
+    return name_or_null([&]() -> auto& {
+        return forward_kernel(compute_capability, shared_bytes, head_dims, dtype_of(is_bfloat16), traits);
+    });
 }
 
 // Writes the names of the kernels that run a call to `names`, in launch order. Returns their number, at most 8, or 0 if

@@ -1,9 +1,9 @@
 // Attention forward, FlashAttention-2 (Dao 2023, algorithm 1): O = softmax(scale · Q·Kᵀ + mask) · V, and the lse.
 //
 // One CTA computes kBlockM query rows of one head. Each warp owns 32 of the rows (16 above 128 dims) from start to end,
-// and all threads also copy. key_tiles.cuh has the order of key tiles. Masked tiles have a loop of their own. It reads
-// the bounds of each row's keys from shared memory, because the bounds do not fit in registers. K and V have one buffer
-// each: while one is multiplied, the other is copied.
+// and all threads also copy. key_tiles.cuh has the order of key tiles. Masked tiles have a loop of their own. It finds
+// the bounds of each row's keys again for every tile, because the bounds do not fit in registers. K and V have one
+// buffer each: while one is multiplied, the other is copied.
 //
 //   cp.async      K2 |   V2   |         K1         |   V1   |         K0         |   V0   |
 //   tensor cores     | Q·K2ᵀ  | softmax     P·V2   | Q·K1ᵀ  | softmax     P·V1   | Q·K0ᵀ  | softmax     P·V0
@@ -42,25 +42,29 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    // Masked steps read `sees`, `tiles` and `num_keys` each time they need them, because they have no registers to hold
-    // them.
-    KeyRange sees[Config::kBlockM];  // the keys that each row sees
+    // Masked steps read these each time they need them, because they have no registers to hold them.
     KeyTiles tiles;
-    int32_t num_keys;
+    Window window;  // of rows counted from the tile's first
     KeySplit split;
     LargestScores<Config::kNumWarps> largest_scores;
 };
 
-template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, ForwardConfigSm80<kHeadDim>::kMinCtasPerSm)
+template <int kHeadDim, bool kFewKeys>
+using PlainConfigSm80 = ForwardConfigSm80<kHeadDim, ForwardTileSm80<kHeadDim, kFewKeys>>;
+
+template <int kHeadDim, DataType kDataType, bool kFewKeys>
+__global__ void __launch_bounds__(PlainConfigSm80<kHeadDim, kFewKeys>::kNumThreads,
+                                  PlainConfigSm80<kHeadDim, kFewKeys>::kMinCtasPerSm)
     attention_forward_sm80(const __grid_constant__ AttentionForwardParams params) {
-    using Config = ForwardConfigSm80<kHeadDim>;
+    using Config = PlainConfigSm80<kHeadDim, kFewKeys>;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpM = Config::kWarpM;
     constexpr int kTilesM = Config::kTilesM, kTilesN = Config::kTilesN, kTilesD = Config::kTilesD;
     constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: copied earlier, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
     static_assert(sizeof(shared) <= kSharedBytesPerCtaSm86);
+    static_assert(ctas_with_room(sizeof(shared), kFewKeys ? kSharedBytesSm86 : kSharedBytesSm80) >=
+                  Config::kMinCtasPerSm);
 
     // Prologue: finds the CTA's query rows and the keys that they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;
@@ -76,10 +80,9 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     const KeyRange first_sees = window.keys_of(first_row), last_sees = window.keys_of(last_row);
     const KeyTiles all_tiles(first_sees, last_sees, kBlockN);
     const KeyTiles tiles = all_tiles.slice(steps_of_split(split, all_tiles.num_tiles()));
-    if (threadIdx.x < kBlockM) shared.sees[threadIdx.x] = window.keys_of(first_row + threadIdx.x);
     if (ptx::tid_x() == 0) {
         shared.tiles = tiles;
-        shared.num_keys = keys.length;
+        shared.window = {window.num_keys, window.offset + first_row, window.left, window.right};
     }
 
     if (params.max_logits != nullptr) shared.largest_scores.start(rows.length - first_row - warp * kWarpM);
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         ptx::cp_async_wait_group<0>();  // waits for K and, in the first step, Q
         __syncthreads();                // waits until K has landed and every warp has read the previous V
         if constexpr (kMasked) {
-            load_v.template load<true>(shared.num_keys - shared.tiles.tile(num_left) * kBlockN);
+            load_v.template load<true>(shared.window.num_keys - shared.tiles.tile(num_left) * kBlockN);
             const int64_t rows_skipped = shared.tiles.tiles_skipped(num_left) * kBlockN;
             load_v.skip(rows_skipped * params.value.row_stride);
             load_k.skip(rows_skipped * params.key.row_stride);
@@ -148,11 +151,11 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         if constexpr (!kLoadsKeysLate) load_next_k();
 
         const int thread = ptx::tid_x(), own_lane = thread % kWarpSize;  // saves the registers of `warp`, `lane`
-        const KeyRange* seen_by = &shared.sees[thread / kWarpSize * kWarpM];
+        const auto seen_by = [&](int row) { return shared.window.keys_of(thread / kWarpSize * kWarpM + row); };
         const int32_t first_key = shared.tiles.tile(num_left) * kBlockN;
         if constexpr (kMasked) {
             mask_scores(rS, own_lane,
-                        [&](int, int, int row) { return own_columns_of(seen_by[row], first_key, own_lane); });
+                        [&](int, int, int row) { return own_columns_of(seen_by(row), first_key, own_lane); });
         }
         const auto max = maxima_of_lane(rS);
         if (params.max_logits != nullptr) shared.largest_scores.update(max);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
         softmax.exponentiate(rS);
         if (some_nonfinite) {
             const auto sees = [&](int m, int half, int n) {
-                return seen_by[m * kMmaM + accumulator_row(own_lane) + 8 * half].has(first_key + n);
+                return seen_by(m * kMmaM + accumulator_row(own_lane) + 8 * half).has(first_key + n);
             };
             separate_nonfinite<kDataType>(rO, shared.sV, load_v, sees, own_lane);
         }
@@ -208,13 +211,13 @@ __global__ void __launch_bounds__(ForwardConfigSm80<kHeadDim>::kNumThreads, Forw
     store_rounded_rows<Config, kDataType>(params, out_tile, out_rows, rO, softmax, sO, warp, lane, /*factor=*/1.0f);
 }
 
-template <int kHeadDim, DataType kDataType>
+template <int kHeadDim, DataType kDataType, bool kFewKeys>
 void launch_attention_forward_sm80(LaunchedKernel& kernel, const AttentionForwardParams& params, Stream stream) {
-    using Config = ForwardConfigSm80<kHeadDim>;
+    using Config = PlainConfigSm80<kHeadDim, kFewKeys>;
     const AttentionForwardParams launched = launched_params_sm80(params, Config::kBlockM, Config::kBlockN);
     const Launch launch{num_ctas_sm80(launched, Config::kBlockM), Config::kNumThreads,
                         sizeof(ForwardStorageSm80<Config>)};
-    kernel.launch(attention_forward_sm80<kHeadDim, kDataType>, launch, launched, stream);
+    kernel.launch(attention_forward_sm80<kHeadDim, kDataType, kFewKeys>, launch, launched, stream);
 }
 
 }  // namespace fastattn

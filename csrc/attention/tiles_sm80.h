@@ -6,7 +6,7 @@ namespace fastattn {
 // A warp owns 32 query rows if O fits in registers: each ldmatrix of K or V then feeds two rows of MMA tiles. With 16
 // rows, the tensor cores would need 128 bytes of shared memory per clock, the whole bandwidth of sm_80. Q stays in
 // registers if there are enough (kQueryInRegisters).
-template <int kHeadDim>
+template <int kHeadDim, bool kFewKeys = false>
 struct ForwardTileSm80;
 
 // The counts below are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step: the warp's rows by kBlockN keys.
@@ -15,12 +15,15 @@ struct ForwardTileSm80;
 // A step that does not rescale O has 543 instructions with 64 dims and 736 with 128.
 //
 // Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
-//                32           537    64        68    16        168         17
-//                64           660   128        68    32        240         33
-//                96           796   192        68    60        255         49
-//               128           922   256        68    80        255         65
-//               192           653   192        34    96        255         97
-//               256           509   128        18    64        255         97
+//                32           536    64        68    16        168         16
+//                64           662   128        68    32        240         32
+//                96           798   192        68    60        255         48
+//               128           926   256        68    80        255         64
+//               192           653   192        34    96        255         96
+//               256           510   128        18    64        255         96
+//
+// Forward, few keys: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
+//                         128           592   128        36    48        255         48
 
 // Three CTAs run on an SM, because EX2 and the other instructions take as long as the products, and only the products
 // of other warps hide them. With four CTAs (128 registers), the loop spills. kBlockN = 128 takes 10% fewer instructions
@@ -56,11 +59,13 @@ struct ForwardTileSm80<96> {
     static constexpr bool kQueryInRegisters = false;
 };
 
-// O takes 128 registers, S 64. Two CTAs fit in an SM's registers and, on sm_80 and sm_90, in its shared memory.
-template <>
-struct ForwardTileSm80<128> {
+// O takes 128 registers, S 64. Two CTAs fit in an SM's registers and, on sm_80 and sm_90, in its shared memory. Other
+// GPUs have 100 KB, in which two CTAs with kFewKeys fit: one CTA of four warps would leave the tensor cores idle while
+// it computes a softmax.
+template <bool kFewKeys>
+struct ForwardTileSm80<128, kFewKeys> {
     static constexpr int kBlockM = 128;
-    static constexpr int kBlockN = 64;
+    static constexpr int kBlockN = kFewKeys ? 32 : 64;
     static constexpr int kNumWarps = 4;
     static constexpr int kMinCtasPerSm = 2;
     static constexpr bool kQueryInRegisters = false;
@@ -105,18 +110,20 @@ struct ForwardOptionsTileSm80 {
 // Tiles of the backward kernel on small tiles, which is used with options, from 192 dims on, and where the large tiles
 // below do not fit. How its warps form groups depends on the product. For S and dP, kRowWarpsOfS groups divide the
 // rows, and the warps of a group divide the keys. For dK and dV, kKeyWarps groups divide the keys; for dQ, kRowWarpsOfQ
-// groups divide the rows; in both cases the warps of a group divide the head dim. A warp has 32x32 of S and, at 128
-// dims, 32x64 of dK, dV and dQ. dP is computed for 16 keys at a time, and dQ for 32 of a warp's columns at a time,
-// because otherwise dK and dV (128 registers) spill. So dO and dS are loaded twice. Two CTAs of 4 warps run on an SM,
-// so that one computes while the other waits. With options and up to 128 dims, 8 warps each have half as much of S,
-// because 4 warps would not have enough registers.
+// groups divide the rows; in both cases the warps of a group divide the head dim. dP is computed for 16 keys at a time,
+// and dQ for 32 of a warp's columns at a time, because otherwise dK and dV (128 registers at 256 dims) spill. So dO and
+// dS are loaded twice.
+//
+// Above 128 dims, two CTAs of 4 warps run on an SM, so that one computes while the other waits. Up to 128 dims, a CTA
+// has 8 warps: with options, 4 warps would not have enough registers, and where the large tiles do not fit, an SM has
+// room for only one CTA.
 //
 // The counts are defined as above, for the kernel without options. Its loop contains the exponentials twice, for full
 // and for masked tiles, and the counts include both. A step executes only one of the two.
 //
 // Backward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
-//                 96          1562   240        64   136        244         65
-//                128          1806   320        64   160        255         81
+//                 96           945   120        32    92        173         65
+//                128          1070   160        32   112        199         81
 //                192           941   120        16    86        239         53
 //                256          1100   160        16   104        255         69
 
@@ -124,7 +131,7 @@ template <int kHeadDim, bool kOptions>
 struct BackwardTileSm80 {
     static constexpr int kBlockM = kHeadDim <= 128 ? 64 : 32;
     static constexpr int kBlockN = kHeadDim <= 128 ? 64 : 32;
-    static constexpr int kNumWarps = kOptions && kHeadDim <= 128 ? 8 : 4;
+    static constexpr int kNumWarps = kHeadDim <= 128 ? 8 : 4;
     static constexpr int kRowWarpsOfS = 2;
     static constexpr int kKeyWarps = kHeadDim > 128 ? 1 : kNumWarps / 2;
     static constexpr int kRowWarpsOfQ = kHeadDim > 128 ? 1 : kNumWarps / 2;
@@ -146,8 +153,8 @@ struct BackwardTileSm80 {
 //                      96           638   1156   240        32    96   24        242        130
 //                     128           782   1382   320        32   124   32        255        162
 //
-// On small tiles, a full step executes 620, 742, 900 and 1067 instructions with 32, 64, 96 and 128 dims, and 16, 32, 48
-// and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing
+// On small tiles of 4 warps, a full step executes 620, 742, 900 and 1067 instructions with 32, 64, 96 and 128 dims, and
+// 16, 32, 48 and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing
 // in a simulation: two value warps for each 32 keys (12 warps in all), and computing Pᵀ·dO after dSᵀ is in shared
 // memory.
 template <int kHeadDim>

@@ -199,6 +199,7 @@ def _text(name: bytes | None) -> str | None:
 
 def attention_forward_kernel(
     arch: int,
+    shared_bytes_per_cta: int,
     head_dim: int,
     value_dim: int,
     dtype: torch.dtype,
@@ -206,10 +207,10 @@ def attention_forward_kernel(
     changes_scores: bool = False,
     paged: bool = False,
 ) -> str | None:
-    """Returns the kernel's name. ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or key
-    ranges."""
+    """Returns the kernel's name. ``shared_bytes_per_cta`` is the most shared memory that a CTA can have on the GPU.
+    ``changes_scores``: the call has a bias, mask, ALiBi, dropout, softcap or key ranges."""
     traits = dtype == torch.bfloat16, changes_scores, paged
-    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, head_dim, value_dim, *traits))
+    return _text(_LIBRARY.fastattn_attention_forward_kernel(arch, shared_bytes_per_cta, head_dim, value_dim, *traits))
 
 
 def attention_backward_kernels(
@@ -225,8 +226,7 @@ def attention_backward_kernels(
     sinks: bool = False,
     slopes_gradient: bool = False,
 ) -> tuple[str, ...]:
-    """Returns the kernels' names in launch order; ``shared_bytes_per_cta`` is the most shared memory that a CTA can
-    have on the GPU."""
+    """Returns the kernels' names in launch order. ``shared_bytes_per_cta``: as for `attention_forward_kernel`."""
     names = (ctypes.c_char_p * 8)()
     traits = changes_scores, key_ranges, bias_gradient, sinks, slopes_gradient
     count = _LIBRARY.fastattn_attention_backward_kernels(

@@ -25,7 +25,7 @@ if DEVICE == "cpu":
 
 ops = torch.ops.fastattn
 KIB = 1024
-A100_BYTES = 163 * KIB  # maximum shared memory of a CTA
+SHARED_BYTES = {80: 163 * KIB, 90: 227 * KIB}  # maximum shared memory of a CTA
 
 
 def heads(rows: int, head_dim: int = 64, num: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_backward_launches_what_the_library_names(changes: dict[str, Any], dtype
     backward = launched_names(found)[num_forward:]
     named = native.attention_backward_kernels(
         80,
-        163 * 1024,
+        SHARED_BYTES[80],
         *case.head_dims,
         dtype,
         changes_scores=bool(case.softcap or case.mask or case.alibi or case.ranges),
@@ -129,7 +129,7 @@ def test_decode_launches_what_the_library_names(head_dim: int, cache_format: str
     lengths = torch.tensor([40], dtype=torch.int32)
     with fastattn.use_backend("cuda"), launches.recorded() as found, fastattn.record() as calls:
         fastattn.attention_with_kv_cache(query, cache, cache.clone(), lengths, **scales)
-    assert launched_names(found) == [native.decode_kernel(80, A100_BYTES, head_dim, dtype, cache_format, rows=3)]
+    assert launched_names(found) == [native.decode_kernel(80, SHARED_BYTES[80], head_dim, dtype, cache_format, rows=3)]
     assert launched_names(found) == [call.kernel for call in calls]
 
 
@@ -176,7 +176,9 @@ def test_the_cheapest_kernel_that_has_room_for_both_head_dims(
     name = "attention_forward_options" if changes_scores else "attention_forward"
     text = str(dtype).removeprefix("torch.")
     for arch, dims in ((90, on_hopper), (80, on_ampere)):
-        found = native.attention_forward_kernel(arch, *head_dims, dtype, changes_scores=changes_scores)
+        found = native.attention_forward_kernel(
+            arch, SHARED_BYTES[arch], *head_dims, dtype, changes_scores=changes_scores
+        )
         assert found == f"{name}_sm{arch}<{dims}, {text}>"
 
 
@@ -190,7 +192,7 @@ def test_forward_for_hopper_launches_what_the_library_names(
     with device.emulated(90, num_sms=2), fastattn.use_backend("cuda"), launches.recorded() as found:
         explained = fastattn.explain(fastattn.attention, query, key, value, softcap=softcap)
         fastattn.attention(query, key, value, softcap=softcap)
-    named = native.attention_forward_kernel(90, *dims, dtype, changes_scores=softcap > 0)
+    named = native.attention_forward_kernel(90, SHARED_BYTES[90], *dims, dtype, changes_scores=softcap > 0)
     assert launched_names(found) == [named] == [explained.kernel]
 
 
@@ -215,9 +217,9 @@ def test_a_compiled_call_with_gradients_runs_what_an_eager_one_does_on_hopper(he
 
 def test_the_library_names_no_kernel_for_a_gpu_that_has_none() -> None:
     for dtype in DTYPES:
-        assert native.attention_forward_kernel(75, 64, 64, dtype) is None
-        assert native.attention_forward_kernel(80, 264, 64, dtype) is None
-        assert native.attention_forward_kernel(80, 64, 264, dtype) is None
+        assert native.attention_forward_kernel(75, 64 * 1024, 64, 64, dtype) is None
+        assert native.attention_forward_kernel(80, SHARED_BYTES[80], 264, 64, dtype) is None
+        assert native.attention_forward_kernel(80, SHARED_BYTES[80], 64, 264, dtype) is None
         assert native.attention_backward_kernels(75, 64 * 1024, 64, 64, dtype) == ()
         assert native.decode_kernel(75, 64 << 10, 64, dtype, "16-bit", rows=1) is None
         product = native.Int8Product("int8_matmul", dtype, False, False, 1, 64, 64)

@@ -8,6 +8,7 @@ from typing import Any
 DTYPES = ("float16", "bfloat16")  # in the order of the C++ enum DataType
 # The words for a kernel's bool template argument: for false, and for true.
 FLAGS = {
+    "attention_forward_sm80": ("", "few keys"),
     "attention_forward_options_sm80": ("", "paged"),
     "attention_backward_key_value_sm80": ("plain", "options"),
     "attention_backward_key_value_sm90": ("", "options"),

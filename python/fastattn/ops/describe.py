@@ -39,6 +39,7 @@ def _attention_kernel(backend: str, request: Request, gpu: DeviceFacts) -> tuple
         return tiles.describe_attention(gpu, request.head_dim, request.value_dim, request.features)
     name = native.attention_forward_kernel(
         gpu.arch,
+        gpu.shared_memory_bytes,
         int(request.head_dim),  # a tracer's symbol becomes a number
         int(request.value_dim),
         request.dtype,
