@@ -34,7 +34,7 @@ inline void fill_outside_rows(std::initializer_list<OutsideRowsParams::PackedTen
     params.num_ctas = 1;
     for (const OutsideRowsParams::PackedTensor& tensor : tensors) {
         params.tensors[params.num_tensors++] = tensor;
-        params.num_ctas = std::max({params.num_ctas, tensor.total, tensor.heads});  // a CTA fills whole rows
+        params.num_ctas = std::max(params.num_ctas, tensor.total);  // a CTA fills whole rows
     }
     params.num_ctas = std::min(params.num_ctas, kCtasPerSm * facts.num_sms);
     params.lse = lse;

@@ -42,7 +42,7 @@ struct alignas(128) ForwardStorageSm80 {
     uint16_t sQ[Config::kBlockM * Config::kHeadDim];  // swizzled; holds the output at the end
     uint16_t sK[Config::kBlockN * Config::kHeadDim];  // swizzled
     uint16_t sV[Config::kBlockN * Config::kHeadDim];  // swizzled
-    // Masked steps read these each time they need them, because they have no registers to hold them.
+    // Masked steps read `tiles` and `window` each time they need them, because they have no registers to hold them.
     KeyTiles tiles;
     Window window;  // of rows counted from the tile's first
     KeySplit split;
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(PlainConfigSm80<kHeadDim, kFewKeys>::kNumThrea
     constexpr bool kLoadsKeysLate = kHeadDim == 256;  // copies K after the softmax: copied earlier, the loops spill
     extern __shared__ __align__(128) char shared_bytes[];
     auto& shared = *reinterpret_cast<ForwardStorageSm80<Config>*>(shared_bytes);
+    constexpr size_t kSharedBytesOfSm = kHeadDim == 128 && !kFewKeys ? kSharedBytesSm80 : kSharedBytesSm86;
+    static_assert(ctas_with_room(sizeof(shared), kSharedBytesOfSm) >= Config::kMinCtasPerSm);
     static_assert(sizeof(shared) <= kSharedBytesPerCtaSm86);
-    static_assert(ctas_with_room(sizeof(shared), kFewKeys ? kSharedBytesSm86 : kSharedBytesSm80) >=
-                  Config::kMinCtasPerSm);
 
     // Prologue: finds the CTA's query rows and the keys that they see.
     const int warp = warp_in_cta(), lane = threadIdx.x % kWarpSize;

@@ -4,8 +4,8 @@
 //
 //   each warp:   each lane looks for a gap → for each gap found: all lanes fill rows
 //
-// The warps of a CTA look for gaps in turn. CTAs take the rows of a gap in turn; of the lse, they take the heads in
-// turn.
+// Every CTA looks for all gaps, each of its warps for those of 32 sequences at a time. CTAs take the rows of a gap in
+// turn; of the lse, they take blocks of 32 rows in turn.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +49,9 @@ FASTATTN_DEVICE void zero_rows(const OutsideRowsParams::PackedTensor& tensor, co
 
 // Called by one warp.
 FASTATTN_DEVICE void hide_rows(const RowsView& lse, const RowRange& rows, int lane) {
-    for (int32_t head = blockIdx.x; head < lse.heads; head += gridDim.x) {
-        for (int64_t row = int64_t{rows.begin} + lane; row < rows.end; row += kWarpSize) {
-            lse.data[head * lse.head_stride + row] = -kInfinity;
-        }
+    const int64_t first_row = int64_t{rows.begin} + int64_t{blockIdx.x} * kWarpSize + lane;
+    for (int64_t row = first_row; row < rows.end; row += int64_t{gridDim.x} * kWarpSize) {
+        for (int32_t head = 0; head < lse.heads; ++head) lse.data[head * lse.head_stride + row] = -kInfinity;
     }
 }
 

@@ -12,7 +12,6 @@ struct ForwardTileSm80;
 // The counts below are of the SASS for sm_80 (nvcc 13.0), per warp and unmasked step: the warp's rows by kBlockN keys.
 // tests/machine_code/test_native_library.py checks them. No loop accesses local memory. The counts of the forward
 // kernel include two branches: rescaling O, which few steps do, and tracking the largest score (about 35 instructions).
-// A step that does not rescale O has 543 instructions with 64 dims and 736 with 128.
 //
 // Forward: head dim  instructions  HMMA  MUFU.EX2  LDSM  registers  shared-KB
 //                32           536    64        68    16        168         16
@@ -59,9 +58,9 @@ struct ForwardTileSm80<96> {
     static constexpr bool kQueryInRegisters = false;
 };
 
-// O takes 128 registers, S 64. Two CTAs fit in an SM's registers and, on sm_80 and sm_90, in its shared memory. Other
-// GPUs have 100 KB, in which two CTAs with kFewKeys fit: one CTA of four warps would leave the tensor cores idle while
-// it computes a softmax.
+// O takes 128 registers, S 64. Two CTAs fit in an SM's registers and, if it has 164 KB or more, in its shared memory.
+// sm_86, sm_89 and sm_120 have 100 KB, in which two CTAs with kFewKeys fit. One CTA of four warps would leave the
+// tensor cores idle while it computes a softmax.
 template <bool kFewKeys>
 struct ForwardTileSm80<128, kFewKeys> {
     static constexpr int kBlockM = 128;
@@ -116,7 +115,7 @@ struct ForwardOptionsTileSm80 {
 //
 // Above 128 dims, two CTAs of 4 warps run on an SM, so that one computes while the other waits. Up to 128 dims, a CTA
 // has 8 warps: with options, 4 warps would not have enough registers, and where the large tiles do not fit, an SM has
-// room for only one CTA.
+// room for only one CTA. The kernel that rounds dQ divides its tiles among as many warps.
 //
 // The counts are defined as above, for the kernel without options. Its loop contains the exponentials twice, for full
 // and for masked tiles, and the counts include both. A step executes only one of the two.
@@ -153,10 +152,8 @@ struct BackwardTileSm80 {
 //                      96           638   1156   240        32    96   24        242        130
 //                     128           782   1382   320        32   124   32        255        162
 //
-// On small tiles of 4 warps, a full step executes 620, 742, 900 and 1067 instructions with 32, 64, 96 and 128 dims, and
-// 16, 32, 48 and 64 REDs. FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing
-// in a simulation: two value warps for each 32 keys (12 warps in all), and computing Pᵀ·dO after dSᵀ is in shared
-// memory.
+// FlashAttention-2's kernels take 563 and 891 instructions at 64 and 128 dims. Two attempts gained nothing in a
+// simulation: two value warps for each 32 keys (12 warps in all), and computing Pᵀ·dO after dSᵀ is in shared memory.
 template <int kHeadDim>
 struct BackwardLargeTileSm80 {
     static constexpr int kBlockM = 64;

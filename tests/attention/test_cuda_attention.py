@@ -17,8 +17,10 @@ from torch import Tensor
 
 import fastattn
 import instances
+import kernel_symbols
 from cuda_kernels import DTYPES, EMULATED, FAMILY, MARKS, each_dtype, only_emulated
 from fastattn import reference
+from fastattn.dispatch.device import kernel_facts
 from kernel_device import DEVICE
 from oracle import check_against_oracle
 from turns import in_turn
@@ -142,20 +144,23 @@ def test_shapes_at_other_head_dims(head_dim: int, dtype: torch.dtype, causal: bo
 @only_emulated
 @each_dtype
 @each_mask
-@pytest.mark.parametrize(("rows", "keys"), [*SHAPES, (20, 700)])  # the last is split among CTAs
+@pytest.mark.parametrize(("rows", "keys"), [(20, 700), *SHAPES])  # the first is split among CTAs
 def test_little_shared_memory(rows: int, keys: int, causal: bool, dtype: torch.dtype) -> None:
     """At 128 dims, tiles have fewer keys where an SM has 100 KB of shared memory, so that two CTAs fit."""
     query, key, value = inputs(128, dtype, rows, keys)
     with device.emulated(80, shared_memory_bytes=99 << 10):
         check(query, key, value, causal)
+        explained = fastattn.explain(fastattn.attention, query, key, value, causal=causal)
+        assert explained.kernel == f"attention_forward_sm80<128, {str(dtype).removeprefix('torch.')}, few keys>"
         with launches.recorded() as found:
             out, _ = run(query, key, value, causal)
             if keys > rows > 1 and causal:  # only the last row sees the last key
                 key[:, :, -1], value[:, :, -1] = torch.nan, torch.inf
                 spoiled, _ = run(query, key, value, causal)
                 assert torch.equal(spoiled[:, :, :-1], out[:, :, :-1])
+    assert found
     for launched in found:
-        assert "attention_forward_sm80" in launched.report.kernel
+        assert kernel_symbols.name_of(launched.report.kernel) == explained.kernel
         assert 2 * (launched.report.shared_bytes + (1 << 10)) <= 100 << 10
 
 
@@ -404,7 +409,9 @@ def test_the_dispatcher_chooses_the_kernel(head_dim: int, dtype: torch.dtype, ca
     query, key, value = inputs(head_dim, dtype, 20, 30)
     explained = fastattn.explain(fastattn.attention, query, key, value, causal=causal)
     tile_dim = max(head_dim, 64) if FAMILY == 90 else head_dim
-    name = f"attention_forward_sm{FAMILY}<{tile_dim}, {str(dtype).removeprefix('torch.')}>"
+    has_few_keys = head_dim == 128 and kernel_facts(query.device).shared_memory_bytes < 163 << 10
+    few_keys = ", few keys" if has_few_keys else ""
+    name = f"attention_forward_sm{FAMILY}<{tile_dim}, {str(dtype).removeprefix('torch.')}{few_keys}>"
     assert (explained.backend, explained.kernel) == ("cuda", name)
     with fastattn.record() as calls, running():
         fastattn.attention(query, key, value, causal=causal)

@@ -312,11 +312,12 @@ def _calls_without_a_kernel(instances, gpu):
     runs = {"8.0": {"sm_80"}, "8.9": {"sm_80"}, "9.0": {"sm_90", "sm_90a"}, "12.0": {"compute_80", "compute_90"}}[gpu]
 
     def calls_of(instance):
-        """Returns an instance's calls. A kernel for paged and other keys has both; large tiles add no operation."""
+        """Returns an instance's calls. A kernel for paged and other keys has both; tiles of other sizes add none."""
         operation = re.sub(r"(_large|_wide)?_sm\d+\.cu$", "", instance.source)
         calls = []
         for kernel in instance.kernels:
             values = {"OPTIONS": "false", **dict(kernel)}
+            values.pop("FEW_KEYS", None)
             paged = [values.pop("PAGED")] if "PAGED" in values else ["false", "true"]
             size = int(values.pop("HEAD_DIM", values.pop("BLOCK_M", "0")))
             size = min(size, int(values.pop("VALUE_DIM", size)))
