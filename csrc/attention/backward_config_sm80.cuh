@@ -89,9 +89,9 @@ struct HeadDimGrid {
     }
 };
 
-template <int kHeadDim_, bool kOptions>
-struct BackwardConfigSm80 : BackwardTileSm80<kHeadDim_, kOptions> {
-    using Tile = BackwardTileSm80<kHeadDim_, kOptions>;
+template <int kHeadDim_>
+struct BackwardConfigSm80 : BackwardTileSm80<kHeadDim_> {
+    using Tile = BackwardTileSm80<kHeadDim_>;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kNumThreads = Tile::kNumWarps * kWarpSize;
     static constexpr int kRowElements = Swizzle<kHeadDim>::kRowElements;         // of Q, dO, K, V

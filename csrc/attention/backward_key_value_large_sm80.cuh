@@ -49,7 +49,7 @@ struct BackwardLargeConfigSm80 : BackwardLargeTileSm80<kHeadDim_> {
     using KeyGrid = HeadDimGrid<Tile::kBlockN, kHeadDim, kRoleWarps, kRoleWarps>;  // dK, dV
     using QueryGrid = HeadDimGrid<Tile::kBlockM, kHeadDim, 2, kRoleWarps>;         // dQ
     static constexpr int kQuerySums = Tile::kBlockM * kHeadDim;  // numbers in a tile of params.query_sums
-    static_assert(int{Tile::kBlockM} == int{BackwardTileSm80<kHeadDim, false>::kBlockM},
+    static_assert(int{Tile::kBlockM} == int{BackwardTileSm80<kHeadDim>::kBlockM},
                   "the kernel that reads the sums goes by that tile");
 };
 

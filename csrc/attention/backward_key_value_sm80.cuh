@@ -61,10 +61,10 @@ struct alignas(128) BackwardStorageSm80 {
 };
 
 template <int kHeadDim, DataType kDataType, bool kOptions>
-__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumThreads,
-                                  BackwardConfigSm80<kHeadDim, kOptions>::kMinCtasPerSm)
+__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim>::kNumThreads,
+                                  BackwardConfigSm80<kHeadDim>::kMinCtasPerSm)
     attention_backward_key_value_sm80(const __grid_constant__ AttentionBackwardParams params) {
-    using Config = BackwardConfigSm80<kHeadDim, kOptions>;
+    using Config = BackwardConfigSm80<kHeadDim>;
     using KeyGrid = typename Config::KeyGrid;
     using QueryGrid = typename Config::QueryGrid;
     constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kNumThreads = Config::kNumThreads;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, kOptions>::kNumTh
 template <int kHeadDim, DataType kDataType, bool kOptions>
 void launch_attention_backward_key_value_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                               Stream stream) {
-    using Config = BackwardConfigSm80<kHeadDim, kOptions>;
+    using Config = BackwardConfigSm80<kHeadDim>;
     const int64_t num_ctas = int64_t{ceil_div(params.key.rows, Config::kBlockN)} * params.key.heads * params.key.batch;
     const Launch launch{num_ctas, Config::kNumThreads, sizeof(BackwardStorageSm80<Config>)};
     kernel.launch(attention_backward_key_value_sm80<kHeadDim, kDataType, kOptions>, launch, params, stream);

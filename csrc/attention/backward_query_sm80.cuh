@@ -17,9 +17,9 @@
 namespace fastattn {
 
 template <int kHeadDim, DataType kDataType>
-__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/false>::kNumThreads)
+__global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim>::kNumThreads)
     attention_backward_query_sm80(const __grid_constant__ AttentionBackwardParams params) {
-    using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
+    using Config = BackwardConfigSm80<kHeadDim>;
     using Grid = typename Config::QueryGrid;
     constexpr int kBlockM = Config::kBlockM;
     constexpr int kWarpRows = kBlockM / Config::kNumWarps;                  // rows that a warp stores
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(BackwardConfigSm80<kHeadDim, /*kOptions=*/fals
 template <int kHeadDim, DataType kDataType>
 void launch_attention_backward_query_sm80(LaunchedKernel& kernel, const AttentionBackwardParams& params,
                                           Stream stream) {
-    using Config = BackwardConfigSm80<kHeadDim, /*kOptions=*/false>;
+    using Config = BackwardConfigSm80<kHeadDim>;
     const int64_t num_ctas =
         int64_t{ceil_div(params.query.rows, Config::kBlockM)} * params.query.heads * params.query.batch;
     const Launch launch{num_ctas, Config::kNumThreads, 0};

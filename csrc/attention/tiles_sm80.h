@@ -126,7 +126,7 @@ struct ForwardOptionsTileSm80 {
 //                192           941   120        16    86        239         53
 //                256          1100   160        16   104        255         69
 
-template <int kHeadDim, bool kOptions>
+template <int kHeadDim>
 struct BackwardTileSm80 {
     static constexpr int kBlockM = kHeadDim <= 128 ? 64 : 32;
     static constexpr int kBlockN = kHeadDim <= 128 ? 64 : 32;

@@ -9,7 +9,7 @@ static const Registrations registrations([](auto dtype) {
         KernelKey{80, FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS},
         kernel_name("attention_backward_key_value_sm80",
                     {FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS ? "options" : "plain"}),
-        tile_facts<BackwardTileSm80<FASTATTN_HEAD_DIM, FASTATTN_OPTIONS>>(),
+        tile_facts<BackwardTileSm80<FASTATTN_HEAD_DIM>>(),
         launch_attention_backward_key_value_sm80<FASTATTN_HEAD_DIM, kDataType, FASTATTN_OPTIONS>);
 });
 
