@@ -161,19 +161,6 @@ FASTATTN_DEVICE int32_t sum_column(const MatmulEpilogue& epilogue, const CtaTile
 template <typename Tile>
 using StepWeights = uint32_t[Tile::kBlockK / kMmaK][4];
 
-// Starts rY += W · Xᵀ, or rY = W · Xᵀ without kAdds, over kSumK of a step's K from first_k on. The products run
-// asynchronously.
-template <DataType kDataType, int kSumK, bool kAdds, typename Tile>
-FASTATTN_DEVICE void start_products(float (&rY)[Tile::kBlockM / 2], const StepWeights<Tile>& rW, OperandDescriptor sX,
-                                    int first_k = 0) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = first_k / kMmaK; k < (first_k + kSumK) / kMmaK; ++k) {
-        ptx::Wgmma<Tile::kBlockM, kDataType>::rs_rows(rY, rW[k], sX.at(k * kMmaK * 2), kAdds || k > first_k / kMmaK);
-    }
-    ptx::wgmma_commit_group();
-}
-
 // One consumer's side of the ring, for a consumer that decodes operands A. ahead: the stage to decode next. ring: the
 // stage to release next.
 template <DataType kDataType, typename Tile>
@@ -185,8 +172,6 @@ struct DecodingConsumer {
     FASTATTN_DEVICE DecodingConsumer(ClusterStorage<Tile>& shared, int lane)
         : shared(shared), lane(lane), ring(shared.ring), ahead(shared.ring) {}
 
-    FASTATTN_DEVICE OperandDescriptor input(int stage) const { return OperandDescriptor::k_major(shared.input(stage)); }
-
     FASTATTN_DEVICE void release() { ring.release_to_cluster(lane, kClusterSize); }
 
     // Adds the products of a work tile to rY. At most two steps have products in flight. decode(rW) waits until the
@@ -195,7 +180,13 @@ struct DecodingConsumer {
     FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Decode&& decode) {
         StepWeights<Tile> rW[2];
         const auto start = [&](const StepWeights<Tile>& rW) {
-            start_products<kDataType, Tile::kBlockK, true, Tile>(rY, rW, input(ahead.stage));
+            const auto sX = OperandDescriptor::k_major(shared.input(ahead.stage));
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < Tile::kBlockK / kMmaK; ++k) {
+                ptx::Wgmma<Tile::kBlockM, kDataType>::rs_rows(rY, rW[k], sX.at(k * kMmaK * 2), true);
+            }
+            ptx::wgmma_commit_group();
             ahead.advance();
         };
         // Starts a step's products, and decodes the next weights into the registers of the step before.

@@ -16,11 +16,12 @@ struct FactorRange {
     FASTATTN_DEVICE float to_factor() const { return inverse_of_power(divisor); }
     FASTATTN_DEVICE bool holds(float largest) const { return largest < kEnd * divisor; }
 
-    // Changes the divisor so that the scale `largest` becomes a factor from kEnd / 2 to kEnd. Returns the number by
-    // which the sums so far must be multiplied.
+    // Changes the divisor so that the scale `largest` becomes a factor from kEnd / 2 to kEnd; an infinite scale becomes
+    // an infinite factor. Returns the number by which the sums so far must be multiplied.
     FASTATTN_DEVICE float make_room(float largest) {
+        constexpr float kToDivisor = 2.0f / kEnd;
         const float before = divisor;
-        divisor = __uint_as_float(__float_as_uint(largest) & kExponentBits) * (2.0f / kEnd);
+        divisor = fminf(__uint_as_float(__float_as_uint(largest) & kExponentBits), 0x1p127f) * kToDivisor;
         return change(before, divisor);
     }
 

@@ -22,8 +22,8 @@
 // remain. That would save little, because a pair is converted once for all tokens of a tile, and every reader of
 // weights would have to know a second layout.
 //
-// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the sums of 32 or 64 k,
-// which are a second set of accumulators.
+// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the weights, which are then
+// rounded to 16 bits (group_factors_sm90.cuh): two more HFMA2 for each pair.
 //
 // Preconditions: those of Int8WeightView and MatrixView. N and K may have any value, because TMA reads zeros outside of
 // a matrix.
@@ -39,6 +39,7 @@
 #include "host/launch.h"
 #include "int8_matmul/cluster_sm90.cuh"
 #include "int8_matmul/epilogue_sm90.cuh"
+#include "int8_matmul/group_factors_sm90.cuh"
 
 namespace fastattn {
 
@@ -56,93 +57,35 @@ struct WeightTileSm90 {
     }
 };
 
-// Decodes a lane's weights of a step. sW: the step's weights. offset: WeightTileSm90::offset() for the lane's upper
-// row. to_lower: the distance of the lane's lower row, in bytes.
-template <DataType kDataType, typename Tile>
-FASTATTN_DEVICE void decode_weights(StepWeights<Tile>& rW, const char* sW, uint32_t offset, int to_lower) {
-#pragma unroll
-    for (int k = 0; k < Tile::kBlockK / kMmaK; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int lower_row = i % 2 == 0 ? 0 : to_lower, next_eight = i / 2 * 8;
-            const char* two = sW + (offset ^ k * kChunkBytes) + lower_row + next_eight;
-            rW[k][i] = decode_pair<kDataType, 0, 1>(biased(*reinterpret_cast<const uint16_t*>(two)));
-        }
-    }
-}
-
 // One consumer's side of the ring.
 template <DataType kDataType, typename Tile>
 struct WeightConsumer : DecodingConsumer<kDataType, Tile> {
     using Base = DecodingConsumer<kDataType, Tile>;
-    using Base::ahead, Base::ring, Base::shared;
+    using Base::ahead, Base::shared;
 
     uint32_t offset;
-    int to_lower;
+    int to_lower;  // the distance of a lane's two rows of weights, in bytes
 
     FASTATTN_DEVICE WeightConsumer(ClusterStorage<Tile>& shared, const ConsumerPosition& position)
         : Base(shared, position.lane),
           offset(WeightTileSm90::offset(position.output(0), position.lane)),
           to_lower(position.half_distance() * WeightTileSm90::kRowBytes) {}
 
-    // Waits until the next step's operands have landed, and decodes its weights.
-    FASTATTN_DEVICE void decode(StepWeights<Tile>& rW) const {
+    // Waits until the next step's operands have landed, and decodes the lane's weights. scaled(row, k, pair) returns
+    // what a pair of decoded weights becomes. row: 0 or 1, for the upper or the lower row; k: the pair's 16 of K.
+    template <typename Scaled>
+    FASTATTN_DEVICE void decode(StepWeights<Tile>& rW, Scaled&& scaled) const {
         ahead.wait_full();
-        decode_weights<kDataType, Tile>(rW, shared.weights(ahead.stage), offset, to_lower);
-    }
-
-    // Adds the products of all steps to rY.
-    FASTATTN_DEVICE void sum(float (&rY)[Tile::kBlockM / 2], int32_t num_steps) {
-        Base::sum(rY, num_steps, [this](StepWeights<Tile>& rW) { decode(rW); });
-    }
-
-    // Does the same with a scale for each group of K: multiplies the products over kGroupK (32 or 64) by their group's
-    // scale before it adds them. scale(half, first_k) returns the scale for one of the thread's two columns of N;
-    // first_k counts from the work tile's first step. The scales of a step are loaded one step before.
-    template <int kGroupK, typename Scale>
-    FASTATTN_DEVICE void sum_groups(float (&rY)[Tile::kBlockM / 2], int32_t num_steps, Scale&& scale) {
-        constexpr int kGroups = Tile::kBlockK / kGroupK;
-        struct Operands {
-            StepWeights<Tile> rW;
-            float scales[kGroups][2];
-        } operands[2];
-        int32_t next_k = 0;
-        const auto load = [&](Operands& next) {
+        const char* sW = shared.weights(ahead.stage);
 #pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                next.scales[group][0] = scale(0, next_k + group * kGroupK);
-                next.scales[group][1] = scale(1, next_k + group * kGroupK);
+        for (int k = 0; k < Tile::kBlockK / kMmaK; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i % 2, next_eight = i / 2 * 8;
+                const char* two = sW + (offset ^ k * kChunkBytes) + (row == 0 ? 0 : to_lower) + next_eight;
+                const uint32_t biased_two = biased(*reinterpret_cast<const uint16_t*>(two));
+                rW[k][i] = scaled(row, k, decode_pair<kDataType, 0, 1>(biased_two));
             }
-            next_k += Tile::kBlockK;
-            decode(next.rW);
-            ahead.advance();
-        };
-        const auto step = [&](const Operands& current, auto&& load_next) {
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                float rGroup[Tile::kBlockM / 2];
-                start_products<kDataType, kGroupK, false, Tile>(rGroup, current.rW, this->input(ring.stage),
-                                                                group * kGroupK);
-                if (group == 0) load_next();
-                wait_gemm<0>(rGroup);  // leaves none in flight
-                if (group == kGroups - 1) this->release();
-#pragma unroll
-                for (int i = 0; i < Tile::kBlockM / 2; ++i) rY[i] += rGroup[i] * current.scales[group][i / 2 % 2];
-            }
-        };
-
-        if (num_steps == 0) return;
-        load(operands[0]);
-        int32_t left = num_steps;
-        for (; left > 2; left -= 2) {
-            step(operands[0], [&] { load(operands[1]); });
-            step(operands[1], [&] { load(operands[0]); });
-        }
-        if (left == 2) {
-            step(operands[0], [&] { load(operands[1]); });
-            step(operands[1], [] {});
-        } else {
-            step(operands[0], [] {});
         }
     }
 };
@@ -196,26 +139,22 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
         ptx::written_by_wgmma(rY);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         if constexpr (kIsGrouped) {
-            const Int8WeightView& weight = params.matmul.weight;
             const CtaTile tile(schedule, work, rank);
-            const float* gScale[2];
+            const int32_t rows[2] = {sum_column(epilogue, tile, position, 0), sum_column(epilogue, tile, position, 1)};
+            GroupFactors<kDataType, Tile> scales(params.matmul.weight, rows, work, lane);
+            consumer.sum(rY, num_steps, [&](StepWeights<Tile>& rW) {
+                scales.advance();
+                consumer.decode(rW, [&](int row, int k, uint32_t pair) {
+                    return scales.factors[k * kMmaK / Int8WeightView::kSmallestGroup][row].times(pair);
+                });
+            });
+            // The divisors are no part of the factor below, because divisor * kFactor may overflow.
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int32_t row = sum_column(epilogue, tile, position, half);
-                gScale[half] = weight.scale + int64_t{min(row, weight.rows - 1)} * weight.groups;
-            }
-            const int32_t begin_k = work.begin_step * Tile::kBlockK;
-            const auto scale = [&](int half, int32_t k) {
-                const int32_t group = (begin_k + k) / Int8WeightView::kSmallestGroup >> weight.group_shift;
-                return group < weight.groups ? __ldg(gScale[half] + group) : 0.0f;  // past the last one, W is zero
-            };
-            if (weight.group_shift == 0) {
-                consumer.template sum_groups<Int8WeightView::kSmallestGroup>(rY, num_steps, scale);
-            } else {
-                consumer.template sum_groups<Tile::kBlockK>(rY, num_steps, scale);
-            }
+            for (int i = 0; i < kBlockM / 2; ++i) rY[i] *= scales.ranges[i / 2 % 2].divisor;
         } else {
-            consumer.sum(rY, num_steps);
+            consumer.sum(rY, num_steps, [&](StepWeights<Tile>& rW) {
+                consumer.decode(rW, [](int, int, uint32_t pair) { return pair; });
+            });
         }
 
         // Epilogue.

@@ -49,8 +49,7 @@ struct ClusterTileSm90 {
 };
 
 // A step takes 64 int8 numbers of each row of weights, and 64 elements of each row of the input. The sums take kBlockM
-// / 2 registers of a thread. With a scale for each group of K, the sums of one group take as many registers again,
-// because they are scaled before they are added to the others. kBlockM is therefore at most 128 with groups.
+// / 2 registers of a thread.
 template <int kBlockM>
 struct Int8MatmulTileSm90 : ClusterTileSm90<kBlockM, kCtaN * 64 + kBlockM * 128, 64> {
     static constexpr MatmulTile kMatmulTile = cluster_tile(kBlockM, 64, /*multiplies_in_16bit=*/true);

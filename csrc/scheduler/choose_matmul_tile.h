@@ -43,7 +43,8 @@ struct MatmulClocks {
 // gets them from DRAM. A cluster loads its rows of the input once, for all its CTAs.
 inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRates& rates, int32_t resident_clusters) {
     // Assumes that dequantising never overlaps mma.sync, and that it overlaps wgmma except for its use of the register
-    // file's ports. Scaling the sums of groups takes time in proportion to a step's products.
+    // file's ports. Scaling the sums of groups takes time in proportion to a step's products. Where wgmma multiplies in
+    // 16 bits, the scales of groups multiply the weights instead, while it runs.
     const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
     constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
@@ -52,7 +53,8 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
     const double macs = tile.uses_wgmma ? (tile.multiplies_in_16bit ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
                                         : (tile.multiplies_in_16bit ? rates.macs_16bit : rates.macs_int8);
     const double products = weights * tile.block_m / (reached * macs);
-    const double scaled = tile.has_group_scales ? weights * tile.block_m / (tile.multiplies_in_16bit ? 3600 : 2400) : 0;
+    const bool scales_sums = tile.has_group_scales && !(tile.uses_wgmma && tile.multiplies_in_16bit);
+    const double scaled = scales_sums ? weights * tile.block_m / (tile.multiplies_in_16bit ? 3600 : 2400) : 0;
     const int32_t rows = std::min(M, tile.block_m);
     const double input_bytes =
         static_cast<double>(rows) / tile.cluster_size * tile.block_k * (tile.multiplies_in_16bit ? 2 : 1);

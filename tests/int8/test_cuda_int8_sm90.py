@@ -27,10 +27,7 @@ if EMULATED:  # on a machine with a GPU, the emulator is not built
 pytestmark = [*MARKS, NEEDS_HOPPER]
 
 TILE_OUTPUTS, STEP = 256, 64
-ROWS = instances.rows_of("int8_matmul/instances/gemm_sm90.cu")
-PLAIN_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if not has_groups})
-GROUPED_BLOCKS = sorted({tokens for tokens, has_groups, _ in ROWS if has_groups})
-
+BLOCKS = sorted({tokens for tokens, _, _ in instances.rows_of("int8_matmul/instances/gemm_sm90.cu")})
 
 running = functools.partial(running_sm90, FORWARD)
 
@@ -44,10 +41,6 @@ def check(tokens: int, *arguments: Any, num_sms: int = 2, seed: int = 7, **named
         return int8_cases.check_forward(int8_matmul, *arguments, **named)
 
 
-def blocks_for(granularity: str | int) -> list[int]:
-    return PLAIN_BLOCKS if isinstance(granularity, str) else GROUPED_BLOCKS
-
-
 @only_emulated
 def test_a_missing_fence_before_copies_over_weights_that_were_read_is_found() -> None:
     weight, scale = quantised(300, 1024, "channel")
@@ -59,9 +52,8 @@ def test_a_missing_fence_before_copies_over_weights_that_were_read_is_found() ->
 # --- Shapes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("granularity", "block"), [(each, block) for each in ("channel", 64) for block in blocks_for(each)]
-)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("granularity", ["channel", 64])
 def test_every_tile(granularity: str | int, block: int) -> None:
     """Sizes are a few tokens, and a tile or a step and a little less or more of tokens, outputs and columns."""
     for i, (m, n, k) in enumerate([(3, 8, 128), (block, 256, 64), (block + 1, 264, 192), (2 * block - 1, 520, 128)]):
@@ -94,7 +86,7 @@ def test_every_number_of_steps(steps: int) -> None:
 
 @pytest.mark.slow
 @only_emulated
-@pytest.mark.parametrize("block", PLAIN_BLOCKS)
+@pytest.mark.parametrize("block", BLOCKS)
 def test_shared_tiles(block: int) -> None:
     """Two clusters or more split tiles, with splits that end with a tile or cross into the next; whole tiles follow."""
     cases = [
@@ -105,13 +97,14 @@ def test_shared_tiles(block: int) -> None:
         (4, 5, 1280, 1024),
     ]
     for i, (num_sms, m, n, k) in enumerate(cases):
-        dtype, granularity = DTYPES[i % 2], 32 if block in GROUPED_BLOCKS and i % 2 == 0 else "channel"
+        dtype, granularity = DTYPES[i % 2], ("channel", 32, 128)[i % 3]
         weight, scale = quantised(n, k, granularity, seed=i)
         arguments = (normal(m, k, seed=1, dtype=dtype), weight, scale, *epilogue("gelu", m, n, dtype))
         out = check(block, *arguments, num_sms=num_sms, seed=i)
         with running(block, num_sms, seed=8, workers=1 + i % 2) as found:
             assert torch.equal(out, int8_matmul(*arguments))
-            assert native.int8_matmul_schedule("int8_matmul", 90, num_sms, granularity == 32, m, n, k).slots > 0
+            has_groups = granularity != "channel"
+            assert native.int8_matmul_schedule("int8_matmul", 90, num_sms, has_groups, m, n, k).slots > 0
         assert [launched.grid[0] for launched in found] == [num_sms]
 
 
@@ -169,6 +162,38 @@ def test_a_group_may_be_nan_or_infinite_alone() -> None:
         out = int8_matmul(normal(5, 96, seed=1).abs(), weight, scale, None, None, "none")
     assert bool(out[:, 3].isnan().all()) and bool((out[:, 4] == torch.inf).all())
     assert bool(out[:, [i for i in range(20) if i not in (3, 4)]].isfinite().all())
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_scales_of_groups_round_a_weight_once(group: int, dtype: torch.dtype) -> None:
+    """Each row of x is one element of K, so a result is a weight times its scale. Rounding the scale, too, would add up
+    to another half of a unit in the last place. Scales of a row differ by up to 2^8, those of rows by much more."""
+    n, k = 200, 512
+    generator = torch.Generator().manual_seed(group)
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator)
+    exponent = torch.randint(0, 8, (n, k // group), generator=generator)
+    exponent += torch.randint(-12, 0, (n, 1), generator=generator)
+    scale = (torch.rand(exponent.shape, generator=generator) + 0.5) * 2.0**exponent
+    exact = weight.double() * scale.double().repeat_interleave(group, 1)
+    x = torch.eye(k, dtype=dtype, device=DEVICE)
+    with running(256, num_sms=4):
+        out = int8_matmul(x, weight.to(DEVICE), scale.to(DEVICE), None, None, "none").t().cpu().double()
+    unit = torch.finfo(dtype).eps * 2.0 ** exact.abs().log2().floor()  # in the last place
+    assert bool(((out - exact).abs() <= 0.51 * unit).all())
+
+
+def test_weights_beyond_float16s_range_are_multiplied() -> None:
+    """No 16-bit float holds these weights, which have scales of up to 4000; one row has scales that are tiny."""
+    weight, scale = quantised(40, 256, 64)
+    scale *= 1e6
+    scale[7] *= 1e-30
+    x = normal(5, 256, seed=1, std=1e-4)
+    exact = x.double() @ reference.dequantize_int8(weight, scale, torch.float64).t()
+    with running(64):
+        out = int8_matmul(x, weight, scale, None, None, "none")
+    assert bool(exact.abs().max() > 10) and bool((out.double() - exact).abs().max() <= 2e-3 * exact.abs().max())
+    assert bool((out[:, 7] == 0).all())
 
 
 @only_emulated
