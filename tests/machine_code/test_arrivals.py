@@ -1,6 +1,7 @@
-"""Tests what an int8 matmul of few tokens waits for in its machine code: fences, atomics and loads of partials.
+"""Tests what CTAs that split a tile wait for in machine code: fences, atomics and loads of partials.
 
-It covers each GPU for which the library has machine code. csrc/scheduler/choose_matmul_tile.h counts the trips to L2.
+This is the end of decoding and of an int8 matmul of few tokens. The tests cover each GPU for which the library has
+machine code. csrc/scheduler/choose_matmul_tile.h and csrc/scheduler/combine.cuh count the trips to L2.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import pytest
 import kernel_symbols
 from emulator import static_facts
 from emulator.static_facts import KernelFacts, full_opcode, opcode
+from machine_code_facts import facts_of
 from machine_code_library import BUILD, library_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("native_library")]  # one process disassembles the library
 
 CODES = [code for code in BUILD["code"].get("80", []) if code.startswith("sm_")]
+DECODING = "decode_split_sm80"
 MATMUL, WITH_INT8_TOKENS, GRADIENT = "int8_matmul_sm80", "int8_matmul_s8_sm80", "int8_matmul_grad_input_sm80"
 ATOMICS = ("ATOM", "ATOMG", "RED", "REDG")
 
@@ -44,7 +47,7 @@ def of_few_tokens(code: str, kernel: str) -> list[KernelFacts]:
 def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> None:
     """Between a fence and its addition, only registers move. One swap opens the counter; the gradient has another pair,
     for sums over tokens. tests/int8/test_cuda_int8.py counts how often CTAs add: never where no tile is split."""
-    for kernel, counters in ((MATMUL, 1), (GRADIENT, 2)):
+    for kernel, counters in ((DECODING, 1), (MATMUL, 1), (GRADIENT, 2)):
         for facts in kernels_of(code, kernel).values():
             names = [full_opcode(line) or line for line in facts.lines]  # labels are kept
             atomics = [name for name in names if name.split(".")[0] in ATOMICS]
@@ -57,6 +60,21 @@ def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> Non
                 assert all(name.startswith(("MOV", "IMAD.MOV", "IMAD.U32", "ERRBAR", "CGAERRBAR")) for name in between)
             in_loops = frozenset().union(*facts.main_loops)
             assert not [line for line in in_loops if opcode(facts.lines[line]) in ("CCTL", *ATOMICS)]
+
+
+@each_code
+def test_decoding_loads_all_sums_in_one_trip_after_the_last_arrival(code: str) -> None:
+    """One barrier tells all threads of the arrival, one of the partials' slots, and one of the sums, which are loaded
+    together. With 128 dims the first values are on their way before the sums are loaded."""
+    for (head_dim, *_), facts in facts_of("decode/instances/split_sm80.cu", code).items():
+        names = [full_opcode(line) for line in facts.lines]
+        (arrival,) = (index for index, name in enumerate(names) if ".ADD.64.STRONG.GPU" in name)
+        kinds = (
+            name.split(".")[0] for name in names[arrival:] if name.startswith(("BAR", "LDGSTS", "LDG.E.64.STRONG"))
+        )
+        copies, loads = (["LDGSTS"] * 4, 4) if head_dim == 128 else ([], 6)
+        expected = ["BAR", "BAR", *copies, *["LDG"] * loads, "BAR"]
+        assert list(itertools.islice(kinds, len(expected))) == expected, facts.name
 
 
 @each_code
