@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
                     return scales.factors[k * kMmaK / Int8WeightView::kSmallestGroup][row].times(pair);
                 });
             });
-            // The divisors are no part of the factor below, because divisor * kFactor may overflow.
+            // Other splits of the tile have other divisors, so sums leave these units before they are added.
 #pragma unroll
             for (int i = 0; i < kBlockM / 2; ++i) rY[i] *= scales.ranges[i / 2 % 2].divisor;
         } else {

@@ -3,9 +3,11 @@
 //
 // A factor is the sum of two 16-bit floats, so that a weight times its scale is rounded once, to 16 bits, as
 // Int8Weight.dequantize() rounds it. The product with the smaller float is rounded too, but its error is at most 2^-8 of
-// that. Factors are relative to a power of two, the divisor of their row, which puts them within fp16's range
-// (factor_range.cuh). A divisor holds for a whole work tile, because the four warps of a consumer may not stop its
-// products separately. So a thread first looks for the largest scale of its rows.
+// that. Factors are relative to a power of two, the divisor of their row (factor_range.cuh), so that a product overflows
+// in fp16 no more than in bf16. A fp16 factor that is less than 2^-16 of its row's largest has fewer digits.
+//
+// A divisor holds for a whole work tile: to change it on the way, a thread would wait for its products, which all four
+// warps of a consumer can only do together. So a thread first searches the scales of its rows for the largest.
 #pragma once
 
 #include <cstdint>
@@ -35,44 +37,62 @@ struct GroupFactor {
 };
 
 // The factors of a thread's two rows of weights, in one step after another of a work tile. A step has two parts of
-// kSmallestGroup columns, which may belong to different groups.
+// kSmallestGroup columns, which belong to different groups only if groups are as small.
 template <DataType kDataType, typename Tile>
 struct GroupFactors {
     static constexpr int kParts = Tile::kBlockK / Int8WeightView::kSmallestGroup;
     static_assert(kParts == 2);
+    // A product of a factor below kEnd and a decoded weight, at most 128 in fp16 and 2 in bf16, is within the range.
+    static constexpr int kEnd = kDataType == DataType::kFloat16 ? 256 : 4;
 
+    const Int8WeightView& weight;
     const float* gScale[2];  // of the two rows
-    int32_t groups, group_shift;
-    int32_t part, next_part;  // of this step, and of the step whose scales are on their way; counted from the first k
+    int32_t part,
+        next_part;  // of the next step, and of the step whose scales are on their way; counted from the first k
     float next[kParts][2];
-    FactorRange<256> ranges[2];  // a decoded weight is at most 128, and 128 * 256 is within fp16's range
+    FactorRange<kEnd> ranges[2];
     GroupFactor<kDataType> factors[kParts][2];
 
     FASTATTN_DEVICE GroupFactors(const Int8WeightView& weight, const int32_t (&rows)[2], const MatmulWorkTile& work,
                                  int lane)
-        : groups(weight.groups), group_shift(weight.group_shift) {
+        : weight(weight), part(warp_uniform(work.begin_step * kParts)), next_part(part) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             gScale[row] = weight.scale + int64_t{min(rows[row], weight.rows - 1)} * weight.groups;
         }
-        part = next_part = work.begin_step * kParts;
         load_next();
-        choose_divisors(work.end_step * kParts, lane);
+        choose_divisors(warp_uniform(work.end_step * kParts), lane);
     }
 
-    // Returns the group's scale, or 0 for the weights past the last group, which are zero.
-    FASTATTN_DEVICE float scale(int row, int32_t group) const {
-        return group < groups ? __ldg(gScale[row] + group) : 0.0f;
+    // Returns the group of a part.
+    FASTATTN_DEVICE int32_t group_of(int32_t part) const { return part >> weight.group_shift; }
+    FASTATTN_DEVICE bool has_two_groups() const { return weight.group_shift == 0; }
+
+    // Returns a group's scale, or 0 if it is not before `end`: past the last group, weights are zero.
+    FASTATTN_DEVICE float scale(int row, int32_t group, int32_t end) const {
+        return group < end ? __ldg(gScale[row] + group) : 0.0f;
     }
 
-    // Chooses the divisors for the scales from this step to end_part. The four lanes of a row share its scales.
+    // Chooses the divisors for the scales from the next step to end_part. The four lanes of a row share its scales. The
+    // loads of kBatch groups of each row are in flight together.
     FASTATTN_DEVICE void choose_divisors(int32_t end_part, int lane) {
+        constexpr int kBatch = 16;
+        const int32_t end = min(group_of(end_part - 1) + 1, weight.groups);
         float largest[2] = {0.0f, 0.0f};
-        const int32_t end = end_part - 1 >> group_shift;  // the last group
-#pragma unroll 8
-        for (int32_t group = (part >> group_shift) + lane % kLanesPerRow; group <= end; group += kLanesPerRow) {
+#pragma unroll 1
+        for (int32_t group = group_of(part); group < end; group += kBatch * kLanesPerRow) {
+            float scales[kBatch][2];
 #pragma unroll
-            for (int row = 0; row < 2; ++row) largest[row] = fmaxf(largest[row], fabsf(scale(row, group)));
+            for (int i = 0; i < kBatch; ++i) {
+                const int32_t own = group + i * kLanesPerRow + lane % kLanesPerRow;
+                scales[i][0] = scale(0, own, end);
+                scales[i][1] = scale(1, own, end);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                largest[0] = fmaxf(largest[0], fabsf(scales[i][0]));
+                largest[1] = fmaxf(largest[1], fabsf(scales[i][1]));
+            }
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -83,9 +103,10 @@ struct GroupFactors {
 
     FASTATTN_DEVICE void load_next() {
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) {
+        for (int row = 0; row < 2; ++row) next[0][row] = scale(row, group_of(next_part), weight.groups);
+        if (has_two_groups()) {
 #pragma unroll
-            for (int row = 0; row < 2; ++row) next[p][row] = scale(row, next_part + p >> group_shift);
+            for (int row = 0; row < 2; ++row) next[1][row] = scale(row, group_of(next_part + 1), weight.groups);
         }
     }
 
@@ -95,12 +116,13 @@ struct GroupFactors {
         part += kParts;
         if (!begins_group) return;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const float to_factor = ranges[row].to_factor();
+        for (int row = 0; row < 2; ++row) factors[0][row].set(next[0][row] * ranges[row].to_factor());
 #pragma unroll
-            for (int p = 0; p < kParts; ++p) factors[p][row].set(next[p][row] * to_factor);
+        for (int row = 0; row < 2; ++row) {
+            factors[1][row] = factors[0][row];
+            if (has_two_groups()) factors[1][row].set(next[1][row] * ranges[row].to_factor());
         }
-        next_part = max(part, ((next_part >> group_shift) + 1) << group_shift);
+        next_part = max(part, group_of(next_part) + 1 << weight.group_shift);
         load_next();
     }
 };

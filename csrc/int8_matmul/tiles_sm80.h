@@ -41,7 +41,8 @@ struct Int8GradInputTileSm80 {
     static constexpr int kNumWarps = 4;
     static constexpr int kStageBytes = kBlockN * kBlockK + kBlockM * kBlockN * 2 + kBlockK / 32 * kBlockN * 4;
     static constexpr int kNumStages = std::min(6, kInt8StageBytes / kStageBytes);
-    static constexpr MatmulTile kMatmulTile{kBlockM, kBlockK, kBlockN};
+    static constexpr MatmulTile kMatmulTile{
+        .block_m = kBlockM, .block_n = kBlockK, .block_k = kBlockN, .scales_weights = true};
 };
 
 // Tiles with int8 activations. kWarpsN is the number of warps along N if a row of weights has one scale; with a scale

@@ -25,7 +25,8 @@ constexpr MatmulTile cluster_tile(int32_t block_m, int32_t block_k, bool multipl
             /*is_persistent=*/true,
             /*uses_wgmma=*/true,
             kClusterSize,
-            /*ctas_per_sm=*/1};
+            /*ctas_per_sm=*/1,
+            /*scales_weights=*/multiplies_in_16bit};
 }
 
 // kStageBytes: the bytes of one stage of a CTA's ring. kOtherBytes: an upper bound of the shared memory that a CTA

@@ -43,9 +43,10 @@ struct MatmulClocks {
 // gets them from DRAM. A cluster loads its rows of the input once, for all its CTAs.
 inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRates& rates, int32_t resident_clusters) {
     // Assumes that dequantising never overlaps mma.sync, and that it overlaps wgmma except for its use of the register
-    // file's ports. Scaling the sums of groups takes time in proportion to a step's products. Where wgmma multiplies in
-    // 16 bits, the scales of groups multiply the weights instead, while it runs.
-    const double dequantised_in_a_clock = tile.uses_wgmma ? 42 : 64;
+    // file's ports. Scaling the sums of groups takes time in proportion to a step's products. Scaling weights takes two
+    // more instructions beside the four that dequantise a pair, and their work tiles begin with a search for the
+    // largest scales.
+    const double dequantised_in_a_clock = tile.uses_wgmma ? 57 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
     constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
     constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, each hiding the other's waits: an assumption
@@ -53,21 +54,24 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
     const double macs = tile.uses_wgmma ? (tile.multiplies_in_16bit ? rates.wgmma_macs_16bit : rates.wgmma_macs_int8)
                                         : (tile.multiplies_in_16bit ? rates.macs_16bit : rates.macs_int8);
     const double products = weights * tile.block_m / (reached * macs);
-    const bool scales_sums = tile.has_group_scales && !(tile.uses_wgmma && tile.multiplies_in_16bit);
-    const double scaled = scales_sums ? weights * tile.block_m / (tile.multiplies_in_16bit ? 3600 : 2400) : 0;
+    const double dequantised = tile.multiplies_in_16bit ? weights / dequantised_in_a_clock : 0;
+    const double scaled = !tile.has_group_scales ? 0
+                          : tile.scales_weights  ? dequantised / 2
+                                                 : weights * tile.block_m / (tile.multiplies_in_16bit ? 3600 : 2400);
     const int32_t rows = std::min(M, tile.block_m);
     const double input_bytes =
         static_cast<double>(rows) / tile.cluster_size * tile.block_k * (tile.multiplies_in_16bit ? 2 : 1);
     const double bytes = weights + input_bytes;
     MatmulClocks clocks;
     clocks.clusters_apart = std::max(resident_clusters / tile.ctas_per_sm, 1);
-    const double computed = products + scaled + (tile.multiplies_in_16bit ? weights / dequantised_in_a_clock : 0);
+    const double computed = products + dequantised + scaled;
     clocks.step_alone = tile.ctas_per_sm > 1 ? kAlone * computed : computed;
     clocks.step_shared = tile.ctas_per_sm * computed;
     clocks.step_l2 = bytes / std::max(kBytesOfAnSm, rates.l2_bytes);
     clocks.step_memory =
         std::max(weights / rates.dram_bytes, bytes / rates.l2_bytes) / static_cast<double>(clocks.clusters_apart);
     clocks.work_tile = tile.uses_wgmma ? 3000 + 10.0 * tile.block_m : 3000;  // nothing else runs on the SM meanwhile
+    if (tile.has_group_scales && tile.scales_weights) clocks.work_tile += 1000;
     clocks.split_tile = tile.uses_wgmma ? 0 : 600;
     clocks.batch = tile.uses_wgmma ? 0 : 300;
     clocks.partial = (tile.uses_wgmma ? 600 : 0) + 12.0 * rows;  // a cluster loads one partial after the other

@@ -32,7 +32,8 @@ struct MatmulTile {
     bool uses_wgmma = false;          // on Hopper's tensor cores
     int32_t cluster_size = 1;
     int32_t ctas_per_sm = 2;        // where only one fits (sm_86, sm_89), the second runs after it
-    bool has_group_scales = false;  // each group of K has a scale for its sums: a fact of the call, not of the kernel
+    bool scales_weights = false;    // scales of groups multiply the weights instead of the groups' sums
+    bool has_group_scales = false;  // each group of K has a scale: a fact of the call, not of the kernel
 };
 inline int32_t resident_clusters(const MatmulTile& tile, int32_t num_sms) {
     return num_sms * tile.ctas_per_sm / tile.cluster_size;

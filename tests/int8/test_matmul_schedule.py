@@ -39,9 +39,7 @@ class Gpu(NamedTuple):
         return CTAS_PER_SM * self.num_sms
 
 
-CLUSTER_BLOCK_MS = sorted(
-    {tokens for tokens, grouped, _ in rows_of("int8_matmul/instances/gemm_sm90.cu") if not grouped}
-)
+CLUSTER_BLOCK_MS = sorted({tokens for tokens, _, _ in rows_of("int8_matmul/instances/gemm_sm90.cu")})
 A100, H200 = Gpu(80, 108, 1024, 13, 47), Gpu(90, 132, 1365, 19.9, 50)
 RTX4090 = Gpu(89, 128, 256, 3.1, 24)
 
@@ -451,7 +449,7 @@ def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
     clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
         assert after >= before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
-        allowed = 0.22 if m <= 1024 else 0.12 if m < 2048 else 0.1
+        allowed = 0.23 if m <= 1024 else 0.12 if m < 2048 else 0.1
         assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
 
 

@@ -90,7 +90,7 @@ def test_products_are_those_of_warpgroups(instance: Instance) -> None:
 
 @each_matmul
 def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
-    """With groups, two more instructions multiply it by its scale. Steps within a group make no factors."""
+    """With groups, two more instructions multiply it by its scale. The shortest path makes no factors of scales."""
     has_groups = instance[1]
     (opcodes,) = loops_of(facts(MATMUL, instance))
     pairs = 2 * STEP_PAIRS
@@ -104,7 +104,7 @@ def test_a_pair_takes_a_load_and_three_instructions(instance: Instance) -> None:
 @each_matmul
 def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> None:
     """Both consumers issue for less than 60 % of the clocks of their products; with 96 tokens for less than two thirds;
-    with 64 tokens, where memory binds, for less than all. Scales of groups take a third more."""
+    with 64 tokens, where memory binds, for less than all. Multiplying by the scales of groups takes a third more."""
     tokens, has_groups, _ = instance
     (opcodes,) = loops_of(facts(MATMUL, instance))
     assert count(opcodes, "WARPGROUP") == 4  # an arrival and a wait per step
@@ -113,6 +113,18 @@ def test_two_steps_are_in_flight_and_decoding_is_hidden(instance: Instance) -> N
     tensor_clocks = consumers * 2 * STEP_PRODUCTS * 64 * 16 * tokens / MACS
     issued = consumers * warps * len(opcodes) / SCHEDULERS
     assert issued <= {64: 1.0, 96: 2 / 3}.get(tokens, 0.6) * tensor_clocks * (4 / 3 if has_groups else 1)
+
+
+@pytest.mark.parametrize("instance", [row for row in rows_of(MATMUL) if row[1]], ids=str)
+def test_the_factors_of_two_steps_take_160_instructions(instance: Instance) -> None:
+    """This is for groups of 32, which need four scales a step. Groups of 64 need two, groups of 128 two in every other
+    step."""
+    kernel = facts(MATMUL, instance)
+    (body,) = kernel.main_loops
+    longest, shortest = kernel.shortest_round(body, ("LDG", "F2FP")), kernel.shortest_round(body)
+    assert count(longest, "LDG") == 8 and count(longest, "F2FP") == 16
+    assert not count(longest, "I2F", "F2F", "MUFU", "MEMBAR", "STS", "BAR", "SHFL")
+    assert len(longest) <= len(shortest) + 160
 
 
 # --- The input gradient -----------------------------------------------------------------------------------------------

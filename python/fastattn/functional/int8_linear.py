@@ -60,10 +60,10 @@ def int8_linear(
     """Computes ``activation(x @ weight^T + bias) + residual`` with an int8 weight that is dequantised on the fly.
 
     Everything is computed in at least float32 and rounded once to the dtype of ``x``, at the end. If gradients are
-    needed, the product with the bias is also rounded, before the activation and the residual. For many tokens, cuBLAS
-    may compute a plain product; ``fastattn.explain`` tells when. In that case, the dequantised weight is rounded to the
-    dtype of ``x``, and partial sums are rounded if PyTorch's settings let cuBLAS do so (docs/concepts.md). Autocast
-    applies as to ``F.linear``.
+    needed, the product with the bias is also rounded, before the activation and the residual. For many tokens, a weight
+    with scales for groups is also rounded to the dtype of ``x`` on Hopper, and any weight is if cuBLAS computes a plain
+    product; ``fastattn.explain`` names the kernel. cuBLAS also rounds partial sums if PyTorch's settings let it
+    (docs/concepts.md). Autocast applies as to ``F.linear``.
 
     Args:
         x: floating ``[..., K]``.
