@@ -3,8 +3,8 @@
 //
 // A factor is the sum of two 16-bit floats, so that a weight times its scale is rounded once, to 16 bits, as
 // Int8Weight.dequantize() rounds it. The product with the smaller float is rounded too, but its error is at most 2^-8 of
-// that. Factors are relative to a power of two, the divisor of their row (factor_range.cuh), so that a product overflows
-// in fp16 no more than in bf16. A fp16 factor that is less than 2^-16 of its row's largest has fewer digits.
+// that. Factors are relative to a power of two, the divisor of their row (factor_range.cuh), so that no product overflows.
+// In fp16 a factor has fewer digits if it is less than 2^-16 of its row's largest.
 //
 // A divisor holds for a whole work tile: to change it on the way, a thread would wait for its products, which all four
 // warps of a consumer can only do together. So a thread first searches the scales of its rows for the largest.
@@ -47,8 +47,8 @@ struct GroupFactors {
 
     const Int8WeightView& weight;
     const float* gScale[2];  // of the two rows
-    int32_t part,
-        next_part;  // of the next step, and of the step whose scales are on their way; counted from the first k
+    int32_t part;       // of the next step, counted from the first k
+    int32_t next_part;  // of the step whose scales are on their way
     float next[kParts][2];
     FactorRange<kEnd> ranges[2];
     GroupFactor<kDataType> factors[kParts][2];

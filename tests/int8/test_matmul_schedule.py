@@ -443,8 +443,9 @@ def test_few_tokens_stay_with_the_kernels_for_sm_80(library: Library) -> None:
 def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
     """In the library's own prediction, more tokens never take less time.
 
-    Throughput falls where a new row of tiles makes clusters split tiles: most where tiles have just filled the GPU once
-    (1024 tokens of 4096 outputs are 64 tiles for 66 clusters); by a tenth at most among many tokens.
+    Throughput falls where a token more takes a larger tile (65 tokens one of 96 rows), and where a new row of tiles
+    makes clusters split tiles: most where tiles have just filled the GPU once (1024 tokens of 4096 outputs are 64 tiles
+    for 66 clusters); by a tenth at most among many tokens.
     """
     clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
