@@ -47,8 +47,8 @@ struct GroupFactors {
 
     const Int8WeightView& weight;
     const float* gScale[2];  // of the two rows
-    int32_t part;       // of the next step, counted from the first k
-    int32_t next_part;  // of the step whose scales are on their way
+    int32_t part;            // of the next step, counted from the first k
+    int32_t next_part;       // of the step whose scales are on their way
     float next[kParts][2];
     FactorRange<kEnd> ranges[2];
     GroupFactor<kDataType> factors[kParts][2];
