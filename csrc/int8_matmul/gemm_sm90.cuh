@@ -22,8 +22,8 @@
 // remain. That would save little, because a pair is converted once for all tokens of a tile, and every reader of
 // weights would have to know a second layout.
 //
-// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the weights, which are then
-// rounded to 16 bits (group_factors_sm90.cuh): two more HFMA2 for each pair.
+// Scales per tensor or channel multiply the finished sums. Scales per group along K multiply the weights, which are
+// then rounded to 16 bits (group_factors_sm90.cuh): two more HFMA2 for each pair.
 //
 // Preconditions: those of Int8WeightView and MatrixView. N and K may have any value, because TMA reads zeros outside of
 // a matrix.
@@ -132,14 +132,14 @@ __global__ void __launch_bounds__(Int8MatmulTileSm90<kBlockM>::kNumThreads, 1)
     int next_buffer = 0;
     // Forces inlining, however long the lambda is: ptxas would serialise wgmma in a separate function.
     for_cluster_tiles(schedule, [&](const MatmulWorkTile& work) __attribute__((always_inline)) {
-        const ColumnTerms<kDataType> terms(epilogue, CtaTile(schedule, work, rank), position);
+        const CtaTile tile(schedule, work, rank);
+        const ColumnTerms<kDataType> terms(epilogue, tile, position);
         float rY[kBlockM / 2];  // [64 of N, kBlockM] of the warpgroup
 #pragma unroll
         for (float& sum : rY) sum = 0.0f;
         ptx::written_by_wgmma(rY);
         const int32_t num_steps = warp_uniform(work.end_step - work.begin_step);
         if constexpr (kIsGrouped) {
-            const CtaTile tile(schedule, work, rank);
             const int32_t rows[2] = {sum_column(epilogue, tile, position, 0), sum_column(epilogue, tile, position, 1)};
             GroupFactors<kDataType, Tile> scales(params.matmul.weight, rows, work, lane);
             consumer.sum(rY, num_steps, [&](StepWeights<Tile>& rW) {

@@ -2,9 +2,9 @@
 // two rows of weights, and multiplies the weights by them while it decodes these.
 //
 // A factor is the sum of two 16-bit floats, so that a weight times its scale is rounded once, to 16 bits, as
-// Int8Weight.dequantize() rounds it. The product with the smaller float is rounded too, but its error is at most 2^-8 of
-// that. Factors are relative to a power of two, the divisor of their row (factor_range.cuh), so that no product overflows.
-// In fp16 a factor has fewer digits if it is less than 2^-16 of its row's largest.
+// Int8Weight.dequantize() rounds it. The product with the smaller float is rounded too, but its error is at most 2^-8
+// of that. Factors are relative to a power of two, the divisor of their row (factor_range.cuh), so that no product
+// overflows. In fp16 a factor has fewer digits if it is less than 2^-16 of its row's largest.
 //
 // A divisor holds for a whole work tile: to change it on the way, a thread would wait for its products, which all four
 // warps of a consumer can only do together. So a thread first searches the scales of its rows for the largest.

@@ -28,8 +28,8 @@ struct MatrixView {
 // bytes. Rows do not overlap. The memory between rows may hold anything.
 // The element W[n, k] is data[n * row_stride + k] * scale[n * scale_row_stride + (k / kSmallestGroup >> group_shift)].
 // Who multiplies by the scales: epilogue.cuh by those of the whole tensor or of channels, gemm_sm80.cuh, gemm_s8_*.cuh
-// and group_factors_sm90.cuh by those of groups, gemm_s8_*.cuh by the tokens' scales, and for dX grad_input_sm80.cuh and
-// scale_factors_sm90.cuh.
+// and group_factors_sm90.cuh by those of groups, gemm_s8_*.cuh by the tokens' scales, and for dX grad_input_sm80.cuh
+// and scale_factors_sm90.cuh.
 struct Int8WeightView {
     static constexpr int32_t kOneGroup = 31;  // the group_shift of weights with one scale for each row
     static constexpr int32_t kSmallestGroup = 32;

@@ -46,7 +46,7 @@ inline MatmulClocks matmul_clocks(const MatmulTile& tile, int32_t M, const SmRat
     // file's ports. Scaling the sums of groups takes time in proportion to a step's products. Scaling weights takes two
     // more instructions beside the four that dequantise a pair, and Hopper's forward kernel begins a work tile with a
     // search for the largest scales; the input gradient's kernels are priced alike.
-    const double dequantised_in_a_clock = tile.uses_wgmma ? 57 : 64;
+    const double dequantised_in_a_clock = tile.uses_wgmma ? 56 : 64;
     const double reached = tile.uses_wgmma ? 0.9 : 1.0;
     constexpr double kBytesOfAnSm = 32;  // bytes that an SM loads in a clock: an assumption
     constexpr double kAlone = 1.5;       // of a lone CTA; two take 2, each hiding the other's waits: an assumption

@@ -450,7 +450,7 @@ def test_no_cliff_on_hopper(library: Library, n: int, k: int) -> None:
     clocks = [library.fastest_on_hopper(Sizes(m, n, k), H200.num_sms).clocks for m in TOKENS]
     for m, (before, after) in zip(TOKENS, itertools.pairwise(clocks), strict=False):
         assert after >= before, f"{m + 1} tokens take {after:.0f} clocks, {m} take {before:.0f}"
-        allowed = 0.23 if m <= 1024 else 0.12 if m < 2048 else 0.1
+        allowed = 0.22 if m <= 1024 else 0.12 if m < 2048 else 0.1
         assert (m + 1) / after >= (1 - allowed) * m / before, f"throughput falls from {m} to {m + 1} tokens"
 
 

@@ -64,8 +64,8 @@ def test_an_arrival_is_one_addition_and_all_fences_are_its_own(code: str) -> Non
 
 @each_code
 def test_decoding_loads_all_sums_in_one_trip_after_the_last_arrival(code: str) -> None:
-    """One barrier tells all threads of the arrival, one of the partials' slots, and one of the sums, which are loaded
-    together. With 128 dims the first values are on their way before the sums are loaded."""
+    """One barrier tells all threads of the arrival, one of the partials' slots, and one of the sums. Between the last
+    two stand all loads of sums and, with 128 dims, the copies of the first values, which start before them."""
     for (head_dim, *_), facts in facts_of("decode/instances/split_sm80.cu", code).items():
         names = [full_opcode(line) for line in facts.lines]
         (arrival,) = (index for index, name in enumerate(names) if ".ADD.64.STRONG.GPU" in name)
